@@ -19,13 +19,13 @@ from penstock.engine.files import DEMO_MODEL
 from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
-from penstock.engine.tiny import build_tiny_model
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
+from tools.tiny import build_tiny_model
 
 MAX_TOKENS = 24
 ENGINE_SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)

@@ -23,13 +23,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.handover import export_blocks, export_state
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
 from penstock.engine.module import build_skeleton
 from penstock.engine.probe import check_config, probe_layout
-from penstock.engine.proof import (
+from penstock.engine.storage import BlockLayout
+from penstock.errors import ModelLoadError
+from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
+from tools.handover import export_blocks, export_state
+from tools.proof import (
     MIN_DISTINCT_TOKENS,
     Inconclusive,
     ReferenceAnswers,
@@ -40,10 +42,6 @@ from penstock.engine.proof import (
     run_prompts,
     run_to_end,
 )
-from penstock.engine.storage import BlockLayout
-from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_config, shrink_model
-from penstock.errors import ModelLoadError
-from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
 from tools.published import (
     Checkpoint,
     CheckpointVerdict,
@@ -54,6 +52,7 @@ from tools.published import (
     make_usage_table,
     read_checkpoints,
 )
+from tools.tiny import CannotShrink, build_tiny_model, shrink_config, shrink_model
 
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """transformers' names of model types."""
@@ -237,9 +236,9 @@ def _prove_small_model(kind: type[Any], config: Any) -> str:
 
 def _describe_kernels(model: LoadedModel) -> str:
     """Return how much of the model the native kernels compute, and whether it reads one sequence at a time."""
-    if not isinstance(model.backend, NativeBackend):
+    if model.native is None:
         return "none"
-    if model.backend.body is not None:
+    if model.native.body is not None:
         return "whole"
     num_native = sum(isinstance(part, NativeLayer) for part in model.module.modules())
     return "layers" if num_native == len(model.layout.layers) else "parts" + ", alone" * model.layout.attends_internally
@@ -360,9 +359,10 @@ compute on a CPU: the **whole** model in one call, its **layers** in one call ea
 norms, attention). **alone**: the model attends in a way of its own, and the sequences of a step are computed one after
 the other.
 
-**refused**: it cannot be served, or was not proved, for the reason in the last column. Nothing is served unproved: at
-load the same proof is run on a small copy of the model's own configuration, and the model itself must give the logits
-of the plain transformers model for one prompt.
+**refused**: it cannot be served, or was not proved, for the reason in the last column. At load the model itself
+must give the logits of the plain transformers model for one prompt, and the same with what is cached handed over and
+beside another sequence. A model that was not proved, or is not on this page, is served if it does; its windows and long
+answers are unproved then.
 
 A model that sees or hears is served for texts. No code of a model's authors is run, also not for its tokenizer.
 Published weights were not loaded for this page, configurations alone were: they are in `tools/configurations/`, each
@@ -381,7 +381,7 @@ with where it was read. One with * was rebuilt from the model's report and trans
 ## All architectures of transformers
 
 {num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default
-configuration, by the same proof. A checkpoint may differ from the default; the proof at load finds it out.
+configuration, by the same proof. A checkpoint may differ from the default.
 
 {make_architectures(verdicts)}"""
 

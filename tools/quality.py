@@ -18,13 +18,12 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.kernels.backend import NativeBackend, NativeStep
+from penstock.engine.kernels.step import NativeStep
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
-from penstock.engine.sequence import Sequence
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
-from penstock.messages import Sampling
+from penstock.engine.trial import make_trial_sequence
 from tools.tool_corpus import make_conversation
 from tools.train_demo import encode_chapters, read_chapters, split_corpus
 from tools.train_tools import TOOL_MODEL, render_conversation
@@ -80,19 +79,13 @@ def cut(ids: list[int], length: int) -> list[list[int]]:
 @torch.inference_mode()
 def compute_logits(model: LoadedModel, ids: list[int]) -> Tensor:
     """Return the logits after each token: [tokens, vocabulary], float32."""
-    backend = model.backend
-    assert isinstance(backend, NativeBackend)
-    seq = Sequence("text", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
+    native = model.native
+    assert native is not None
     num_blocks = -(-len(ids) // model.layout.block_size)
-    seq.block_table = list(range(num_blocks))
+    seq = make_trial_sequence(ids, blocks=range(num_blocks))
     batch = StepBatch([(seq, len(ids))], model.layout.block_size, model.device)
-    step = NativeStep(batch, KVStorage(model.layout, num_blocks, model.device), backend.native, backend.layers)
-    with hooks.run_with_step(model.module, step):
-        output = model.module(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, past_key_values=hooks.PagedCache(),
-            use_cache=True,
-        )  # fmt: skip
-    logits: Tensor = output.logits[0].float()
+    step = NativeStep(batch, KVStorage(model.layout, num_blocks, model.device), native.library, native.layers)
+    logits: Tensor = hooks.run_module(model.module, step).logits[0].float()
     return logits
 
 

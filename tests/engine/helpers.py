@@ -15,16 +15,16 @@ from transformers import CONFIG_MAPPING
 from penstock.engine import hooks
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
-from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import StagedPoolBlocks
-from penstock.engine.tiny import build_tiny_model, shrink_config
 from penstock.errors import SettingsError
 from penstock.messages import Sampling
 from tools.compatibility_cases import KEYWORDS, SIZES
+from tools.handover import export_blocks, import_blocks
+from tools.tiny import build_tiny_model, shrink_config
 
 GREEDY = Sampling(temperature=0.0)
 BLOCK = 16

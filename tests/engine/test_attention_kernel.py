@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.backend import describe_attention
 from penstock.engine.kernels.library import Library, Segment, WriteArgs
+from penstock.engine.kernels.step import describe_attention
 from penstock.engine.storage import BlockLayout, KVStorage, LayerShape
 
 LENGTHS = (150, 70, 9)

@@ -8,24 +8,26 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import proof
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.packed import PackedLinear
 from penstock.engine.latent import LatentHeads
 from penstock.engine.loading import load_model, open_engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
+from penstock.engine.states import StateStorage
 from penstock.engine.step_batch import StepBatch
-from penstock.engine.tiny import CannotShrink
+from penstock.engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from tests.engine.helpers import (
     copy_tokenizer,
     generate_with_transformers,
     hand_over,
+    make_tiny,
     run_sequences,
     save_model,
     sequence,
 )
+from tools.compatibility import make_loaded_model
 
 BASE = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -92,7 +94,7 @@ def test_projections_stay_where_latents_give_something_else(tmp_path: Path, monk
     )
     model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
     assert not any(isinstance(part, LatentHeads) for part in model.module.modules())
-    assert "latents" not in model.backend.name
+    assert "latents" not in model.backend_name
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -182,31 +184,45 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_only_the_model_itself_shows_is_noticed(
-    dtype: str, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.engine.proof.prove_engine", lambda *args: None)
-    with pytest.raises(EngineCheckFailed, match="other logits"):
+def test_wrong_positions_are_noticed(dtype: str, wrong_positions: None) -> None:
+    with pytest.raises(EngineCheckFailed, match=r"other logits.* than by itself"):
         prove_model(load_model(EngineSettings(dtype=dtype)), EngineSettings())
 
 
-def refuse_to_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no model have a tiny one of its kind."""
-
-    def cannot(module: Any) -> Any:
-        raise CannotShrink("on purpose")
-
-    monkeypatch.setattr("penstock.engine.proof.shrink_model", cannot)
-
-
-@pytest.mark.parametrize("is_shrunk", [True, False])
-def test_wrong_positions_are_noticed_in_a_tiny_model_or_else_in_the_model_itself(
-    is_shrunk: bool, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", ["handed over", "beside another"])
+def test_a_sequence_that_is_not_what_it_is_alone_is_noticed(
+    how: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_shrunk:
-        refuse_to_shrink(monkeypatch)
-    with pytest.raises(EngineCheckFailed, match="other tokens" if is_shrunk else r"'demo'.*other tokens"):
-        prove_model(load_model(EngineSettings()), EngineSettings())
+    if how == "handed over":
+        monkeypatch.setattr(KVStorage, "write_block", lambda storage, block, payload: storage.keys[0][block].fill_(1))
+    else:
+        monkeypatch.setattr(StepBatch, "__init__", exchange_blocks)
+    with pytest.raises(EngineCheckFailed, match=r"other logits.* handed over and beside another sequence"):
+        prove_model(load_model(EngineSettings(dtype=dtype)), EngineSettings())
+
+
+right_init = StepBatch.__init__
+
+
+def exchange_blocks(batch: StepBatch, plan: Any, *rest: Any) -> None:
+    """Let each sequence of a batch have the first block of another."""
+    tables = [seq.block_table for seq, _ in plan]
+    for table, first in zip(tables, [table[0] for table in tables[1:] + tables[:1]], strict=True):
+        table[0] = first
+    right_init(batch, plan, *rest)
+
+
+def test_a_state_that_is_not_handed_over_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateStorage, "write_row", lambda *given: None)
+    with pytest.raises(EngineCheckFailed, match=r"other logits.* handed over and beside another sequence"):
+        prove_model(_load(tmp_path, *UNEVEN["jamba"]), EngineSettings())
+
+
+def test_a_state_that_a_module_keeps_to_itself_is_noticed() -> None:
+    model = make_loaded_model("recurrent_gemma", make_tiny("recurrent_gemma"))
+    with pytest.raises(EngineCheckFailed, match="other logits"):
+        prove_model(model, EngineSettings())
 
 
 UNEVEN: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -226,36 +242,12 @@ UNEVEN: dict[str, tuple[Any, dict[str, Any]]] = {
 """Models whose layers keep states, and whose kinds of layers are at places that the first of each do not show."""
 
 
-@pytest.mark.parametrize("is_shrunk", [True, False], ids=["shrunk", "itself"])
 @pytest.mark.parametrize("name", UNEVEN)
-def test_models_of_uneven_layers_with_states_are_served(
-    name: str, is_shrunk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_uneven_layers_with_states_are_served(name: str, tmp_path: Path) -> None:
     model = _load(tmp_path, *UNEVEN[name])
     settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 1000, (n,), generator=generator).tolist() for n in (1, 45, 70, 130)]
     expected = generate_with_transformers(model, prompts, 10)
-    if not is_shrunk:
-        refuse_to_shrink(monkeypatch)
-    proved: list[LoadedModel] = []
-    prove_engine = proof.prove_engine
-
-    def note(model: LoadedModel, *rest: Any) -> None:
-        proved.append(model)
-        prove_engine(model, *rest)
-
-    monkeypatch.setattr(proof, "prove_engine", note)
     ready = prove_model(model, settings)
-    assert [one.module is model.module for one in proved] == [not is_shrunk]
     assert run_sequences(Engine(ready, settings), [sequence(p, 10) for p in prompts]) == expected
-
-
-def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = iter([{"one", "another"}, {"one"}, {"one"}])
-    monkeypatch.setattr("penstock.engine.tiny.find_layer_kinds", lambda module: next(kinds))
-    proved: list[LoadedModel] = []
-    monkeypatch.setattr("penstock.engine.proof.prove_engine", lambda model, *args: proved.append(model))
-    demo = load_model(EngineSettings())
-    prove_model(demo, EngineSettings())
-    assert proved == [demo]

@@ -12,15 +12,15 @@ from transformers.masking_utils import causal_mask_function
 from penstock.config.settings import EngineSettings
 from penstock.engine import masks
 from penstock.engine.model import LoadedModel
-from penstock.engine.proof import ReferenceAnswers, generate_references, prove_engine
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
-from penstock.engine.tiny import CannotShrink, find_layer_kinds, shrink_config
 from penstock.errors import EngineCheckFailed
 from tests.engine.helpers import make_tiny
-from tools import compatibility
+from tools import compatibility, tiny
 from tools.compatibility import ARCHITECTURES, judge_architecture, judge_checkpoint, make_architectures
+from tools.proof import ReferenceAnswers, generate_references, prove_engine
 from tools.published import make_rows, read_checkpoints
+from tools.tiny import CannotShrink, find_layer_kinds, shrink_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CPU = torch.device("cpu")
@@ -70,7 +70,14 @@ def test_the_page_has_every_architecture_once() -> None:
         find_line(architecture)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+def list_others() -> list[str]:
+    """Return a published checkpoint of each type of model that `CHECKPOINTS` has none of."""
+    by_type = {str(one.config["model_type"]): name for name, one in reversed(read_checkpoints().items())}
+    tried = {read_checkpoints()[name].config["model_type"] for name in CHECKPOINTS}
+    return [name for kind, name in by_type.items() if kind not in tried]
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *(pytest.param(one, marks=pytest.mark.full) for one in list_others())])
 def test_the_page_says_what_becomes_of_a_published_checkpoint(name: str) -> None:
     verdict = judge_checkpoint(read_checkpoints()[name])
     row = next(line for line in read_page() if name in list_checkpoints(line))
@@ -168,6 +175,13 @@ def test_the_small_copy_has_every_kind_of_layer(architecture: str) -> None:
         small = kind(shrink_config(config))
     assert find_layer_kinds(large) <= find_layer_kinds(small)
     assert len(small.model.layers) < len(large.model.layers)
+
+
+def test_a_small_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = iter([{"one", "another"}, {"one"}, {"one"}])
+    monkeypatch.setattr(tiny, "find_layer_kinds", lambda module: next(kinds))
+    with pytest.raises(CannotShrink, match="1 kinds of layers were lost"):
+        tiny.shrink_model(make_tiny("llama"))
 
 
 def test_the_small_copy_keeps_the_structure_of_heads() -> None:

@@ -12,7 +12,6 @@ import pytest
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
-from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_stage_models
 from penstock.engine.model import LoadedModel
@@ -29,6 +28,7 @@ from tests.engine.helpers import (
     run_sequences,
     sequence,
 )
+from tools.handover import export_blocks, import_blocks
 
 NUM_NEW = 24
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)

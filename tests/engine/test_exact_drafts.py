@@ -8,7 +8,6 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
-from penstock.engine.handover import export_blocks
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
@@ -21,6 +20,7 @@ from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES
 from penstock.worker.grammars import GrammarCompiler
 from tests.engine.helpers import GREEDY, sequence
+from tools.handover import export_blocks
 from tools.tool_corpus import Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation
 

@@ -19,7 +19,6 @@ from penstock.engine import accelerate, loading
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
-from penstock.engine.model import TorchBackend
 
 PRINT = """
 import sys
@@ -129,7 +128,7 @@ def test_instruction_sets_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyP
 def test_the_gpu_that_computes_in_16_bits(tiny_dir: Path) -> None:
     model = load_model(_settings(tiny_dir, dtype="bfloat16"))
     names = ("", "one GPU", "another GPU")
-    assert len({replace(model, backend=TorchBackend(name)).fingerprint for name in names}) == 3
+    assert len({replace(model, device_name=name).fingerprint for name in names}) == 3
 
 
 def test_what_codecs_know_of_a_block(tiny_dir: Path) -> None:

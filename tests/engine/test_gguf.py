@@ -20,7 +20,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS
 from penstock.engine.gguf_weights import unpack_blocks
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
 from penstock.engine.layer import NativeLayer
@@ -168,8 +167,8 @@ def test_blocks_are_computed_with_as_they_are(architecture: str, dtype: str, isa
         assert whole.fingerprint != packed.fingerprint
         right, mine = compute_probe_logits(whole), compute_probe_logits(packed)
         assert (mine - right).square().mean().sqrt() <= 0.06 * right.std()
-        assert isinstance(packed.backend, NativeBackend)
-        assert packed.backend.body is not None
+        assert packed.native is not None
+        assert packed.native.body is not None
         stored = sum(one.packed.form == WeightForm.GGUF for one in find_groups(packed.module))
         assert stored == 2 * 4 + 1  # the layers' groups, and the output layer
         embedding = packed.module.model.embed_tokens

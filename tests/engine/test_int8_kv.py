@@ -13,7 +13,6 @@ from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.storage import BlockLayout, LayerShape
-from penstock.engine.tiny import CannotShrink
 from penstock.errors import KVStoreError, ModelLoadError
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
@@ -54,15 +53,6 @@ def test_a_block_has_room_for_twice_the_tokens() -> None:
     odd = BlockLayout((LayerShape(0, (3, 5), (3, 5)),), 1, torch.bfloat16, is_int8=True)
     assert all(offset % 4 == 0 for offset, _, width in odd.parts if width == 4)
     assert odd.block_bytes == 2 * (16 + 12)
-
-
-def test_a_model_of_which_no_tiny_one_can_be_made_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object) -> None:
-        raise CannotShrink
-
-    monkeypatch.setattr("penstock.engine.proof._build_tiny_model", refuse)
-    settings = SETTINGS.model_copy(update={"dtype": "float32"})  # in which it gives the tokens of `generate()`
-    assert prove_model(load_model(settings), settings).layout.is_int8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

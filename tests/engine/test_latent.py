@@ -11,10 +11,10 @@ from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
-from penstock.engine.tiny import build_tiny_model
 from penstock.messages import Sampling
 from tests.engine.helpers import needs_kernels
 from tests.engine_contract.engines import Caller, serve
+from tools.tiny import build_tiny_model
 
 pytestmark = needs_kernels
 

@@ -12,7 +12,6 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.experts import NativeExperts, PackedWeight, find_mixtures, is_experts
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
@@ -66,8 +65,8 @@ def test_bfloat16_tokens_do_not_depend_on_batch_chunks_or_threads(architecture: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_of_a_row_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     model = accelerate_model(make_model("qwen3_moe", dtype, num_experts=60, num_experts_per_tok=4))
-    assert isinstance(model.backend, NativeBackend)
-    assert model.backend.body is not None
+    assert model.native is not None
+    assert model.native.body is not None
     assert all(isinstance(layer, NativeLayer) for layer in model.module.model.layers)
     prompts = make_prompts(model)
 
@@ -75,7 +74,7 @@ def test_the_logits_of_a_row_have_the_same_bits_in_any_batch(dtype: torch.dtype)
         seqs = [sequence(prompts[i], 1, name=str(i)) for i in chosen]
         for place, seq in enumerate(seqs):
             seq.block_table = list(range(4 * place, 4 * place + 4))
-        runner = model.backend.create_runner(model, SETTINGS, 4 * len(seqs))
+        runner = model.create_runner(SETTINGS, 4 * len(seqs))
         with torch.inference_mode():
             batch = StepBatch([(seq, seq.num_pending_tokens) for seq in seqs], model.layout.block_size, CPU)
             return dict(zip((seq.id for seq in batch.sampled_sequences), runner.run_step(batch), strict=True))
@@ -90,8 +89,8 @@ def test_the_logits_of_a_row_have_the_same_bits_in_any_batch(dtype: torch.dtype)
 def test_a_model_that_leaves_activations_to_torch_is_no_native_body() -> None:
     model = accelerate_model(make_model("qwen2_moe"))  # its shared expert has a sigmoid
     assert all(isinstance(layer, NativeLayer) for layer in model.module.model.layers)
-    assert isinstance(model.backend, NativeBackend)
-    assert model.backend.body is None
+    assert model.native is not None
+    assert model.native.body is None
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
@@ -108,7 +107,7 @@ def test_float32_logits_are_those_of_transformers(architecture: str) -> None:
     seq.block_table = list(range(4))
     with torch.inference_mode():
         batch = StepBatch([(seq, len(prompt))], model.layout.block_size, CPU)
-        mine = model.backend.create_runner(model, SETTINGS, 4).run_step(batch)[0]
+        mine = model.create_runner(SETTINGS, 4).run_step(batch)[0]
     assert (mine - right).abs().max() <= 2e-5 * right.abs().max()
 
 
@@ -140,8 +139,8 @@ def test_a_router_that_uses_its_weight_in_another_way_stays_as_it_is() -> None:
     model = accelerate_model(model)
     kinds = [isinstance(layer.mlp.gate.weight, PackedWeight) for layer in model.module.model.layers]
     assert kinds == [False, True, True]
-    assert isinstance(model.backend, NativeBackend)
-    assert model.backend.body is None
+    assert model.native is not None
+    assert model.native.body is None
 
 
 @pytest.mark.parametrize(

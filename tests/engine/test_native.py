@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import build, library
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
 from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeLayer, NativeModel, RotaryTable
@@ -33,15 +32,15 @@ def test_the_demo_model_runs_on_kernels_alone(dtype: str) -> None:
     kinds = {type(part) for part in model.module.modules()}
     assert {NativeLayer, NativeNorm, PackedLinear, PackedEmbedding} <= kinds
     assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
-    assert isinstance(model.backend, NativeBackend)
-    assert len(model.backend.layers) == model.config.num_hidden_layers
+    assert model.native is not None
+    assert len(model.native.layers) == model.config.num_hidden_layers
 
 
 def load_native(**given: Any) -> tuple[LoadedModel, NativeModel]:
     model = accelerate_model(load_model(EngineSettings(**given)))
-    assert isinstance(model.backend, NativeBackend)
-    assert isinstance(model.backend.body, NativeModel)
-    return model, model.backend.body
+    assert model.native is not None
+    assert isinstance(model.native.body, NativeModel)
+    return model, model.native.body
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -53,7 +52,7 @@ def test_one_call_gives_the_bits_of_embedding_layers_and_head(dtype: str, monkey
         if not is_one_call:
             monkeypatch.setattr(body, "_args", None)
         seqs = [sequence([5 + (37 * n + at) % 900 for n in range(length + 30)], 9) for at, length in enumerate(lengths)]
-        runner = model.backend.create_runner(model, EngineSettings(), 32)
+        runner = model.create_runner(EngineSettings(), 32)
         for at, seq in enumerate(seqs):
             seq.block_table = list(range(8 * at, 8 * at + 8))
         for plan in ([(seq, 30) for seq in seqs], list(zip(seqs, lengths, strict=True))):
@@ -74,7 +73,7 @@ def test_positions_beyond_the_table_are_computed_in_one_call_too(monkeypatch: py
     for most in (MAX_TABLE_POSITIONS, 35):
         monkeypatch.setattr("penstock.engine.layer.MAX_TABLE_POSITIONS", most)
         seqs = [sequence([5 + (37 * n + at) % 900 for n in range(60)], 9) for at in range(2)]
-        runner, logits = model.backend.create_runner(model, EngineSettings(), 8), []
+        runner, logits = model.create_runner(EngineSettings(), 8), []
         for at, seq in enumerate(seqs):
             seq.block_table = list(range(4 * at, 4 * at + 4))
         for num_tokens in (30, 20, 1):
@@ -99,7 +98,7 @@ def test_a_row_that_there_is_not_is_refused_before_it_is_read(name: str, value: 
     values, at = (batch.kept_values, 0) if name == "kept" else (batch.row_values, 3 * (name == "positions"))
     values[at] = value
     with pytest.raises(IndexError, match="no such"), torch.inference_mode():
-        model.backend.create_runner(model, EngineSettings(), 1).run_step(batch)
+        model.create_runner(EngineSettings(), 1).run_step(batch)
 
 
 @pytest.mark.parametrize("rope", ["default", "yarn", "dynamic"])
@@ -140,8 +139,8 @@ def test_a_layer_that_scales_by_position_is_not_taken_for_the_common_one() -> No
     model = accelerate_model(model)
     kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
     assert kinds == [True, False, True, True, True, True]
-    assert isinstance(model.backend, NativeBackend)
-    assert model.backend.body is None
+    assert model.native is not None
+    assert model.native.body is None
 
 
 def test_the_original_weights_are_gone() -> None:

@@ -28,8 +28,8 @@ pytestmark = needs_kernels
 @pytest.fixture
 def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model, whose proof takes a second, is not proved."""
-    monkeypatch.setattr(loading, "prove_kind", lambda *given: None)
-    monkeypatch.setattr(proof, "prove_kind", lambda *given: None)
+    monkeypatch.setattr(loading, "prove_backend", lambda *given: None)
+    monkeypatch.setattr(proof, "prove_backend", lambda *given: None)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_the_proof_is_noted_and_runs_again_when_its_name_changes(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[str] = []
-    monkeypatch.setattr(proof, "prove_kind", lambda *given: runs.append("proof"))
+    monkeypatch.setattr(proof, "prove_backend", lambda *given: runs.append("proof"))
     settings = make_settings(tiny_dir, tmp_path)
 
     def count_runs(changed: EngineSettings) -> int:
@@ -234,7 +234,7 @@ def test_what_was_not_proved_is_not_noted(tiny_dir: Path, tmp_path: Path, monkey
     def fail(*given: object) -> None:
         raise EngineCheckFailed("on purpose")
 
-    monkeypatch.setattr(proof, "prove_kind", fail)
+    monkeypatch.setattr(proof, "prove_backend", fail)
     for _ in range(2):
         with pytest.raises(EngineCheckFailed):
             open_model(make_settings(tiny_dir, tmp_path))

@@ -13,7 +13,6 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import products
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.kernels.products import NUM_ROWS, Product, find_slow_products, list_products
@@ -59,7 +58,7 @@ def test_an_engine_says_once_which_are_slower_and_keeps_them(
     set_ratio(monkeypatch, 3.0)
     with caplog.at_level(logging.WARNING, "penstock.engine"):
         engine = open_engine(settings)
-    assert isinstance(engine.model.backend, NativeBackend)
+    assert engine.model.native is not None
     shapes = list_products(engine.model.module)
     assert len(engine.slow_products) == len(shapes) > 1
     assert sum("slower than torch's" in line for line in caplog.messages) == 1
@@ -71,7 +70,7 @@ def test_torch_alone_is_a_setting(settings: EngineSettings, native: Library) -> 
     prompt, with_kernels = [5, 6, 7, 8], open_engine(settings)
     alone = settings.model_copy(update={"isa": TORCH})
     engine = open_engine(alone)
-    assert not isinstance(engine.model.backend, NativeBackend)
+    assert engine.model.native is None
     assert engine.slow_products == []
     answers = [run_sequences(one, [sequence(prompt)]) for one in (engine, with_kernels)]
     assert answers[0] == answers[1]
@@ -86,7 +85,7 @@ def test_where_the_kernels_have_no_vectors_the_faster_ones_are_taken(
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     set_ratio(monkeypatch, ratio)
     model = accelerate_model(load_model(settings), settings.weights)
-    assert isinstance(model.backend, NativeBackend) == is_native
+    assert (model.native is not None) == is_native
     assert isinstance(Engine(model, settings), Engine)
 
 

@@ -15,7 +15,7 @@ from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.packed_model import PackedSource, write_packed_model
 from penstock.engine.probe import probe_layout
-from penstock.engine.proof import prove_kind, prove_model
+from penstock.engine.proof import prove_model
 from penstock.engine.step import SingleSequenceStep
 from penstock.engine.storage import number_index_keys
 from penstock.errors import EngineCheckFailed, ModelLoadError
@@ -72,8 +72,8 @@ def test_an_indexer_that_forgets_is_noticed(model: LoadedModel, monkeypatch: pyt
         return found
 
     monkeypatch.setattr(SingleSequenceStep, "write_index_keys", forget)
-    with pytest.raises(EngineCheckFailed, match="other tokens"):
-        prove_kind(load_model(EngineSettings(model=model.name, dtype="float32")), SETTINGS)
+    with pytest.raises(EngineCheckFailed, match="other logits"):
+        prove_model(load_model(EngineSettings(model=model.name, dtype="float32")), SETTINGS)
 
 
 def test_it_says_so_at_load_and_is_not_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

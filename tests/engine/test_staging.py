@@ -9,12 +9,12 @@ import pytest
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, make_block_keys, needs_kernels, run_sequences, sequence, stage_blocks
+from tools.handover import export_blocks, import_blocks
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
 NUM_NEW = 40

@@ -13,10 +13,10 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import forms
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.forms import WeightPacker, read_cache_bytes
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
+from penstock.engine.kernels.step import NativeParts
 from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
@@ -59,7 +59,7 @@ def test_other_forms_are_other_models(models: dict[str, LoadedModel], monkeypatc
     assert len({models[weights].fingerprint for weights in ("bf16", "int8", "int4")}) == 3
     in_float32 = replace(models["int8"], dtype=torch.float32)
     before = replace(in_float32).fingerprint
-    monkeypatch.setattr(NativeBackend, "name", "another instruction set")  # it may round an input to another integer
+    monkeypatch.setattr(NativeParts, "name", "another instruction set")  # it may round an input to another integer
     assert replace(in_float32).fingerprint != before
 
 

@@ -22,6 +22,7 @@ from torch.nn.functional import gelu, silu
 from transformers.pytorch_utils import Conv1D
 
 from penstock.engine import hooks
+from penstock.engine.compare import find_tolerance, is_close, measure_logits_error
 from penstock.engine.experts import (
     NativeExperts,
     find_experts_parts,
@@ -31,7 +32,6 @@ from penstock.engine.experts import (
     pack_router,
 )
 from penstock.engine.gguf_weights import GgufMatrix
-from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.forms import GGUF, QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
@@ -42,8 +42,10 @@ from penstock.engine.kernels.packed import (
     PackedFollower,
     PackedLinear,
     Release,
+    keep_weight,
     weight_of,
 )
+from penstock.engine.kernels.step import NativeParts, NativeStep
 from penstock.engine.latent import (
     LatentHeads,
     attend_twice,
@@ -55,23 +57,17 @@ from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, ha
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
-from penstock.engine.sequence import Sequence
+from penstock.engine.runner import ModelRunner
 from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
+from penstock.engine.trial import compute_tokens, draw_tokens, make_trial_sequence
 from penstock.engine.weights import PackedTensor
 from penstock.errors import ModelLoadError
-from penstock.messages import Sampling
 
 NUM_PROBE_TOKENS = 6
 """How many tokens the model reads for the comparison."""
-MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
-MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4, GGUF: 0.1}
-"""The same where inputs, or weights too, become integers: random weights lose as much, trained ones less."""
-MIN_EQUAL_INDICES = 0.9
-"""Share of the experts chosen that must be the same: in 16 bits two of them may be equally good."""
 
 
 @dataclass
@@ -106,7 +102,7 @@ class _ForwardRecord:
 
 @torch.inference_mode()
 def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
-    """Return the model with the fastest backend that computes it here: the native kernels, or torch.
+    """Return the model with what computes it fastest here: the native kernels, or torch.
 
     For the native kernels the module is changed in place, and only the returned model can be used any more. `weights`
     is the setting. Raises `ModelLoadError` where the weights cannot have that form.
@@ -141,28 +137,26 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
         model.weights.drop_pages()
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
-    backend = NativeBackend(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
+    parts = NativeParts(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
     if model.layout.states is not None:
-        has_states = choose_together(model.module, partial(_read_answers, model, backend))
-        backend = replace(backend, has_states=has_states)
+        has_states = choose_together(model.module, model.dtype, partial(_read_answers, model, parts))
+        parts = replace(parts, has_states=has_states)
     form = weights if is_quantized else GGUF if is_from_gguf else ""
-    return replace(model, backend=backend, weight_form=form)
+    return replace(model, native=parts, weight_form=form)
 
 
-def _read_answers(model: LoadedModel, backend: NativeBackend) -> tuple[StateStorage, Tensor]:
+def _read_answers(model: LoadedModel, parts: NativeParts) -> tuple[StateStorage, Tensor]:
     """Read two tokens of answers to several prompts, and return their states and the logits of the last ones."""
     storage = KVStorage(model.layout, NUM_PROBE_TOKENS, model.device, 3 * NUM_PROBE_TOKENS)
-    runner, logits = backend.create_runner_over(model, storage), torch.empty(0)
-    seqs = [_make_sequence(model, seed) for seed in range(NUM_PROBE_TOKENS)]
-    for row, seq in enumerate(seqs):
-        seq.block_table, seq.state_row = [row], 2 * row + 1
-    num_prompt = seqs[0].num_prompt_tokens - 2
-    for num_tokens in (num_prompt, 1, 1):
-        logits = runner.run_step(StepBatch([(seq, num_tokens) for seq in seqs], model.layout.block_size, model.device))
-        for seq in seqs:
-            seq.num_computed_tokens += num_tokens
+    runner, logits = ModelRunner(model.module, storage, parts), torch.empty(0)
+    seqs = [
+        make_trial_sequence(_draw_probe(model, seed), blocks=[seed], state_row=2 * seed + 1)
+        for seed in range(NUM_PROBE_TOKENS)
+    ]
+    for num_tokens in (seqs[0].num_prompt_tokens - 2, 1, 1):
+        logits = compute_tokens(runner, [(seq, num_tokens) for seq in seqs])
     assert storage.states is not None
-    return storage.states, logits.clone()
+    return storage.states, logits
 
 
 def _absorb_projections(model: LoadedModel) -> None:
@@ -170,7 +164,7 @@ def _absorb_projections(model: LoadedModel) -> None:
     for part in list(find_latent_layers(model.module)):
         heads = make_latent_heads(part)
         right, mine = attend_twice(part, heads, NUM_PROBE_TOKENS)
-        if _is_close(mine, right, get_relative_tolerance(model.dtype)):
+        if is_close(mine, right, find_tolerance(model.dtype).part):
             set_latent_heads(part, heads)
 
 
@@ -180,22 +174,13 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and native is not None and native.isa != TORCH and dtype in DTYPES
 
 
-def get_relative_tolerance(dtype: torch.dtype) -> float:
-    """Return by how much logits may differ, relative to their spread, where only rounding differs."""
-    return MAX_RELATIVE_ERROR[dtype]
-
-
 @torch.inference_mode()
 def compute_probe_logits(model: LoadedModel) -> Tensor:
     """Return the logits of a few tokens, computed by the native kernels as they serve the model: [T, vocabulary]."""
-    backend = model.backend
-    assert isinstance(backend, NativeBackend)
-    step = NativeStep(_make_batch(model), _make_storage(model), backend.native, backend.layers)
-    positions = _place_probe(model, step.batch)
-    with hooks.run_with_step(model.module, step):
-        output = (backend.body or model.module)(
-            input_ids=step.batch.input_ids, position_ids=positions, past_key_values=hooks.PagedCache(), use_cache=True
-        )
+    native = model.native
+    assert native is not None
+    step = NativeStep(_make_batch(model), _make_storage(model), native.library, native.layers)
+    output = hooks.run_module(model.module, step, compute=native.body, position_ids=_place_probe(model, step.batch))
     logits: Tensor = output.logits[0].float()
     return logits
 
@@ -221,10 +206,8 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
     step = make_step(batch, _make_storage(model))
     record.position_ids = _place_probe(model, batch)
     try:
-        with hooks.run_with_step(model.module, step):
-            ids, positions, cache = batch.input_ids, record.position_ids, hooks.PagedCache()
-            output = model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-            record.logits = output.logits[0].float()
+        output = hooks.run_module(model.module, step, position_ids=record.position_ids)
+        record.logits = output.logits[0].float()
     finally:
         for handle in handles:
             handle.remove()
@@ -258,16 +241,12 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and weight.dim() == 1
 
 
-def _make_sequence(model: LoadedModel, seed: int) -> Sequence:
-    generator = torch.Generator().manual_seed(seed)
-    length = min(NUM_PROBE_TOKENS, model.context_length - 1)
-    ids = torch.randint(model.vocab_size, (length,), generator=generator).tolist()
-    return Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
+def _draw_probe(model: LoadedModel, seed: int) -> list[int]:
+    return draw_tokens(model.vocab_size, min(NUM_PROBE_TOKENS, model.context_length - 1), seed)
 
 
 def _make_batch(model: LoadedModel) -> StepBatch:
-    seq = _make_sequence(model, 7)
-    seq.block_table = list(range(-(-seq.num_prompt_tokens // model.layout.block_size)))
+    seq = make_trial_sequence(_draw_probe(model, 7), blocks=range(NUM_PROBE_TOKENS))
     return StepBatch([(seq, seq.num_prompt_tokens)], model.layout.block_size, model.device)
 
 
@@ -305,9 +284,9 @@ class _Replacer:
         self.packer = WeightPacker(native, weights, model.dtype, model.weights.num_bytes, model.vocab_size, matrices)
         self._release: Release = model.weights.drop_tensor_pages
         self._root: nn.Module = model.module
-        self._storage, self._tolerance = _make_storage(model), MAX_RELATIVE_ERROR[model.dtype]
+        self._storage, self._tolerance = _make_storage(model), find_tolerance(model.dtype).part
         form = GGUF if matrices and weights == "auto" else weights
-        self._layer_tolerance = MAX_QUANTIZED_ERROR.get(form, self._tolerance)
+        self._layer_tolerance = find_tolerance(model.dtype, form).part
         """Of what linear layers are part of."""
 
     def replace_parts(self) -> None:
@@ -323,7 +302,7 @@ class _Replacer:
             if self._is_present(name, _is_norm):
                 norm = self._make_norm(name, self._root.get_submodule(name))
                 if norm is not None:
-                    self._set_module(name, norm)
+                    self._root.set_submodule(name, norm)
         for names in self._record.inputs.values():
             self._replace_linears(names)
         self._replace_latent_heads()
@@ -339,35 +318,26 @@ class _Replacer:
         }
         if not all(keeps_rows_apart(self._root.get_submodule(n), c.args, c.kwargs) for n, c in mixtures.items()):
             return None
-        step = self._make_step()
         num_rounded = self.packer.num_quantized + self.packer.num_from_gguf
         is_like_stored = not num_rounded and not self._record.mixtures
-        right = self._record.logits if is_like_stored else self._compute_logits()
+        right = self._record.logits if is_like_stored else self._run(None)
         try:
-            with hooks.run_with_step(self._root, step):
-                mine = new(step.batch.input_ids, self._record.position_ids).logits[0].float()
+            mine = self._run(new)
         except TypeError:  # its rotary embedding is made for each kind of layer (Mellum)
             return None
-        return new if _root_mean_square(mine - right) <= self._tolerance * right.std() else None
+        return new if measure_logits_error(mine, right) <= self._tolerance else None
 
-    def _compute_logits(self) -> Tensor:
-        """Return the logits of the module with its replaced parts: [T, vocabulary]."""
-        step = self._make_step()
-        with hooks.run_with_step(self._root, step):
-            output = self._root(
-                input_ids=step.batch.input_ids, position_ids=self._record.position_ids,
-                past_key_values=hooks.PagedCache(), use_cache=True,
-            )  # fmt: skip
+    def _run(self, compute: NativeModel | None) -> Tensor:
+        """Return the logits of the module with its replaced parts, or of what computes in its place."""
+        output = hooks.run_module(
+            self._root, self._make_step(), compute=compute, position_ids=self._record.position_ids
+        )
         logits: Tensor = output.logits[0].float()
         return logits
 
     def _make_step(self) -> NativeStep:
         """Return a step over the recorded batch whose attention the kernels compute."""
         return NativeStep(_make_batch(self._model), self._storage, self._native, self._record.layers)
-
-    def _set_module(self, name: str, new: nn.Module) -> None:
-        parent, _, child = name.rpartition(".")
-        setattr(self._root.get_submodule(parent), child, new)
 
     # Mixtures of experts
 
@@ -380,7 +350,7 @@ class _Replacer:
             return
         new = pack_experts(self._native, parts, self.packer.pack_linears, self._release)
         if self._gives_recorded(new, call, self._layer_tolerance):
-            self._set_module(name, new)
+            self._root.set_submodule(name, new)
         for weight in (experts.gate_up_proj, experts.down_proj):
             self._release(weight.detach())
 
@@ -409,8 +379,7 @@ class _Replacer:
             return False
         mine, right = ((output,) if isinstance(output, Tensor) else output for output in (found, call.output))
         return len(mine) == len(right) and all(
-            one.shape == other.shape and one.dtype == other.dtype and _is_close(one, other, tolerance)
-            for one, other in zip(mine, right, strict=True)
+            one.dtype == other.dtype and is_close(one, other, tolerance) for one, other in zip(mine, right, strict=True)
         )
 
     # Decoder layers
@@ -430,20 +399,20 @@ class _Replacer:
         if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
             return
         groups = [
-            self.packer.pack_linears(form.projections, _keep_weight),
-            self.packer.pack_linears([form.output_projection], _keep_weight),
+            self.packer.pack_linears(form.projections, keep_weight),
+            self.packer.pack_linears([form.output_projection], keep_weight),
         ]
         if is_mixture:
             new = NativeLayer(form.attention, groups, good, mlp=mlp)
             is_same = self._gives_same_around(new, name)
         else:
-            groups.append(self.packer.pack_linears(form.gate_up, _keep_weight, activation))
-            groups.append(self.packer.pack_linears(form.down_projection, _keep_weight))
+            groups.append(self.packer.pack_linears(form.gate_up, keep_weight, activation))
+            groups.append(self.packer.pack_linears(form.down_projection, keep_weight))
             new = NativeLayer(form.attention, groups, good, activation)
             is_same = self._gives_same(new, name)
         if not is_same:
             return
-        self._set_module(name, new)
+        self._root.set_submodule(name, new)
         for linear in (*form.projections, form.output_projection, *form.gate_up, *form.down_projection):
             self._release(weight_of(linear))
 
@@ -459,20 +428,18 @@ class _Replacer:
         new.mlp = recorded
         is_same = self._gives_same(new, name)
         new.mlp = mixture
-        return is_same and _is_close(recorded.x, _input_of(call), self._layer_tolerance)
+        return is_same and is_close(recorded.x, _input_of(call), self._layer_tolerance)
 
     def _gives_same(self, new: nn.Module, name: str) -> bool:
         """Return whether the new layer gives the recorded output of the named one."""
         call = self._record.calls[name]
         try:
             with hooks.run_with_step(self._root, self._make_step()):
-                mine = new(*call.args, **call.kwargs).float()
+                mine = new(*call.args, **call.kwargs)
         except (TypeError, ValueError, Unsupported):
             return False
-        right, given = call.output.float(), _input_of(call).float()
-        return mine.shape == right.shape and bool(
-            _root_mean_square(mine - right) <= self._layer_tolerance * _root_mean_square(right - given)
-        )
+        added = call.output.float() - _input_of(call).float()
+        return is_close(mine, call.output, self._layer_tolerance, added)
 
     # Norms
 
@@ -486,10 +453,9 @@ class _Replacer:
         x = _input_of(call)
         if x.shape[-1] != weight.numel() or x.dtype != weight.dtype or call.output.dtype != weight.dtype:
             return None
-        right = call.output.float()
         for plus_one in (False, True):
             new = NativeNorm(self._native, weight.detach(), eps, plus_one=plus_one)
-            if _root_mean_square(new(x).float() - right) <= self._tolerance * _root_mean_square(right):
+            if is_close(new(x), call.output, self._tolerance):
                 return new
         return None
 
@@ -502,12 +468,12 @@ class _Replacer:
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
             return
         tied = self._find_tied_embedding(linears[0])
-        group = self.packer.pack_linears(linears, _keep_weight if tied == "" else self._release)
+        group = self.packer.pack_linears(linears, keep_weight if tied == "" else self._release)
         first = PackedLinear(group)
         for index, name in enumerate(names):
-            self._set_module(name, first if index == 0 else PackedFollower(first, index))
+            self._root.set_submodule(name, first if index == 0 else PackedFollower(first, index))
         if tied:
-            self._set_module(tied, PackedEmbedding(self._native, group))
+            self._root.set_submodule(tied, PackedEmbedding(self._native, group))
 
     def _replace_latent_heads(self) -> None:
         """Pack the linear layers of latent attention, which have an input each: no token of the record reached them."""
@@ -549,26 +515,10 @@ def _find_matrices(model: LoadedModel) -> WeakKeyDictionary[nn.Module, GgufMatri
     return found
 
 
-def _root_mean_square(x: Tensor) -> Tensor:
-    return x.square().mean().sqrt()
-
-
-def _is_close(mine: Tensor, right: Tensor, tolerance: float) -> bool:
-    """Return whether numbers are the same as far as the tolerance goes, and nearly all integers equal."""
-    if not right.is_floating_point():
-        return bool((mine == right).float().mean() >= MIN_EQUAL_INDICES)
-    mine, right = mine.float(), right.float()
-    return bool(_root_mean_square(mine - right) <= tolerance * _root_mean_square(right))
-
-
 def _input_of(call: _ModuleCall) -> Tensor:
     given = call.args[0] if call.args else call.kwargs["hidden_states"]
     assert isinstance(given, Tensor)
     return given
-
-
-def _keep_weight(weight: Tensor) -> None:
-    """Keep the weights, which are needed until the layer was compared."""
 
 
 def _find_activation(mlp: Any) -> Activation | None:

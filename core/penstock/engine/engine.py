@@ -30,7 +30,6 @@ from penstock.engine.cost import (
     measure_cost,
 )
 from penstock.engine.draft_budget import draft_tokens
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.limits import check_sequence
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
@@ -53,6 +52,7 @@ from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlocks
 from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
 from penstock.engine.step_batch import StepBatch
+from penstock.engine.trial import make_trial_sequence
 from penstock.errors import GrammarFailed, ModelError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
@@ -93,7 +93,7 @@ class Engine:
             self.settings = settings = settings.model_copy(update={"max_batch": num_running})
         keep_freed_memory()
         self.pool = BlockPool(num_blocks, settings.block_size)
-        self.runner = model.backend.create_runner(model, settings, num_blocks, num_state_rows)
+        self.runner = model.create_runner(settings, num_blocks, num_state_rows)
         self.storage = self.runner.storage
         self.pool_mapping = PoolMapping(self.storage.list_host_memory())
         """Maps the pool's memory before it is used, where `open_engine` has started it."""
@@ -101,9 +101,7 @@ class Engine:
         self._prompt_runner: ModelRunner | None = None
         """Computes the tokens of prompts, if that takes other weights than answers."""
         if model.prompt_model is not None:
-            backend = model.prompt_model.backend
-            assert isinstance(backend, NativeBackend), "only the native kernels have weights in several forms"
-            self._prompt_runner = backend.create_runner_over(model.prompt_model, self.storage)
+            self._prompt_runner = ModelRunner(model.prompt_model.module, self.storage, model.prompt_model.native)
         self.states: StateRows | None = None
         """Who has the rows of what layers without KV keep of sequences; None if there are no such layers."""
         if self.storage.states is not None:
@@ -321,12 +319,8 @@ class Engine:
         ):
             ids = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
             num_prompt = num_before or num_tokens  # what is computed behind other tokens is an answer's
-            seq = Sequence(
-                "measure", ids[:num_prompt], sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=num_tokens + 1,
-                output_token_ids=ids[num_prompt:],
-            )  # fmt: skip
-            seq.block_table = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
-            seq.num_computed_tokens = num_before
+            blocks = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
+            seq = make_trial_sequence(ids[:num_prompt], ids[num_prompt:], blocks=blocks, num_computed=num_before)
             if self.states is not None:
                 self.states.take_row(seq)
             plan.append((seq, num_tokens))

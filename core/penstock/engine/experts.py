@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.packed import Activation, PackedLinears, Release, make_linear
+from penstock.engine.kernels.packed import Activation, PackedLinears, Release, keep_weight, make_linear
 
 ROW_WISE_FUNCTIONS = frozenset({
     "_softmax", "_to_copy", "_unsafe_view", "add", "bitwise_not", "clone", "contiguous", "copy_", "detach", "div",
@@ -177,7 +177,7 @@ class PackedWeight(Tensor):
 def pack_router(native: Library, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:
     """Return a router's weight [experts, inputs] for inputs of this dtype, packed with its bias."""
     whole = make_linear(weight.to(dtype), bias)
-    return make_packed_weight(weight, PackedLinears(native, [whole], _keep_weight))
+    return make_packed_weight(weight, PackedLinears(native, [whole], keep_weight))
 
 
 def make_packed_weight(weight: Tensor, group: PackedLinears) -> PackedWeight:
@@ -212,7 +212,3 @@ def keeps_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     with called:
         module(*args, **kwargs)
     return called.names <= ROW_WISE_FUNCTIONS
-
-
-def _keep_weight(weight: Tensor) -> None:
-    """Keep a weight that is small."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
+from penstock.engine.kernels.packed import make_linear
+
 
 class LatentHeads(nn.Module):
     """What `kv_b_proj` is to an attention that runs on latents: by head, a layer for queries and one for sums."""
@@ -53,15 +55,9 @@ def make_latent_heads(part: Any) -> LatentHeads:
     by_head = weight.view(-1, nope + v_size, weight.shape[1])
     heads = LatentHeads(len(by_head))
     for number, rows in enumerate(by_head):
-        heads.queries[number] = _make_linear(rows[:nope].T.contiguous())
-        heads.sums[number] = _make_linear(rows[nope:].clone())
+        heads.queries[number] = make_linear(rows[:nope].T.contiguous())
+        heads.sums[number] = make_linear(rows[nope:].clone())
     return heads
-
-
-def _make_linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 def set_latent_heads(part: Any, heads: nn.Module) -> None:

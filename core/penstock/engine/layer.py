@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from penstock.engine.experts import NativeExperts, is_experts
 from penstock.engine.kernels import library
-from penstock.engine.kernels.backend import NativeStep, address_of, describe_attention
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
+from penstock.engine.kernels.step import NativeStep, address_of, describe_attention
 from penstock.engine.masks import Unsupported, find_first_keys
 from penstock.engine.step import current_step
 from penstock.engine.storage import KVStorage

@@ -32,13 +32,12 @@ from penstock.engine.dtype import PARTLY_NATIVE, ChosenDtype, choose_dtype
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.forms import GGUF, QUANTIZED
 from penstock.engine.kernels.library import TORCH, load_library
 from penstock.engine.kernels.products import choose_products, find_slow_products, list_products
 from penstock.engine.load_cache import LoadCache
 from penstock.engine.memory import check_memory, choose_pool
-from penstock.engine.model import LoadedModel, TorchBackend
+from penstock.engine.model import LoadedModel
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
 from penstock.engine.packed_file import PackedFile, PackedFileRefused, open_packed_file
 from penstock.engine.packed_model import (
@@ -52,12 +51,11 @@ from penstock.engine.packed_model import (
     write_packed_model,
 )
 from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
-from penstock.engine.proof import describe_proof, prove_kind, prove_model
+from penstock.engine.proof import describe_proof, prove_backend, prove_model
 from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
 from penstock.engine.quantized import Settings as Quantization
 from penstock.engine.response_template import find_response_template
 from penstock.engine.storage import BlockLayout
-from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
 
@@ -82,7 +80,7 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     begun_s, pool = time.perf_counter(), choose_pool(model.layout, model.context_length, settings, model.device)
     log.info(
         "%s computes in %s (%s) on %s by %s (%s), with %d threads (%s) and a KV pool of %d MiB (%s)",
-        settings.model, str(model.dtype).removeprefix("torch."), model.dtype_reason, model.device, model.backend.name,
+        settings.model, str(model.dtype).removeprefix("torch."), model.dtype_reason, model.device, model.backend_name,
         "the best here" if settings.isa == "auto" else "PENSTOCK_ENGINE_ISA", settings.num_threads,
         "PENSTOCK_ENGINE_THREADS" if settings.threads else "the cores that it may use", *pool,
     )  # fmt: skip
@@ -102,13 +100,13 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
 
 def _find_slow_products(model: LoadedModel, load_cache: LoadCache, about: dict[str, Any]) -> list[str]:
     """Return which products of the kernels are slower than torch's own here, and say so in the log."""
-    if not isinstance(model.backend, NativeBackend):
+    if model.native is None:
         return []
     slow: list[str] | None = load_cache.read_finding("products", about, max_age_s=MAX_SPEED_AGE_S)
     if slow is None:
-        slow = find_slow_products(model.backend.native, list_products(model.module))
+        slow = find_slow_products(model.native.library, list_products(model.module))
         load_cache.write_finding("products", about, slow)
-        model.backend.native.set_threads(about["num_threads"])
+        model.native.library.set_threads(about["num_threads"])
     if slow:
         log.warning(
             "products of the native kernels that are slower than torch's, and stay so that no token depends on the "
@@ -325,7 +323,7 @@ def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
         module, layout, hashes,
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-        backend=TorchBackend(describe_device(found.device)),
+        device_name=describe_device(found.device),
         weights=weights,
     )  # fmt: skip
 
@@ -344,7 +342,7 @@ def open_model(settings: EngineSettings, progress: Progress | None = None) -> Lo
             with phases.measure("proof"):
                 model = prove_once(model, settings, report, found.load_cache)
     log.info("%s is loaded in %s", settings.model, phases)
-    if found.chosen.is_open and isinstance(model.backend, NativeBackend) and model.backend.body is None:
+    if found.chosen.is_open and model.native is not None and model.native.body is None:
         log.info("%s is loaded again in float32: %s", settings.model, PARTLY_NATIVE)
         del model, found  # both hold its weights
         model = open_model(settings.model_copy(update={"dtype": "float32", "packed": ""}), progress)
@@ -411,13 +409,13 @@ def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel
     with phases.measure("content"):
         check_packed_content(file, found.load_cache, found.report)
     with phases.measure("mapping"):
-        module, backend = restore_module(file, found.skeleton, native)
+        module, parts = restore_module(file, found.skeleton, native)
         layout = BlockLayout(read_layer_shapes(file), settings.block_size, found.dtype, settings.kv_dtype == "int8")
-        if layout.is_int8 and backend.layers != layout.by_layer.keys():
+        if layout.is_int8 and parts.layers != layout.by_layer.keys():
             raise PackedFileRefused(f"{path} has attention that the kernels cannot compute over int8")
         model = found.build_model(
             module, layout, hashes, vocab_size=file.about["vocab_size"], stock_attention=file.about["stock_attention"],
-            backend=backend, weight_form=file.about["weight_form"],
+            native=parts, weight_form=file.about["weight_form"],
         )  # fmt: skip
     with phases.measure("logits"):
         native.set_threads(settings.num_threads)
@@ -429,14 +427,10 @@ def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel
 
 
 def _prove_packed(found: _Description, model: LoadedModel, file: PackedFile) -> None:
-    """Prove the engine on a tiny model of the kind, unless that is noted. What the file has was proved before."""
+    """Prove the backend, unless that is noted. What the file has was proved before."""
     about = describe_proof(model, found.settings, packed=file.digest)
     if not found.load_cache.read_finding("proof", about):
-        whole = replace(model, module=build_skeleton(found.config, found.dtype))
-        try:
-            prove_kind(whole, found.settings)
-        except CannotShrink as error:
-            raise PackedFileRefused(f"{file.path}: no tiny model of its kind can be proved here ({error})") from error
+        prove_backend(model, found.settings)
         found.load_cache.write_finding("proof", about, found=True)
     found.report("checking the engine", 1.0)
 

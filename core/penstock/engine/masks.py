@@ -102,18 +102,6 @@ def get_visibility(rule: object, window: int | None) -> Visibility | None:
     return rule.visibility if isinstance(rule, MaskRule) else _make_window_rule(window)
 
 
-def find_window(visible: Visibility | None, length: int) -> int | None:
-    """Return how many tokens each token sees, itself included, among `length` tokens; 0: all; None if that varies."""
-    if visible is None:
-        return 0
-    positions = torch.arange(length)
-    num_seen = positions - _find_first_visible(visible, positions) + 1
-    most = int(num_seen.max())
-    if not bool((num_seen == (positions + 1).clamp(max=most)).all()):
-        return None
-    return most if most < length else 0
-
-
 def _make_window_rule(window: int | None) -> Visibility | None:
     return None if window is None else lambda query, key: key > query - window
 

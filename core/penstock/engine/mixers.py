@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from penstock.engine.compare import find_tolerance, is_close
 from penstock.engine.masks import Unsupported
 from penstock.engine.sequence import Sequence
 from penstock.engine.states import StateStorage
@@ -25,9 +26,6 @@ _BY_TOKEN = {"hidden_states", "position_ids", "position_embeddings"}
 """Arguments that have a part for each token: [1, T, ...]."""
 MAX_TOGETHER = 256
 """Sequences of which a mixer reads a token at once."""
-_MAX_ERROR = {torch.float32: 1e-3}
-_MAX_ERROR_16_BIT = 0.03
-"""The limit of the error of a layer's states, relative to their size."""
 _BY_SIZE = {"bmm", "exp", "gelu", "linear", "matmul", "__matmul__", "sigmoid", "silu", "softplus", "tanh"}
 """Operators that round otherwise for other sizes: the elements that are left behind the last whole vectors, or sums."""
 _WHOLE_VECTORS = 64
@@ -49,11 +47,11 @@ def divide_mixers(mixers: dict[int, nn.Module], scan_chunk_tokens: int) -> None:
             mixer.chunk_size = min(size, scan_chunk_tokens)
 
 
-def choose_together(module: nn.Module, read: Callable[[], tuple[StateStorage, Tensor]]) -> bool:
+def choose_together(module: nn.Module, dtype: torch.dtype, read: Callable[[], tuple[StateStorage, Tensor]]) -> bool:
     """Let a model's mixers read a token of several sequences at once, if that gives each the same, bit for bit.
 
-    That has to be the same as with transformers' own functions, too, but for rounding. `read` reads tokens of several
-    sequences, and returns their states and logits. Returns whether they do so now.
+    `dtype` is the model's. That has to be the same as with transformers' own functions, too, but for rounding. `read`
+    reads tokens of several sequences, and returns their states and logits. Returns whether they do so now.
     """
     mixers = {part: part.forward for part in module.modules() if isinstance(part.forward, DividedForward)}
     firsts = {type(part): mixer.layer for part, mixer in reversed(mixers.items())}
@@ -66,7 +64,7 @@ def choose_together(module: nn.Module, read: Callable[[], tuple[StateStorage, Te
     try:
         plain, alone, *others = map(read_with, (0, 1, 2, MAX_TOGETHER))
         has_bits = all(torch.equal(one.data, alone[0].data) and torch.equal(rest, alone[1]) for one, rest in others)
-        if has_bits and all(is_near(alone[0], plain[0], layer, alone[1].dtype) for layer in firsts.values()):
+        if has_bits and all(is_near(alone[0], plain[0], layer, dtype) for layer in firsts.values()):
             return True
     except (IndexError, RuntimeError, TypeError, Unsupported):  # it uses its states in another way
         pass
@@ -77,8 +75,7 @@ def choose_together(module: nn.Module, read: Callable[[], tuple[StateStorage, Te
 
 def is_near(states: StateStorage, others: StateStorage, layer: int, dtype: torch.dtype) -> bool:
     """Return whether the states of a layer of a model are the same but for rounding."""
-    mine, right = states.read_layer(layer), others.read_layer(layer)
-    return bool((mine - right).norm() <= _MAX_ERROR.get(dtype, _MAX_ERROR_16_BIT) * right.norm())
+    return is_close(states.read_layer(layer), others.read_layer(layer), find_tolerance(dtype).state)
 
 
 class DividedForward:

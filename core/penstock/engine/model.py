@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.fingerprint import add_arithmetic
+from penstock.engine.kernels.step import NativeParts
 from penstock.engine.latent import LatentHeads
 from penstock.engine.runner import ModelRunner
 from penstock.engine.storage import BlockLayout, KVStorage
@@ -15,40 +16,6 @@ from penstock.engine.weights import MappedWeights
 
 QUANTIZATION_VERSION = 3
 """Counts the changes of what a weight or an input becomes in 8 or 4 bits; part of the fingerprint."""
-
-
-class Backend(Protocol):
-    """What computes a model's steps: chosen when the model is loaded and proved. No module asks which it is."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the fingerprint: in 16 bits, backends of other names may round otherwise."""
-
-    def create_runner(
-        self, model: "LoadedModel", settings: EngineSettings, num_blocks: int, num_states: int = 1
-    ) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
-
-
-@dataclass(frozen=True)
-class TorchBackend:
-    """torch's operators, on a CPU or a GPU. On a GPU they are right and slow: vLLM is the engine for GPUs."""
-
-    device_name: str = ""
-    """What a GPU is, and the versions of its libraries, as rounding depends on all of that; empty for a CPU."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the fingerprint."""
-        return f"torch {self.device_name or torch.backends.cpu.get_cpu_capability()}"
-
-    def create_runner(
-        self, model: "LoadedModel", settings: EngineSettings, num_blocks: int, num_states: int = 1
-    ) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
-        assert not model.layout.is_int8, "torch's attention reads K and V in the model's dtype"
-        torch.set_num_threads(settings.num_threads)
-        return ModelRunner(model.module, KVStorage(model.layout, num_blocks, model.device, num_states))
 
 
 @dataclass(frozen=True)
@@ -74,8 +41,10 @@ class LoadedModel:
     """Token ids are below this."""
     stock_attention: str
     """The attention implementation transformers would use."""
-    backend: Backend = TorchBackend()
-    """What computes the model."""
+    native: NativeParts | None = None
+    """What the native kernels compute of it, chosen when it is loaded; None: it runs on torch's operators."""
+    device_name: str = ""
+    """What a GPU is, and the versions of its libraries, as rounding depends on all of that; empty for a CPU."""
     dtype_reason: str = ""
     """Why it is computed in `dtype`."""
     weight_form: str = ""
@@ -87,6 +56,23 @@ class LoadedModel:
     """What computes prompts, where this model computes answers alone. Both write to one pool."""
     weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
     """The files that its parameters may be views of. Who packs a parameter elsewhere calls `drop_tensor_pages`."""
+
+    @property
+    def backend_name(self) -> str:
+        """What computes it: in 16 bits, models with other names may round otherwise."""
+        if self.native is not None:
+            return self.native.name
+        return f"torch {self.device_name or torch.backends.cpu.get_cpu_capability()}"
+
+    def create_runner(self, settings: EngineSettings, num_blocks: int, num_states: int = 1) -> ModelRunner:
+        """Return a runner over a new pool of KV blocks, and rows for so many states."""
+        if self.native is None:
+            assert not self.layout.is_int8, "torch's attention reads K and V in the model's dtype"
+            torch.set_num_threads(settings.num_threads)
+        else:
+            torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
+            self.native.library.set_threads(settings.num_threads)
+        return ModelRunner(self.module, KVStorage(self.layout, num_blocks, self.device, num_states), self.native)
 
     @property
     def has_separate_answer_keys(self) -> bool:
@@ -116,7 +102,7 @@ class LoadedModel:
         elif self.weight_form:
             words.append(f"weights in {self.weight_form} (version {QUANTIZATION_VERSION})")
         words += ["KV in int8"] if self.layout.is_int8 else []
-        return ", ".join(words) + (f" on {self.backend.name}" if self._is_rounded else "")
+        return ", ".join(words) + (f" on {self.backend_name}" if self._is_rounded else "")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -130,4 +116,4 @@ class LoadedModel:
             name = add_arithmetic(name, f"prompts {prompts}, answers {answers} {QUANTIZATION_VERSION}")
         elif self.weight_form:
             name = add_arithmetic(name, f"{self.weight_form} {QUANTIZATION_VERSION}")
-        return add_arithmetic(name, self.backend.name) if self._is_rounded else name
+        return add_arithmetic(name, self.backend_name) if self._is_rounded else name

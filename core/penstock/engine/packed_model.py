@@ -20,10 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from penstock.engine.accelerate import compute_probe_logits, get_relative_tolerance
+from penstock.engine.accelerate import compute_probe_logits
+from penstock.engine.compare import find_tolerance, measure_logits_error
 from penstock.engine.experts import Gate, NativeExperts, PackedWeight, make_packed_weight
 from penstock.engine.files import Progress
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import (
@@ -34,6 +34,7 @@ from penstock.engine.kernels.packed import (
     PackedLinear,
     PackedLinears,
 )
+from penstock.engine.kernels.step import NativeParts
 from penstock.engine.latent import LatentHeads, set_latent_heads
 from penstock.engine.layer import AttentionParams, NativeLayer, make_native_model
 from penstock.engine.load_cache import LoadCache, describe_file
@@ -103,7 +104,7 @@ def list_packed_paths(directories: list[Path], weights: str, dtype: torch.dtype)
 
 def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, path: Path) -> PackedFile:
     """Write a proved model. Raises `ModelLoadError` if it has parts that a file cannot hold, and `OSError`."""
-    if not isinstance(model.backend, NativeBackend):
+    if model.native is None:
         raise ModelLoadError("only what the native kernels compute is packed: it needs a CPU, and the kernels built")
     if model.layout.states is not None:
         raise ModelLoadError("its layers keep a recurrent or convolution state: such models are not packed yet")
@@ -131,9 +132,9 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
         writer.add_tensor("logits", logits)
         left = {name: writer.add_tensor(name, tensor) for name, tensor in _iter_tensors(model.module)}
         writer.finish_file({
-            "weights": weights, "source": asdict(source), "versions": list_versions(), "isa": model.backend.native.isa,
+            "weights": weights, "source": asdict(source), "versions": list_versions(), "isa": model.native.library.isa,
             "weight_form": model.weight_form, "groups": described, "modules": modules, "tensors": left,
-            "attention_layers": sorted(model.backend.layers), "has_body": model.backend.body is not None,
+            "attention_layers": sorted(model.native.layers), "has_body": model.native.body is not None,
             "layers": [asdict(shape) for shape in model.layout.layers], "vocab_size": model.vocab_size,
             "stock_attention": model.stock_attention, "checkpoint_bytes": model.weights.num_bytes,
         })  # fmt: skip
@@ -204,7 +205,7 @@ def check_packed_content(file: PackedFile, load_cache: LoadCache, report: Progre
         load_cache.write_finding("packed", about, file.digest)
 
 
-def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[Any, NativeBackend]:
+def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[Any, NativeParts]:
     """Give the skeleton its native parts and tensors. Raises `PackedFileRefused` where they do not belong to it."""
     about, tensors = file.about, file.map_tensors()
     groups = {
@@ -214,12 +215,11 @@ def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[An
         for name, one in about["groups"].items()
     }
     for one in about["modules"]:
-        parent, _, child = one["name"].rpartition(".")
         made = _restore_module(one, skeleton, native, groups, tensors)
         if isinstance(made, LatentHeads):
-            set_latent_heads(skeleton.get_submodule(parent), made)
+            set_latent_heads(skeleton.get_submodule(one["name"].rpartition(".")[0]), made)
         else:
-            setattr(skeleton.get_submodule(parent), child, made)
+            skeleton.set_submodule(one["name"], made)
     for name, stored in about["tensors"].items():
         _set_tensor(skeleton, name, tensors[stored])
     for name, part in skeleton.named_modules():
@@ -235,8 +235,8 @@ def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[An
         raise PackedFileRefused(f"{file.path} is of a model with other parts")
     has_experts = any(isinstance(part, NativeExperts) for part in skeleton.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in skeleton.modules())
-    backend = NativeBackend(native, frozenset(about["attention_layers"]), body, has_experts, has_latents)
-    return skeleton.eval().requires_grad_(False), backend
+    parts = NativeParts(native, frozenset(about["attention_layers"]), body, has_experts, has_latents)
+    return skeleton.eval().requires_grad_(False), parts
 
 
 def _restore_module(
@@ -305,12 +305,11 @@ def read_layer_shapes(file: PackedFile) -> tuple[LayerShape, ...]:
 @torch.inference_mode()
 def compare_probe_logits(file: PackedFile, model: LoadedModel) -> None:
     """Raise `PackedFileRefused` if the model gives other logits than when the file was written."""
-    assert isinstance(model.backend, NativeBackend)
+    assert model.native is not None
     right, mine = file.map_tensors()["logits"], compute_probe_logits(model)
-    if model.backend.native.isa == file.about["isa"]:
+    if model.native.library.isa == file.about["isa"]:
         is_same = torch.equal(right, mine)
     else:
-        error = (mine - right).square().mean().sqrt()
-        is_same = mine.shape == right.shape and bool(error <= get_relative_tolerance(model.dtype) * right.std())
+        is_same = measure_logits_error(mine, right) <= find_tolerance(model.dtype).part
     if not is_same:
         raise PackedFileRefused(f"{file.path} gives other logits here than where it was written")

@@ -13,7 +13,6 @@ from transformers.cache_utils import LinearAttentionLayer
 from penstock.engine import hooks
 from penstock.engine.masks import OwnAttention, Unsupported
 from penstock.engine.mixers import divide_mixers, is_near
-from penstock.engine.sequence import Sequence
 from penstock.engine.states import (
     StateLayout,
     StatePart,
@@ -24,8 +23,8 @@ from penstock.engine.states import (
 from penstock.engine.step import SingleSequenceStep, Step, make_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import BlockLayout, KVStorage, LayerShape, number_index_keys
+from penstock.engine.trial import draw_tokens, make_trial_sequence
 from penstock.errors import ModelLoadError
-from penstock.messages import Sampling
 
 _MAX_STATES = 8
 """How many states of a kind a layer may keep."""
@@ -126,8 +125,7 @@ def _record_shapes(module: Any, dtype: torch.dtype, device: torch.device) -> _Pr
 
     That is a `SingleSequenceStep` where the module attends by itself. Raises `Unsupported`.
     """
-    seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
-    seq.block_table = [0]
+    seq = make_trial_sequence([0], blocks=[0])
     batch, storage = StepBatch([(seq, 1)], 1, device), KVStorage(BlockLayout((), 1, dtype), 1, device)
     try:
         return _run_probe(module, _ProbeStep(batch, storage))
@@ -138,9 +136,8 @@ def _record_shapes(module: Any, dtype: torch.dtype, device: torch.device) -> _Pr
 
 
 def _run_probe(module: Any, step: _ProbeStep) -> _ProbeStep:
-    ids = step.batch.input_ids
-    with hooks.run_with_step(module, step), _note_running(module, step.running):
-        module(input_ids=ids, position_ids=ids, past_key_values=hooks.PagedCache(), use_cache=True)
+    with _note_running(module, step.running):
+        hooks.run_module(module, step)
     if not step.shapes:
         raise Unsupported("it caches no keys and values")
     if step.num_attention_calls < len(step.shapes) and not isinstance(step, SingleSequenceStep):
@@ -164,21 +161,15 @@ def _probe_states(module: Any, step: _ProbeStep, layout: BlockLayout, scan_chunk
 def _continues_in_pieces(module: Any, layout: BlockLayout, layers: set[int], device: torch.device) -> bool:
     """Return whether these layers have the same states after a piece as after its tokens one by one."""
     half = _NUM_PIECE_TOKENS
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(module.get_input_embeddings().num_embeddings, (2 * half,), generator=generator).tolist()
+    ids = draw_tokens(module.get_input_embeddings().num_embeddings, 2 * half, 7)
     found: list[StateStorage] = []
     for chunks in ([half, half], [half] + [1] * half):
         storage = KVStorage(layout, -(-2 * half // layout.block_size), device)
         assert storage.states is not None
-        seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
-        seq.block_table = list(range(len(storage.data)))
+        seq = make_trial_sequence(ids, blocks=range(len(storage.data)))
         for num_tokens in chunks:
             batch = StepBatch([(seq, num_tokens)], layout.block_size, device)
-            with hooks.run_with_step(module, make_step(batch, storage)):
-                module(
-                    input_ids=batch.input_ids, position_ids=batch.position_ids, past_key_values=hooks.PagedCache(),
-                    use_cache=True,
-                )  # fmt: skip
+            hooks.run_module(module, make_step(batch, storage))
             seq.num_computed_tokens += num_tokens
         found.append(storage.states)
     return all(is_near(found[0], found[1], layer, layout.dtype) for layer in layers)

@@ -153,6 +153,15 @@ class _Stored:
         """Return what `take_tensor` does, or None for a tensor that is neither needed nor there."""
         return self.take_tensor(name, kinds, *shapes) if is_needed or name in self.left else None
 
+    def find_matrix_shape(self, name: str) -> tuple[int, int]:
+        """Return the numbers of rows and columns of a tensor. Raises `ModelLoadError` if there is no such matrix."""
+        if name not in self.left:
+            raise ModelLoadError(f"{name} is missing in the weights")
+        shape = self.left[name].get_shape()
+        if len(shape) != 2:
+            raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+        return shape[0], shape[1]
+
     def has_type(self, name: str, kind: str) -> bool:
         """Return whether there is a tensor of this name and type."""
         return name in self.left and self.left[name].get_dtype() == kind
@@ -299,10 +308,7 @@ def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
     """Take a weight whose numbers are stored as they are, one in a byte."""
     name = f"{module}.weight"
     kinds = ("I8",) if scheme["type"] == "int" else _FP8
-    shape = stored.left[name].get_shape()
-    if len(shape) != 2:
-        raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
-    rows, columns = shape
+    rows, columns = stored.find_matrix_shape(name)
     weight = stored.take_tensor(name, kinds)
     scales, grid, width = _take_scales(stored, f"{name}_scale", rows, columns, scheme)
     is_needed = scheme.get("symmetric") is False
@@ -317,7 +323,7 @@ def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
             _group_columns(columns, width),
         )
 
-    stored.add_weight(name, shape, [weight, scales, zeros], fill_weight)
+    stored.add_weight(name, [rows, columns], [weight, scales, zeros], fill_weight)
 
 
 def _take_scales(
@@ -353,7 +359,8 @@ def _unpack_gptq(stored: _Stored, settings: Settings) -> None:
 
 def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: bool) -> None:
     bits = settings["bits"]
-    (inputs, outputs), size = _find_transposed_shape(stored, module, 32 // bits, 1), settings.get("group_size", -1)
+    (words, outputs), size = stored.find_matrix_shape(f"{module}.qweight"), settings.get("group_size", -1)
+    inputs = words * 32 // bits
     width = inputs if size == -1 else _read_positive(settings, "group_size")
     num_groups = math.ceil(inputs / width)
     qweight = stored.take_tensor(f"{module}.qweight", ("I32",))
@@ -390,7 +397,8 @@ def _unpack_awq(stored: _Stored, settings: Settings) -> None:
 
 
 def _take_awq(stored: _Stored, module: str, settings: Settings) -> None:
-    inputs, outputs = _find_transposed_shape(stored, module, 1, 8)
+    inputs, words = stored.find_matrix_shape(f"{module}.qweight")
+    outputs = 8 * words
     size = settings.get("group_size", 128)
     width = inputs if size == -1 else _read_positive({"group_size": size}, "group_size")
     num_groups = math.ceil(inputs / width)
@@ -408,14 +416,6 @@ def _take_awq(stored: _Stored, module: str, settings: Settings) -> None:
         _fill_weight(out, read_rows, scales.T, unpack_words(qzeros), _group_columns(inputs, width))
 
     stored.add_weight(f"{module}.weight", [outputs, inputs], [qweight, qzeros, scales], fill_weight)
-
-
-def _find_transposed_shape(stored: _Stored, module: str, per_row: int, per_column: int) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a `qweight`, by how many are in each of its rows and columns."""
-    shape = stored.left[f"{module}.qweight"].get_shape()
-    if len(shape) != 2:
-        raise ModelLoadError(f"{module}.qweight is {shape} in the weights, which is no matrix")
-    return shape[0] * per_row, shape[1] * per_column
 
 
 def _unpack_fp8(stored: _Stored, settings: Settings) -> None:
@@ -517,7 +517,7 @@ def _unpack_bitsandbytes(stored: _Stored, settings: Settings) -> None:
     for name in [name for name in stored.left if ".weight.quant_state.bitsandbytes__" in name]:
         _take_blocks_of_4_bits(stored, name)
     for module in stored.find_modules(".SCB"):
-        rows, columns = _find_matrix_shape(stored, f"{module}.weight")
+        rows, columns = stored.find_matrix_shape(f"{module}.weight")
         weight = stored.take_tensor(f"{module}.weight", ("I8",))
         most = stored.take_tensor(f"{module}.SCB", ("F32",), [rows])
         stored.take_tensor_if(False, f"{module}.weight_format", ("U8",))
@@ -531,15 +531,6 @@ def _unpack_bitsandbytes(stored: _Stored, settings: Settings) -> None:
 
 _BYTE_SCALE = 1.0 / 127
 """What bitsandbytes multiplies a row's largest value by, so that 127 stands for it."""
-
-
-def _find_matrix_shape(stored: _Stored, name: str) -> tuple[int, int]:
-    if name not in stored.left:
-        raise ModelLoadError(f"{name} is missing in the weights")
-    shape = stored.left[name].get_shape()
-    if len(shape) != 2:
-        raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
-    return shape[0], shape[1]
 
 
 def _take_blocks_of_4_bits(stored: _Stored, name: str) -> None:

@@ -7,21 +7,25 @@ import torch
 from torch import Tensor
 
 from penstock.engine import hooks
-from penstock.engine.step import SingleSequenceStep, Step, current_step
+from penstock.engine.kernels.step import NativeParts, NativeStep
+from penstock.engine.step import SingleSequenceStep, Step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 
 
 class ModelRunner:
-    """Computes steps with torch, over rows gathered from the pool. One thread calls its methods."""
+    """Computes steps with torch, over rows gathered from the pool, but for what the native kernels compute.
 
-    is_row_exact = False
-    """Whether a token's logits are the same to the last bit whatever else is in the batch."""
+    One thread calls its methods.
+    """
 
-    def __init__(self, module: Any, storage: KVStorage) -> None:
+    def __init__(self, module: Any, storage: KVStorage, native: NativeParts | None) -> None:
         self.storage = storage
         """The memory of the pool's blocks."""
-        self._module, self._cache = module, hooks.PagedCache()
+        self.is_row_exact = native is not None and native.body is not None
+        """Whether a token's logits are the same to the last bit whatever else is in the batch."""
+        self._module, self._native = module, native
+        self._gathers = native is None or native.layers != storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         if not storage.layout.attends_internally:
             module.set_attn_implementation(hooks.ATTENTION_NAME)
@@ -31,14 +35,17 @@ class ModelRunner:
 
         Returns [at least as many rows, vocabulary], valid until the next step.
         """
-        if batch.partial_new_blocks:
+        if self._gathers and batch.partial_new_blocks:
             # Gathered blocks are read as a whole, so rows that were never written are read behind a mask.
             self.storage.zero_blocks(batch.partial_new_blocks)
         if self.storage.layout.attends_internally:
-            return self.run_each_sequence(batch)
-        return self.compute_sampled_logits(Step(batch, self.storage))
+            return self._run_each_sequence(batch)
+        if self._native is None:
+            return self._compute_kept_logits(Step(batch, self.storage))
+        step = NativeStep(batch, self.storage, self._native.library, self._native.layers)
+        return self._compute_kept_logits(step) if self._native.body is None else self._native.body.compute_batch(step)
 
-    def run_each_sequence(self, batch: StepBatch) -> Tensor:
+    def _run_each_sequence(self, batch: StepBatch) -> Tensor:
         """Compute the sequences of the batch one after the other, by a model that attends by itself, as `run_step`."""
         sampled: list[Tensor] = []
         prompts: list[Tensor] = []
@@ -46,31 +53,16 @@ class ModelRunner:
             # Nothing is drafted where rows are not exact.
             part = StepBatch([(seq, num)], batch.block_size, batch.device)
             part.snapshot_rows = batch.snapshot_rows
-            logits = self.compute_sampled_logits(SingleSequenceStep(part, self.storage))
+            logits = self._compute_kept_logits(SingleSequenceStep(part, self.storage))
             sampled.append(logits[: part.num_sampled_rows])
             prompts.append(logits[part.num_sampled_rows : part.num_kept_rows])
         return torch.cat(sampled + prompts)
 
-    def compute_sampled_logits(self, step: Step) -> Tensor:
-        """Run the model's forward pass and return the logits of the batch's sampled rows: [rows, vocabulary]."""
-        if not self._keeps_logits:
-            return self.compute_logits(step)[step.batch.logits_to_keep]
-        return self.compute_logits(step, logits_to_keep=step.batch.logits_to_keep)
-
-    def compute_logits(self, step: Step, **keep: Tensor) -> Tensor:
-        """Run the model's forward pass and return logits [rows to keep or all, vocabulary]."""
-        token = current_step.set(step)
-        try:
-            output = self._module(
-                input_ids=step.batch.input_ids,
-                position_ids=step.batch.position_ids,
-                past_key_values=self._cache,
-                use_cache=True,
-                **keep,
-            )
-        finally:
-            current_step.reset(token)
-        logits: Tensor = output.logits[0]
+    def _compute_kept_logits(self, step: Step) -> Tensor:
+        """Run the model's forward pass and return the logits that the step's batch keeps: [rows, vocabulary]."""
+        rows = step.batch.logits_to_keep
+        keep = {"logits_to_keep": rows} if self._keeps_logits else {}
+        logits: Tensor = hooks.run_module(self._module, step, **keep).logits[0]
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)  # else the step's time would count as that of a later one
-        return logits
+        return logits if keep else logits[rows]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.engine.gguf_file import FLOAT_KINDS
 from penstock.engine.gguf_weights import GgufMatrix
@@ -17,6 +17,7 @@ from penstock.engine.kernels.packed import (
     PackedLinears,
     Release,
     WeightForm,
+    keep_weight,
     make_linear,
     weight_of,
 )
@@ -107,8 +108,8 @@ class WeightPacker:
     def _probe_forms(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
         """Return the form in which the first outputs of a group are faster."""
         parts = [make_linear(weight_of(linear)[:MAX_PROBED_OUTPUTS]) for linear in linears[:MAX_PROBED_LINEARS]]
-        compressed = PackedLinears(self._native, parts, _keep_weight, activation, WeightForm.COMPRESSED)
-        stored = PackedLinears(self._native, parts, _keep_weight, activation)
+        compressed = PackedLinears(self._native, parts, keep_weight, activation, WeightForm.COMPRESSED)
+        stored = PackedLinears(self._native, parts, keep_weight, activation)
         is_faster = compressed.form == WeightForm.COMPRESSED and self._is_faster(compressed, stored)
         return WeightForm.COMPRESSED if is_faster else WeightForm.STORED
 
@@ -139,7 +140,3 @@ def read_cache_bytes() -> int:
         return int(text.removesuffix("K")) * 2**10 if text.endswith("K") else int(text)
     except (OSError, ValueError):
         return _USUAL_CACHE_BYTES
-
-
-def _keep_weight(weight: Tensor) -> None:
-    """Keep a weight that is packed once more."""

@@ -317,6 +317,10 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return linear
 
 
+def keep_weight(weight: Tensor) -> None:
+    """Keep a weight that is packed: it is small, or still needed."""
+
+
 def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
     """Return the biases by panel column, float32 [num_panels * 32]; None if no layer has a bias."""
     biases = [getattr(linear, "bias", None) for linear in linears]

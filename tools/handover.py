@@ -1,4 +1,4 @@
-"""Copy KV from one engine to another as bytes, without a store: for the proof at load, tests and benchmarks."""
+"""Copy KV from one engine to another as bytes, without a store: for proofs, tests and benchmarks."""
 
 from collections.abc import Sequence as Items
 

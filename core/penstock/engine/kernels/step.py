@@ -1,4 +1,4 @@
-"""The native kernels as a model's backend: their attention reads K and V in the block pool."""
+"""What the native kernels compute of a model, and its steps: their attention reads K and V in the block pool."""
 
 import ctypes
 from array import array
@@ -8,13 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.settings import EngineSettings
 from penstock.engine.attention import LayerAttention
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.masks import find_first_keys
-from penstock.engine.model import LoadedModel
-from penstock.engine.runner import ModelRunner
 from penstock.engine.step import Step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
@@ -115,37 +112,15 @@ class Body(Protocol):
         """Return the logits that the step's batch keeps: [rows, vocabulary], valid until the next call."""
 
 
-class NativeRunner(ModelRunner):
-    """Computes the steps of a model that runs on the native kernels."""
-
-    def __init__(self, module: Any, storage: KVStorage, backend: "NativeBackend") -> None:
-        super().__init__(module, storage)
-        self._body = backend.body
-        self._native, self._layers = backend.native, backend.layers
-        self._gathers = backend.layers != storage.keys.keys()
-        self.is_row_exact = backend.body is not None
-
-    def run_step(self, batch: StepBatch) -> Tensor:
-        """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
-        if self._gathers and batch.partial_new_blocks:
-            self.storage.zero_blocks(batch.partial_new_blocks)
-        if self.storage.layout.attends_internally:
-            return self.run_each_sequence(batch)
-        step = NativeStep(batch, self.storage, self._native, self._layers)
-        if self._body is None:
-            return self.compute_sampled_logits(step)
-        return self._body.compute_batch(step)
-
-
 ROUNDING_VERSIONS = {"amx": " 2"}
 """By instruction set: what counts the changes of how its kernels round; part of the fingerprint."""
 
 
 @dataclass(frozen=True)
-class NativeBackend:
-    """The native kernels, for a model of which parts were replaced by them."""
+class NativeParts:
+    """What the native kernels compute of a model of which parts were replaced by them."""
 
-    native: Library
+    library: Library
     layers: frozenset[int]
     """Layers whose attention the kernels compute."""
     body: Body | None
@@ -159,19 +134,7 @@ class NativeBackend:
 
     @property
     def name(self) -> str:
-        """Its name in the fingerprint."""
+        """What is computed how, in the fingerprint."""
         kinds = {"experts": self.has_experts, "latents": self.has_latents, "states": self.has_states}
-        isa = self.native.isa + ROUNDING_VERSIONS.get(self.native.isa, "")
+        isa = self.library.isa + ROUNDING_VERSIONS.get(self.library.isa, "")
         return " ".join([isa, *(kind for kind, is_there in kinds.items() if is_there)])
-
-    def create_runner(
-        self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
-    ) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
-        torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
-        self.native.set_threads(settings.num_threads)
-        return self.create_runner_over(model, KVStorage(model.layout, num_blocks, model.device, num_states))
-
-    def create_runner_over(self, model: LoadedModel, storage: KVStorage) -> ModelRunner:
-        """Return a runner of the model over a pool that is there already."""
-        return NativeRunner(model.module, storage, self)
