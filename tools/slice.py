@@ -6,8 +6,8 @@ in each of these chats: what ran in some of them alone, as a heartbeat does, had
 dump or validation of all of a body, message or job: of what has the chat's prompt, or a job's token ids. Those of a
 worker end when it dumps the first token's event for the log, as it goes on beside the token's way to the client.
 
-The threads of each process call `_note_call` for each call of a function. What is to be noted, a byte in a file says
-that all processes map: a chat's number, 0 for nothing, and `WRITE` at the end.
+Each process is started with a `sitecustomize` that has its threads call `_note_call` for each call of a function. What
+is to be noted, a byte in a file says that all processes map: a chat's number, 0 for nothing, and `WRITE` at the end.
 """
 
 import argparse
@@ -27,12 +27,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from penstock.local.processes import Child, find_free_port
-from penstock.local.stack import ProcessSlot
-from penstock.waiting import wait_until
-from sim.forked import ForkedStack, fork_process, run_penstock
-
 ROOT = Path(__file__).parents[1]
+DIRECTORY_VARIABLE = "SLICE_DIRECTORY"
+"""In this directory are the byte that says what to note, and what each process has noted."""
 NUM_CHATS = 3
 WRITE = 255
 """This in place of a chat's number: what was noted is to be written."""
@@ -137,14 +134,13 @@ class _Notes:
 _notes: _Notes | None = None
 
 
-def run_traced(directory: Path, *arguments: str) -> None:
-    """Run the `penstock` command, and note its functions, as the byte in the directory says."""
+def install_trace() -> None:
+    """Note the functions of this process, as the byte says. A process's `sitecustomize` calls this."""
     global _notes  # noqa: PLW0603 - one a process
-    _notes = _Notes(directory)
+    _notes = _Notes(Path(os.environ[DIRECTORY_VARIABLE]))
     threading.Thread(target=_write_when_told, name="slice", daemon=True).start()
     threading.settrace(_note_call)
     sys.settrace(_note_call)
-    run_penstock(*arguments)
 
 
 def _write_when_told() -> None:
@@ -220,20 +216,20 @@ def _describe_code(code: CodeType) -> str:
 # In the tool's own process.
 
 
-class TracedStack(ForkedStack):
-    """A stack whose processes note what runs in them, in the folder that has the stack's."""
-
-    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
-        given = (self.directory.parent, *arguments)
-        return fork_process(slot.name, self._log_path(slot), run_traced, *given, environment=environment)
-
-
 def measure_slice(num_chats: int = NUM_CHATS) -> Slice:
     """Return what ran in each of so many chats, over all processes of a stack of its own. Takes half a minute."""
+    from penstock.local.processes import find_free_port  # these come late: the processes that are traced import this
+    from penstock.local.stack import Stack
+    from penstock.waiting import wait_until
+    from tools.rooms import PORTIONS
+
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         (directory / "chat").write_bytes(b"\0")
-        with TracedStack(directory / "stack", gateway=find_free_port()) as stack:
+        (directory / "sitecustomize.py").write_text("from tools import slice\n\nslice.install_trace()\n")
+        paths = [directory, ROOT, *PORTIONS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), DIRECTORY_VARIABLE: scratch}
+        with Stack(directory / "stack", gateway=find_free_port(), environment=environment) as stack:
             stack.wait_until_ready(TIMEOUT_S)
             port = int(stack.gateway_url.rpartition(":")[2])
             with (directory / "chat").open("r+b") as file, mmap.mmap(file.fileno(), 1) as byte:
