@@ -171,7 +171,11 @@ def print_counts(toll: FaultCounts) -> None:
             print(f"{what:8} {whose:10} {step:48} {count:5}")
     kinds: tuple[WorkerKind, ...] = (*STAGES, "auto", "endpoint")
     steps = {(kind, step) for kind in kinds for bus in BUSES for step in list_failpoints(kind, bus)}
-    print("never reached:", *(f"{kind} {step}" for kind, step in sorted(steps - toll.kills.keys())), sep="\n    ")
+    print(
+        "never reached:",
+        *(f"{kind} {step}" for kind, step in sorted(steps - toll.kills.keys() - toll.pauses.keys())),
+        sep="\n    ",
+    )
     for last_line, count in Counter(line.partition(": ")[2][:100] for line in toll.crashes).most_common():
         print(f"fell {count} times: {last_line}")
 

@@ -132,12 +132,12 @@ class Search:
     def find_goodput(self) -> "Search":
         """Find the goodput, and return the search itself."""
 
-        def play(number: int) -> tuple[float, float]:
+        def play_number(number: int) -> tuple[float, float]:
             played = self.play_rate(number)
             return played.rate, played.met_share
 
         high = self._extent.num_rates // 2
-        self.goodput = find_goodput(play, -high, high)
+        self.goodput = find_goodput(play_number, -high, high)
         return self
 
     def play_near(self, rate: float) -> Played:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,7 +29,6 @@ def preload_modules(*modules: str) -> None:
 preload_modules()
 
 
-@cache
 def _start_server() -> None:
     """Start the process that forks. Hashes of strings are the same in all processes: the simulated world needs it."""
     with mock.patch.dict(os.environ, PYTHONHASHSEED="0"):

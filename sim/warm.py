@@ -4,6 +4,7 @@ A worker that is forked from here starts in half the processor time. Nothing els
 connection, file or model exists here.
 """
 
+import gc
 import importlib
 
 import torch
@@ -23,3 +24,5 @@ for _module in _MODULES:
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 load_model(EngineSettings(model="demo", threads=1))
+gc.collect()
+gc.freeze()  # a collection in a forked process does not write to what it shares with the others

@@ -153,7 +153,7 @@ def make_line(
     with ExitStack() as stack:
 
         def make(bus: str = "embedded", kv_url: str = "", **settings: Any) -> "InProcessPipeline":
-            if bus != "kafka":  # what is there, is there at once
+            if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
                 monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
             if in_memory:
                 made = InProcessPipeline(Addresses(pipeline=pipeline.name), in_memory=True, **settings)

@@ -61,14 +61,14 @@ def test_what_workers_hold_is_told_exactly_and_the_rest_by_recent_means() -> Non
 
 
 def test_the_prompts_that_wait_for_a_worker_are_told_in_seconds() -> None:
-    def estimate(stage: str, rate: float | None) -> float | None:
+    def estimate_by_rate(stage: str, rate: float | None) -> float | None:
         some, more = {"waiting_tokens": 900}, {"waiting_tokens": 100}
         return estimate_prompts_s(heartbeat(stage, rate, interactive=some, batch=more))
 
-    assert estimate("auto", 500.0) == 2.0
+    assert estimate_by_rate("auto", 500.0) == 2.0
     assert estimate_prompts_s(heartbeat("prefill", 500.0)) == 0.0
-    assert estimate("prefill", None) is None, "its rate is not known"
-    assert estimate("decode", 500.0) is None, "it reads no requests"
+    assert estimate_by_rate("prefill", None) is None, "its rate is not known"
+    assert estimate_by_rate("decode", 500.0) is None, "it reads no requests"
     assert estimate_prompts_s({"stage": "prefill", "state": "loading"}) is None
 
 

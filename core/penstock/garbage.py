@@ -9,4 +9,5 @@ def freeze_loaded_objects() -> None:
     The libraries of models are half a million objects. A collection that looks at all of them takes 0.2 s, in which no
     stream of the process gets a token, and a worker has one every 30,000 tokens.
     """
-    gc.freeze()  # without a collection before it, which would write to memory that forked processes share
+    gc.collect()  # what loading left in circles would stay for good
+    gc.freeze()

@@ -37,7 +37,7 @@ class Flaw:
 
 
 FLAWS = (
-    Flaw("a refused token counts as written", f"{WORKER}/worker.py", "if counts[AppendOutcome.FENCED]:", "if False:"),
+    Flaw("a refused token counts as written", f"{WORKER}/worker.py", "if AppendOutcome.FENCED in found:", "if False:"),
     Flaw(
         "a refused end counts as written", f"{WORKER}/worker.py",
         "if written is AppendOutcome.FENCED:", "if written is None:",

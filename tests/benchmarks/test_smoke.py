@@ -32,6 +32,10 @@ FIGURES = json.loads((Path(__file__).parent / "figures.json").read_text())
 """By run, the names of its figures that do not need what may be missing: a broker, and the engines of others."""
 
 
+def test_each_run_has_its_figures() -> None:
+    assert FIGURES.keys() == set(RUNS)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_a_benchmark_runs_to_its_end(run: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -40,7 +44,7 @@ def test_a_benchmark_runs_to_its_end(run: str, tmp_path: Path) -> None:
     status = ran.wait(PATIENCE_S)
     assert status == 0, ran.read_log_tail(200)
     found = json.loads(figures.read_text())
-    assert not set(FIGURES.get(run, "").split()) - found.keys()
+    assert not set(FIGURES[run].split()) - found.keys()
     numbers = [value for value in found.values() if isinstance(value, int | float)]
     assert numbers
     assert all(map(math.isfinite, numbers)), found

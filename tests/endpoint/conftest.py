@@ -90,7 +90,7 @@ def make_pipeline(
 
         def make(bus: str) -> EndpointPipeline:
             addresses = None
-            if bus != "kafka":  # what is there, is there at once
+            if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
                 monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
             if bus != "memory":
                 url, kafka = request.getfixturevalue("redis_url"), ""

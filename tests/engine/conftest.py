@@ -1,3 +1,5 @@
+import ctypes
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ from penstock.engine.kernels.library import Library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from tests.engine.helpers import save_model, use_instruction_set
+
+HEADER = Path(__file__).parent / "emulated_tiles.h"
+EMULATED = "emulated tiles"
 
 if "TEST_KERNEL_LIBRARY" in os.environ:  # one with checks (tools/sanitize.py)
     pytest.MonkeyPatch().setattr(library, "LIBRARY", Path(os.environ["TEST_KERNEL_LIBRARY"]))
@@ -43,3 +48,24 @@ def native(request: pytest.FixtureRequest) -> Iterator[Library]:
 def unknown_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedulers expect answers to end at once until they have seen some tokens, so that small pools run short."""
     monkeypatch.setattr("penstock.engine.growth.FIRST_TOKENS", 1e-9)
+
+
+@pytest.fixture(params=[*build.instruction_sets(), EMULATED])
+def native_or_emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    """The library on each instruction set; and its code for tiles, with tiles in plain C++."""
+    with use_instruction_set("avx512_bf16" if request.param == EMULATED else request.param) as native:
+        yield _emulate(tmp_path_factory) if request.param == EMULATED else native
+
+
+def _emulate(factory: pytest.TempPathFactory) -> Library:
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # all workers' own: one of them compiles
+    path, flags = folder / "libemulated.so", [*build.instruction_sets()["amx"], "-O1", "-include", str(HEADER)]
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = path.with_suffix(".part")
+            build.build_library(made, {"avx512_bf16": flags})
+            made.replace(path)
+    return Library(ctypes.CDLL(str(path)))

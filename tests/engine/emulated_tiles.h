@@ -7,19 +7,24 @@
 namespace emulated {
 
 inline thread_local float tiles[8][16][16];
+inline thread_local int rows[8];
+
+inline void configure(const void* config) {
+  for (int tile = 0; tile < 8; tile++) rows[tile] = ((const unsigned char*)config)[48 + tile];
+}
 
 inline void load(int tile, const void* from, long stride) {
-  for (int row = 0; row < 16; row++) memcpy(tiles[tile][row], (const char*)from + row * stride, 64);
+  for (int row = 0; row < rows[tile]; row++) memcpy(tiles[tile][row], (const char*)from + row * stride, 64);
 }
 inline void save(int tile, void* to, long stride) {
-  for (int row = 0; row < 16; row++) memcpy((char*)to + row * stride, tiles[tile][row], 64);
+  for (int row = 0; row < rows[tile]; row++) memcpy((char*)to + row * stride, tiles[tile][row], 64);
 }
 // For each row, the products of even and of odd elements have sums of their own, in the order of k, which are added
 // first; numbers below the normal ones are zeros.
 inline void multiply(int sum, int a, int b) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);
-  for (int row = 0; row < 16; row++) {
+  for (int row = 0; row < rows[sum]; row++) {
     __m512 even = _mm512_setzero_ps(), odd = even;
     for (int k = 0; k < 16; k++) {
       unsigned unit;
@@ -44,5 +49,5 @@ inline void multiply(int sum, int a, int b) {
 #define _tile_loadd(t, from, stride) emulated::load(t, from, stride)
 #define _tile_stored(t, to, stride) emulated::save(t, to, stride)
 #define _tile_dpbf16ps(sum, a, b) emulated::multiply(sum, a, b)
-#define _tile_loadconfig(config) ((void)(config))
+#define _tile_loadconfig(config) emulated::configure(config)
 #define _tile_release() ((void)0)

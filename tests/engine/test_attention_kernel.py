@@ -40,6 +40,7 @@ CASES = {
     "multi-query": Case(kv_heads=1, group=16, k_size=80, v_size=80),
     "values of another size": Case(group=7, k_size=96, v_size=40),
     "odd sizes": Case(group=3, k_size=7, v_size=5, block_size=5),
+    "values that end within a line": Case(k_size=32, v_size=24),
     "one token a block": Case(k_size=33, v_size=16, block_size=1),
     "large blocks": Case(block_size=128, k_size=128, v_size=128),
     "softcap": Case(softcap=5.0),
@@ -176,8 +177,9 @@ def random_chunks(done: list[int]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @numbers
 def test_it_is_attention_and_its_bits_do_not_depend_on_batch_chunks_or_threads(
-    native: Library, dtype: torch.dtype, is_int8: bool, case: Case
+    native_or_emulated: Library, dtype: torch.dtype, is_int8: bool, case: Case
 ) -> None:
+    native = native_or_emulated
     native.set_threads(1)
     layer = Layer(native, dtype, is_int8, case)
     expected = layer.run(whole)

@@ -7,7 +7,6 @@ arithmetic in numpy, and those in 12 bits against the stored ones, both to the l
 import ctypes
 import shutil
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -26,10 +25,7 @@ from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import GROUP_INPUTS, Activation, PackedEmbedding, PackedLinears, WeightForm
 from penstock.engine.loading import load_model
 from penstock.errors import SettingsError
-from tests.engine.helpers import use_instruction_set
 
-HEADER = Path(__file__).parent / "emulated_tiles.h"
-EMULATED = "emulated tiles"
 F32, BF16 = DTYPES = (torch.float32, torch.bfloat16)
 STORED, INT8, INT4, COMPRESSED = WeightForm.STORED, WeightForm.INT8, WeightForm.INT4, WeightForm.COMPRESSED
 INTEGERS = (INT8, INT4)
@@ -49,21 +45,6 @@ def built() -> Library:
     native = library.load_library()
     assert native is not None, "there is a compiler, but the library was not built"
     return native
-
-
-@pytest.fixture(params=[*build.instruction_sets(), EMULATED])
-def native_or_emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
-    """The library on each instruction set; and its code for tiles, with tiles in plain C++."""
-    with use_instruction_set("avx512_bf16" if request.param == EMULATED else request.param) as native:
-        yield _emulate(tmp_path_factory) if request.param == EMULATED else native
-
-
-def _emulate(factory: pytest.TempPathFactory) -> Library:
-    path = factory.getbasetemp() / "libemulated.so"
-    if not path.exists():
-        flags = [*build.instruction_sets()["amx"], "-O1", "-include", str(HEADER)]  # it compiles in half the time
-        build.build_library(path, {"avx512_bf16": flags})
-    return Library(ctypes.CDLL(str(path)))
 
 
 def make_linear(

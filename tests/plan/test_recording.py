@@ -25,7 +25,7 @@ def bus() -> MemoryBus:
     return made
 
 
-def publish(bus: MemoryBus, id: str, published: float, usage: tuple[int, int], **given: Any) -> None:  # noqa: A002
+def publish_answer(bus: MemoryBus, id: str, published: float, usage: tuple[int, int], **given: Any) -> None:  # noqa: A002
     topic = bus.pipeline.request_topic(given.get("klass", "interactive"))
     bus.append([Outgoing(topic, Request(id=id, **given).encode(), id)])
     counts = Usage(prompt_tokens=usage[0], completion_tokens=usage[1])
@@ -37,11 +37,11 @@ def publish(bus: MemoryBus, id: str, published: float, usage: tuple[int, int], *
 def test_a_trace_has_times_tokens_and_what_prompts_share(bus: MemoryBus, tmp_path: Path) -> None:
     again = [*TURNS, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more " * 500}]
     other = [TURNS[0], {"role": "user", "content": "other " * 200}]
-    publish(bus, "later", 112.5, (1500, 6), messages=again)
-    publish(bus, "first", 100.0, (960, 5), messages=TURNS)
-    publish(bus, "other", 101.0, (960, 5), messages=other)
-    publish(bus, "batch", 102.0, (1100, 7), token_ids=[7] * 1100, klass="batch")
-    publish(bus, "unanswered", 103.0, (0, 0), prompt="x")
+    publish_answer(bus, "later", 112.5, (1500, 6), messages=again)
+    publish_answer(bus, "first", 100.0, (960, 5), messages=TURNS)
+    publish_answer(bus, "other", 101.0, (960, 5), messages=other)
+    publish_answer(bus, "batch", 102.0, (1100, 7), token_ids=[7] * 1100, klass="batch")
+    publish_answer(bus, "unanswered", 103.0, (0, 0), prompt="x")
     bus.append([Outgoing(bus.pipeline.request_topic("interactive"), b"{", "bad")])
     rows = record_trace(bus, bus.pipeline)
     assert not any(word in json.dumps(rows) for word in ("secret", "words", "first"))
@@ -59,7 +59,7 @@ def test_a_trace_has_times_tokens_and_what_prompts_share(bus: MemoryBus, tmp_pat
 
 
 def test_what_is_gone_from_its_topic_shares_nothing(bus: MemoryBus) -> None:
-    publish(bus, "r", 5.0, (10, 2), prompt="words")
+    publish_answer(bus, "r", 5.0, (10, 2), prompt="words")
     bus.topics[bus.pipeline.request_topic("interactive")].entries.clear()
     assert record_trace(bus, bus.pipeline) == [
         {"at_s": 0.0, "prompt_tokens": 10, "output_tokens": 2, "class": "interactive"}

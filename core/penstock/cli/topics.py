@@ -32,14 +32,20 @@ def create_topics() -> None:
 
 
 @app.command("record")
-def record_topics(file: Annotated[Path, typer.Argument(help="JSONL, for `penstock plan --trace`.")]) -> None:
-    """Write when the requests came whose results are kept, their tokens, and which prompts begin alike. No text."""
+def record_requests(file: Annotated[Path, typer.Argument(help="JSONL, for `penstock plan --trace`.")]) -> None:
+    """Write when the requests came whose results are kept, their tokens, and which prompts begin alike. No text.
+
+    What prompts share is known of requests that are still on the bus: on Redis Streams not of those that have ended.
+    """
     from penstock.plan.recording import record_trace
 
     addresses = load_settings(Addresses)
-    rows = record_trace(connect_bus(addresses, load_settings(BusSettings)), Pipeline(addresses.pipeline))
     try:
+        with file.open("a"):  # before all topics are read
+            pass
+        rows = record_trace(connect_bus(addresses, load_settings(BusSettings)), Pipeline(addresses.pipeline))
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         raise PlanError(f"{file} cannot be written: {error.strerror}") from None
-    Console().print(f"{len(rows):,} requests in {file}", highlight=False)
+    shared = sum("hash_ids" in row for row in rows)
+    Console().print(f"{len(rows):,} requests in {file}, of {shared:,} what their prompts share", highlight=False)

@@ -445,7 +445,7 @@ class WebhookSettings(BaseSettings):
 
 
 class SloSettings(BaseSettings):
-    """What is in time. `penstock plan` tells the highest rate at which nine of ten requests of each class are."""
+    """Until when a request is in time. `penstock plan` tells the highest rate at which nine of ten of a class are."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_SLO_", extra="forbid")
 

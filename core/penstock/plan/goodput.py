@@ -1,16 +1,18 @@
 """Goodput, as DistServe defines it: the highest rate at which nine of ten requests meet both limits of their class."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from penstock.config.settings import SloSettings
 from penstock.names import CLASSES, PriorityClass
 from penstock.plan.simulator import Outcome
 
 MET_SHARE = 0.9
+"""The share of requests that have to be in time."""
 
 
-class Slo(NamedTuple):
+@dataclass(frozen=True)
+class Slo:
     """Until when a request is in time."""
 
     ttft_s: float
@@ -44,14 +46,14 @@ def find_goodput(play_rate: Callable[[int], tuple[float, float]], low: int, high
     """
     played = dict[int, tuple[float, float]]()
 
-    def play(number: int) -> tuple[float, float]:
+    def play_once(number: int) -> tuple[float, float]:
         if number not in played:
             played[number] = play_rate(number)
         return played[number]
 
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if play(middle)[1] >= MET_SHARE else (low, middle)
-    (under, under_share), (over, over_share) = play(low), play(high)
+        low, high = (middle, high) if play_once(middle)[1] >= MET_SHARE else (low, middle)
+    (under, under_share), (over, over_share) = play_once(low), play_once(high)
     part = (under_share - MET_SHARE) / max(under_share - over_share, 1e-9)
     return under + min(1.0, max(0.0, part)) * (over - under)

@@ -16,7 +16,7 @@ from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
 NOT_SIMULATED = f"prefix hits, and sessions, which go to one worker; the transfer of KV; {LEFT_OUT}"
 GOODPUT_STEP, GOODPUT_STEPS = 1.2, 8
-"""Goodput is looked for between rates that differ by this factor, so many above the trace's own and below."""
+"""Goodput is looked for among rates that differ by this factor: so many above the trace's own, and as many below."""
 STEPS_TO_DOUBLE = 8
 """In about so many steps the number of prefill workers that are tried doubles; few workers are tried one by one."""
 MAX_POOL_BLOCKS = 2**16
@@ -130,7 +130,7 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     played = play_trace(trace, rates, batch, num_prefill, num_decode)
 
     seconds = trace[-1].at_s - trace[0].at_s
-    mean_rate = len(trace) / max(seconds, goals.window_s)
+    mean_rate = len(trace) / (seconds or goals.window_s)
 
     def play_rate(number: int) -> tuple[float, float]:
         factor = GOODPUT_STEP**number
@@ -173,7 +173,13 @@ def play_trace(
     prefill = _make_spec(rates, batch, StepCost(0.0, token_s, 0.0, 0.0, token_s))
     decode = _make_spec(rates, batch, rates.fit_cost())
     requests = [
-        PlacedRequest(str(number), one.at_s, one.prompt_tokens, one.output_tokens if num_decode else 1, klass=one.klass)
+        PlacedRequest(
+            str(number),
+            one.at_s - trace[0].at_s,
+            one.prompt_tokens,
+            one.output_tokens if num_decode else 1,
+            klass=one.klass,
+        )
         for number, one in enumerate(trace)
     ]
     return Simulation(

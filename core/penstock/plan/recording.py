@@ -25,8 +25,7 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
     What prompts share is told of those that are still in the requests' topics. Raises `PlanError` where there is no
     answer, and `BusUnavailable`.
     """
-    results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results_topic)]
-    answered = [one for one in results if one.timings.published and one.usage.completion_tokens]
+    answered = [one for one in _read_results(bus, pipeline) if one.timings.published and one.usage.completion_tokens]
     if not answered:
         raise PlanError(f"no request of the pipeline {pipeline.name} has an answer")
     answered.sort(key=lambda one: one.timings.published)
@@ -41,9 +40,17 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
         for one in answered
     }
     requests = [one for one in _read_requests(bus, pipeline) if one.id in rows]
+    chats = dict[bytes, int]()  # numbers: by a hash of its beginning a prompt could be told from others
     for request, hash_ids in zip(requests, _number_blocks(requests, rows), strict=True):
-        rows[request.id] |= {"hash_ids": hash_ids, "chat": chain_prompt(request).home.hex()}
+        chat = chats.setdefault(chain_prompt(request).home, len(chats))
+        rows[request.id] |= {"hash_ids": hash_ids, "chat": str(chat)}
     return list(rows.values())
+
+
+def _read_results(bus: Bus, pipeline: Pipeline) -> Iterator[Result]:
+    for message in bus.read_all(pipeline.results_topic):
+        with suppress(PenstockError):  # damaged, or of a newer version
+            yield decode_message(Result, message.value)
 
 
 def _read_requests(bus: Bus, pipeline: Pipeline) -> Iterator[Request]:

@@ -12,8 +12,6 @@ from penstock.names import CLASSES, PriorityClass
 TIME_FIELDS = {"at_s": 1.0, "timestamp": 1e-3}
 """Fields for the time of arrival, and their units in seconds: `timestamp` is in milliseconds, as in public traces."""
 PROMPT_FIELDS, OUTPUT_FIELDS = ("prompt_tokens", "input_length"), ("output_tokens", "output_length")
-
-
 HASH_BLOCK_TOKENS = 512
 """Tokens of a block in traces that name the blocks of prompts."""
 
@@ -54,7 +52,8 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             unit = next(TIME_FIELDS[name] for name in TIME_FIELDS if name in row)
             at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
             lengths = (int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
-            klass = CLASSES[CLASSES.index(row.get("class", "interactive"))]
+            if (klass := row.get("class", "interactive")) not in CLASSES:
+                raise ValueError(f"its class is none of {', '.join(CLASSES)}")
             arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), klass, str(row.get("chat", "")))
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error

@@ -165,10 +165,11 @@ template <class F> void multiply_gguf_panel(const Chunk& chunk, const uint8_t* w
   const Input& input = chunk.input;
   for (int g = 0; g < q.groups; g++) {
     const int first = g * kGroupUnits, slice = first / input.most_slice_units();
+    const int begin = (first - slice * input.most_slice_units()) * input.blocks.width;
     const int units = std::min(q.units - first, kGroupUnits);
     for (int block = 0; block < input.blocks.count; block++) {
       const int row = input.blocks.first(block);
-      const BlockArgs args{w, input.at(slice, block) + (first - slice * input.most_slice_units()) * input.blocks.width, units,
+      const BlockArgs args{w, input.at(slice, block) + begin, units,
                            q.sums + (row * q.groups + g) * 8, q.scales + row * q.groups + g, q.groups,
                            sums + row * kColumns, block == 0};
       choose_gguf_block<F>(input.blocks.size(block), std::make_integer_sequence<int, kMaxBlockRows>())(args);

@@ -184,7 +184,8 @@ template <class T, class Lines = LinesOf<T>, class Row> void pack_inputs(std::ve
     const T* x = row(chunk, first);
     const int64_t stride = row(chunk, first + 1) - x;
     auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T, Lines>;
-    pack(x, stride, input.blocks.size(block), inputs, slice * input.most_slice_units(), input.slice_units(slice), input.at(slice, block));
+    pack(x, stride, input.blocks.size(block), inputs, slice * input.most_slice_units(), input.slice_units(slice),
+         input.at(slice, block));
   });
 }
 

@@ -25,7 +25,7 @@ struct Product {
   const float* factor;  // of each row
 };
 
-// A line of columns for each unit: what `a` is multiplied by.
+// A line of columns for each unit: what `a` is multiplied by. Several vectors at once may be read of the `whole` columns.
 struct Lines {
   const uint32_t* data;
   int64_t stride;
@@ -33,6 +33,7 @@ struct Lines {
     const uint32_t* from = data + u * stride + column;
     unroll<C>([&](int c) { line[c] = *(const u32xn_any*)(from + c * kLanes); });
   }
+  static int whole(int columns) { return columns; }
 };
 
 // The same, made of the rows of V, whose elements are S: an element of each token of the unit.
@@ -44,6 +45,7 @@ template <> struct ValueLines<float, float> {
     for (int c = 0; c < C; c++, column += 16)
       line[c] = (u32x16)load_first(rows[u] + column, C == 1 ? size - column : 16);
   }
+  int whole(int) const { return size / 16 * 16; }
 };
 template <> struct ValueLines<bf16, bf16> {
   const bf16* const* rows;
@@ -65,6 +67,7 @@ template <> struct ValueLines<bf16, bf16> {
       line[c] = (u32x16)load_first(even + c * 16, count) >> 16 | (u32x16)load_first(odd + c * 16, count);
     }
   }
+  int whole(int) const { return size / 16 * 16; }
 };
 
 template <class T> struct ValueLines<T, int8_t> {
@@ -81,6 +84,7 @@ template <class T> struct ValueLines<T, int8_t> {
       }
     }
   }
+  int whole(int) const { return size / 16 * 16; }
 };
 
 // Each sum is one chain over the units, in order, whatever R and C are.
@@ -105,7 +109,7 @@ template <class T, int R, int C, class L> void multiply(const Product& p, const 
 
 template <class T, int R, class L> void multiply_columns(const Product& p, const L& lines, int columns) {
   int c = 0;
-  for (; c + kColumns * kLanes <= columns; c += kColumns * kLanes) multiply<T, R, kColumns>(p, lines, c);
+  for (; c + kColumns * kLanes <= lines.whole(columns); c += kColumns * kLanes) multiply<T, R, kColumns>(p, lines, c);
   for (; c < columns; c += kLanes) multiply<T, R, 1>(p, lines, c);
 }
 
@@ -188,7 +192,7 @@ template <int R = kRows, class L> INLINE void multiply_as_tiles(const Product& p
   if (rows == R) {
     constexpr int C = R <= 2 ? 4 : 2;
     int c = 0;
-    for (; c + C * kLanes <= columns; c += C * kLanes) multiply_columns_as_tiles<R, C>(p, lines, c);
+    for (; c + C * kLanes <= lines.whole(columns); c += C * kLanes) multiply_columns_as_tiles<R, C>(p, lines, c);
     for (; c < columns; c += kLanes) multiply_columns_as_tiles<R, 1>(p, lines, c);
     return;
   }

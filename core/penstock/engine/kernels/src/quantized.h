@@ -178,10 +178,11 @@ template <class T, int BITS> void quantized_panel(const Chunk& chunk, int64_t pa
   const float* columns = weight.scales + panel * kColumns * (BITS == 4 ? q.groups : 1);
   for (int g = 0; g < q.groups; g++) {
     const int first = g * kGroupUnits, slice = first / input.most_slice_units();
+    const int begin = (first - slice * input.most_slice_units()) * input.blocks.width;
     const int units = q.units - first < kGroupUnits ? q.units - first : kGroupUnits;
     for (int block = 0; block < count; block++) {
       const int row = input.blocks.first(block), size = input.blocks.size(block);
-      const GroupArgs args{w, input.at(slice, block) + (first - slice * input.most_slice_units()) * input.blocks.width, units,
+      const GroupArgs args{w, input.at(slice, block) + begin, units,
                            q.sums + row * q.groups + g, q.scales + row * q.groups + g, q.groups, columns,
                            sums + row * kColumns, block == 0};
       choose_group<BITS>(size, std::make_integer_sequence<int, kMaxBlockRows>())(args);
