@@ -4,13 +4,13 @@ A worker that is forked from here starts in half the processor time. Nothing els
 connection, file or model exists here.
 """
 
-import gc
 import importlib
 
 import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.loading import load_model
+from penstock.garbage import freeze_loaded_objects
 
 _MODULES = (
     "confluent_kafka", "penstock.bus.kafka.member", "penstock.bus.streams.member", "penstock.cli.gateway",
@@ -24,5 +24,4 @@ for _module in _MODULES:
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 load_model(EngineSettings(model="demo", threads=1))
-gc.collect()
-gc.freeze()  # a collection in a forked process does not write to what it shares with the others
+freeze_loaded_objects()  # a collection in a forked process does not write to what it shares with the others
