@@ -13,8 +13,8 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
+from penstock.engine.proof import as_check_failures, describe_model
 from penstock.engine.sequence import Sequence
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
@@ -80,17 +80,11 @@ def _generate_greedily(reference: Any, prompt: list[int], device: torch.device) 
 def prove_engine(model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers) -> None:
     """Raise `EngineCheckFailed` if the engine gives other tokens than `references`, or cannot be asked for all."""
     small = make_proof_settings(model, settings, references)
-    try:
-        outcomes = _run_every_way(model, small, references)
-    except Unsupported as error:
-        raise EngineCheckFailed(f"{_describe_model(model)} cannot be served: {error}") from error
-    except Inconclusive as error:
-        raise EngineCheckFailed(f"{_describe_model(model)} cannot be checked: {error}") from error
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise EngineCheckFailed(
-            f"{_describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
-        ) from error
+    with as_check_failures(model):
+        try:
+            outcomes = _run_every_way(model, small, references)
+        except Inconclusive as error:
+            raise EngineCheckFailed(f"{describe_model(model)} cannot be checked: {error}") from error
     for how, seqs in outcomes.items():
         for seq, expected in zip(seqs, references.expected, strict=True):
             _compare_tokens(model, seq, expected, how)
@@ -181,16 +175,11 @@ def hand_over(engine: Engine, seq: Sequence, payloads: list[bytes], state: bytes
     return copy
 
 
-def _describe_model(model: LoadedModel) -> str:
-    """Return the names of the model and its architecture, for messages."""
-    return f"{model.name!r} ({type(model.module).__name__})"
-
-
 def _compare_tokens(model: LoadedModel, seq: Sequence, expected: list[int], how: str) -> None:
     if seq.output_token_ids == expected:
         return
     at = next(i for i, pair in enumerate(zip(seq.output_token_ids, expected, strict=True)) if pair[0] != pair[1])
     detail = f"token {at} after a prompt of {seq.num_prompt_tokens} is {seq.output_token_ids[at]}, not {expected[at]}"
     raise EngineCheckFailed(
-        f"{_describe_model(model)} gives other tokens on this engine than `generate()`: {how}, {detail}"
+        f"{describe_model(model)} gives other tokens on this engine than `generate()`: {how}, {detail}"
     )

@@ -13,6 +13,8 @@ passes here.
 import functools
 import hashlib
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +65,23 @@ def prove_backend(model: LoadedModel, settings: EngineSettings, plain: Tensor | 
 
     The same if its logits are not those that the plain model has after each token, where these are given.
     """
-    try:
+    with as_check_failures(model):
         _compare_runs(model, settings, plain)
+
+
+@contextmanager
+def as_check_failures(model: LoadedModel) -> Iterator[None]:
+    """Whatever is raised in this context becomes `EngineCheckFailed`, with the model's name."""
+    try:
+        yield
     except EngineCheckFailed:
         raise
     except Unsupported as error:
-        raise EngineCheckFailed(f"{_describe_model(model)} cannot be served: {error}") from error
+        raise EngineCheckFailed(f"{describe_model(model)} cannot be served: {error}") from error
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise EngineCheckFailed(
-            f"{_describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
+            f"{describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
         ) from error
 
 
@@ -162,11 +171,11 @@ def _compare_logits(model: LoadedModel, found: Tensor, right: Tensor, tolerance:
     errors = list(map(measure_logits_error, found, right))
     if not all(error <= tolerance for error in errors):
         raise EngineCheckFailed(
-            f"{_describe_model(model)} gives other logits on this engine {how}: they are off by {max(errors):.1%} of "
+            f"{describe_model(model)} gives other logits on this engine {how}: they are off by {max(errors):.1%} of "
             f"their spread, and {model.weight_form or model.dtype} allows {tolerance:.0%}"
         )
 
 
-def _describe_model(model: LoadedModel) -> str:
+def describe_model(model: LoadedModel) -> str:
     """Return the names of the model and its architecture, for messages."""
     return f"{model.name!r} ({type(model.module).__name__})"
