@@ -214,14 +214,14 @@ def time_masks() -> Iterator[Spent]:
     spent = Spent()
 
     def time_calls(call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
+        def call_and_time(*given: Any) -> Any:
             started_s = time.perf_counter()
             try:
                 return call(*given)
             finally:
                 spent.mask_s += time.perf_counter() - started_s
 
-        return timed
+        return call_and_time
 
     def make_scores_twice(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
         started_s = time.perf_counter()

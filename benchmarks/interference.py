@@ -49,7 +49,7 @@ def measure_stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, 
     gaps_s: list[float] = []
     begin_s = time.perf_counter() + min(_SETTLE_S, seconds)
 
-    def read() -> None:
+    def read_answers() -> None:
         while time.perf_counter() < begin_s + seconds or not gaps_s:
             last_s = 0.0
             with closing(answer()) as items:  # type: ignore[type-var]
@@ -62,7 +62,7 @@ def measure_stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, 
                     last_s = now_s
 
     with ThreadPoolExecutor(streams) as pool:
-        for reader in [pool.submit(read) for _ in range(streams)]:
+        for reader in [pool.submit(read_answers) for _ in range(streams)]:
             reader.result()
     return gaps_s
 

@@ -73,7 +73,7 @@ def observe_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
     """
     watch, over = LiveWatch(stack.addresses, BusSettings()), threading.Event()
 
-    def observe() -> None:
+    def scrape_and_look() -> None:
         while not over.wait(SCRAPE_INTERVAL_S):
             for port in ports:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
@@ -81,7 +81,7 @@ def observe_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
             watch.read_latest()
 
     with ThreadPoolExecutor(1) as pool:
-        observing = pool.submit(observe)
+        observing = pool.submit(scrape_and_look)
         try:
             yield
         finally:
