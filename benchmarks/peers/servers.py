@@ -88,6 +88,8 @@ def open_server(name: str, shape: str, directory: Path) -> Iterator[Server]:
     with ExitStack() as exits:
         if name in OURS:
             command += ["--data", str(directory / "data")]
+            # Else it would find the prompts of the run before in the user's own directory of blocks.
+            variables["PENSTOCK_KV_STORE_DISK_DIR"] = str(directory / "kv")
         if name == "kafka":
             command += ["--kafka", exits.enter_context(find_or_start_kafka(directory / "broker"))]
         child = start_child(command, name=name, log=directory / "log", environment=os.environ | variables)
