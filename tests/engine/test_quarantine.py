@@ -9,6 +9,7 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine import sampler
+from penstock.engine.cost import StepCost
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sampler import find_broken_rows
@@ -171,6 +172,25 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     breaks(engine, monkeypatch, "run_step", short)
     run_all(engine, [sequence([9] * 90, 8)])
     assert 32 >= max(sizes) > 12
+
+
+@pytest.mark.parametrize("limit", [1000, 60])
+def test_steps_that_are_larger_while_prompts_wait_change_no_token_and_become_smaller_without_memory(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    engine.scheduler.cost = StepCost(fixed_s=0.0, row_s=0.0, context_s=0.0, chunk_s=0.0, token_s=1e-6)
+    seqs, sizes = make_sequences(), list[int]()
+
+    def exceed(batch: StepBatch) -> Exception | None:
+        sizes.append(sum(num for _, num in batch.plan))
+        return torch.OutOfMemoryError("no memory") if sizes[-1] > limit else None
+
+    breaks(engine, monkeypatch, "run_step", exceed)
+    assert sum(seq.num_pending_tokens for seq in seqs) > 4 * 32
+    assert run_all(engine, seqs) == {}
+    assert [seq.output_token_ids for seq in seqs] == expected
+    assert max(sizes) > 32
+    assert not any(seq.is_suspect for seq in seqs)
 
 
 @pytest.mark.parametrize(

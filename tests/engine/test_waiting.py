@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from penstock.engine.cost import StepCost
 from penstock.engine.growth import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
 from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import MAX_STEP_S, WAITING_STEPS, Scheduler
 from penstock.engine.sequence import Sequence
 from tests.engine.helpers import make_block_keys, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
@@ -59,6 +60,59 @@ def test_a_long_prompt_keeps_half_of_each_step_beside_a_flood_of_short_ones() ->
         served.update({seq.tenant: num for seq, num in plan})
     assert served["long"] == 2000 - 64
     assert served["flood"] <= 2000 + 64
+
+
+COST = StepCost(fixed_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.0001)
+"""A step computes 1,900 prompt tokens in `MAX_STEP_S`, fewer by ten for each decoding row."""
+
+
+def _queue_prompts(lengths: list[int], cost: StepCost | None = COST, num_decodes: int = 0) -> Scheduler:
+    """Return a scheduler with sequences that decode, and prompts that wait."""
+    scheduler = Scheduler(BlockPool(10_000, 16))
+    for number in range(num_decodes):
+        scheduler.add_sequence(sequence([number], 99))
+    if num_decodes:
+        _step(scheduler, 256)
+    scheduler.cost = cost
+    for number, length in enumerate(lengths, 1):
+        scheduler.add_sequence(sequence(list(range(20_000 * number, 20_000 * number + length)), 4))
+    return scheduler
+
+
+@pytest.mark.parametrize(("lengths", "num_decodes", "max_tokens", "expected"), [
+    ([], 8, 1024, 256),
+    ([1024], 8, 1024, 256),
+    ([1000, 1000], 8, 1024, 500),
+    ([8192], 8, 1024, 1024),
+    ([8192], 130, 1024, 600),  # 0.2 s, less 0.01 and a thousandth for each row
+    ([8192], 190, 1024, 256),
+    ([8192], 0, 100, 100),  # what fits memory
+])  # fmt: skip
+def test_a_step_is_larger_while_prompts_wait_as_far_as_it_is_in_time(
+    lengths: list[int], num_decodes: int, max_tokens: int, expected: int
+) -> None:
+    scheduler = _queue_prompts(lengths, num_decodes=num_decodes)
+    assert scheduler.widen_budget(256, max_tokens) == pytest.approx(expected, abs=1)
+    assert _queue_prompts(lengths, None, num_decodes).widen_budget(256, max_tokens) == min(256, max_tokens)
+
+
+def test_a_queue_of_batch_prompts_makes_no_step_larger_beside_interactive_answers() -> None:
+    scheduler = _queue_prompts([], num_decodes=4)
+    scheduler.add_sequence(sequence(list(range(50_000, 58_192)), 4, klass="batch"))
+    assert scheduler.widen_budget(256, 1024) == 256
+    for seq in scheduler.running[:]:
+        scheduler.remove_sequence(seq)
+    assert scheduler.widen_budget(256, 1024) == 1024
+
+
+def test_a_queue_ends_in_a_third_of_the_steps_and_no_step_takes_too_long() -> None:
+    lengths = [900] * 30
+    scheduler, num_steps = _queue_prompts(lengths, num_decodes=8), 0
+    while any(seq.num_pending_tokens > 1 for seq in scheduler.running) or scheduler.num_waiting:
+        plan = _step(scheduler, scheduler.widen_budget(256, WAITING_STEPS * 256))
+        assert COST.fixed_s + sum(COST.estimate_seconds(seq, num) for seq, num in plan) <= MAX_STEP_S
+        num_steps += 1
+    assert num_steps <= sum(lengths) / 256 / 3
 
 
 def test_a_prompt_counts_as_what_is_not_cached_of_it() -> None:

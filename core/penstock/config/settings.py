@@ -184,7 +184,8 @@ class EngineSettings(BaseSettings):
     max_batch: int = Field(default=32, ge=1)
     """Sequences that run at the same time, at most; no more than a step has tokens."""
     max_step_tokens: int = Field(default=256, ge=1)
-    """Token budget of one step; longer prompts are prefilled in chunks."""
+    """Token budget of one step; longer prompts are prefilled in chunks. Steps are up to four times as large while more
+    prompt tokens wait than four steps compute, as far as they take no longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`."""
     speculate: bool = True
     """Whether a step may give a sequence several tokens, where its next tokens can be guessed. Its tokens are the same
     either way."""
@@ -445,7 +446,9 @@ class WebhookSettings(BaseSettings):
 
 
 class SloSettings(BaseSettings):
-    """Until when a request is in time. `penstock plan` tells the highest rate at which nine of ten of a class are."""
+    """Until when a request is in time. `penstock plan` tells the highest rate at which nine of ten of a class are, and
+    the engine makes steps larger while prompts wait, as far as a step takes no longer than `interactive_itl_s`.
+    """
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_SLO_", extra="forbid")
 

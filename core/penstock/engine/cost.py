@@ -70,6 +70,10 @@ class StepCost:
         num_chunks = -(-num_tokens // max_step_tokens)
         return num_chunks * self.chunk_s + num_tokens * self.token_s + num_contexts * self.context_s
 
+    def count_prompt_tokens(self, seconds: float) -> int:
+        """Return how many prompt tokens a step of so many seconds computes, apart from what comes before them."""
+        return int((seconds - self.fixed_s - self.chunk_s) / max(self.token_s, 1e-9))
+
     def record_outside(self, seconds: float, num_tokens: int) -> None:
         """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
         self.outside_s = min(self.outside_s, seconds / num_tokens)

@@ -47,7 +47,7 @@ from penstock.engine.sampler import (
     sample_tokens,
 )
 from penstock.engine.sampling.penalties import has_penalties
-from penstock.engine.scheduler import Plan, Scheduler
+from penstock.engine.scheduler import WAITING_STEPS, Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlocks
 from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
@@ -116,7 +116,7 @@ class Engine:
         self.num_accepted_tokens = 0
         """Drafted tokens that were drawn, too."""
         min_tokens = max(1, model.layout.scan_chunk_tokens)
-        self._quarantine = Quarantine(settings.max_step_tokens, min_tokens) if quarantine else None
+        self._quarantine = Quarantine(WAITING_STEPS * settings.max_step_tokens, min_tokens) if quarantine else None
         self._num_mask_threads = settings.num_threads - 1
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
@@ -346,7 +346,8 @@ class Engine:
         removed before the step is finished.
         """
         self._step_begun_s = time.perf_counter()
-        self._plan = self.scheduler.schedule(self._max_step_tokens, self.settings.max_batch)
+        token_budget = self.scheduler.widen_budget(self._usual_step_tokens, self._step_tokens_in_memory)
+        self._plan = self.scheduler.schedule(token_budget, self.settings.max_batch)
         self._record_time_outside()
         return bool(self._plan)
 
@@ -364,7 +365,7 @@ class Engine:
             return []
         quarantine = self._quarantine
         if self.speculates:
-            draft_tokens(plan, self.scheduler, self._max_step_tokens)
+            draft_tokens(plan, self.scheduler, self._usual_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:
             drawn = self._run_plan(plan)
@@ -395,8 +396,20 @@ class Engine:
         return sampled
 
     @property
-    def _max_step_tokens(self) -> int:
-        return self._quarantine.max_tokens if self._quarantine else self.settings.max_step_tokens
+    def max_step_tokens(self) -> int:
+        """How many tokens a step has at most: while many wait, and none decodes."""
+        cost, usual = self.scheduler.cost, self.settings.max_step_tokens
+        num_in_time = 0 if cost is None else cost.count_prompt_tokens(self.scheduler.max_step_s)
+        return max(usual, min(num_in_time, WAITING_STEPS * usual))
+
+    @property
+    def _step_tokens_in_memory(self) -> int:
+        """How many tokens the next step may have: fewer after one that took too much memory."""
+        return self._quarantine.max_tokens if self._quarantine else WAITING_STEPS * self.settings.max_step_tokens
+
+    @property
+    def _usual_step_tokens(self) -> int:
+        return min(self.settings.max_step_tokens, self._step_tokens_in_memory)
 
     def _append_token(self, seq: Sequence, token_id: int, logprobs: Logprobs | None) -> Sampled:
         if seq.num_pending_tokens == 0:

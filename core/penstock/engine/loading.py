@@ -55,6 +55,7 @@ from penstock.engine.proof import describe_proof, prove_backend, prove_model
 from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
 from penstock.engine.quantized import Settings as Quantization
 from penstock.engine.response_template import find_response_template
+from penstock.engine.scheduler import MAX_STEP_S
 from penstock.engine.storage import BlockLayout
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
@@ -69,10 +70,17 @@ MAX_SPEED_AGE_S = 3600.0
 _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
-def open_engine(settings: EngineSettings, progress: Progress | None = None, *, only_prompts: bool = False) -> Engine:
+def open_engine(
+    settings: EngineSettings,
+    progress: Progress | None = None,
+    *,
+    only_prompts: bool = False,
+    max_step_s: float = MAX_STEP_S,
+) -> Engine:
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
-    With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs. Raises
+    With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs.
+    `max_step_s`: how long a step may take that is larger than usual. Raises
     `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for
     an instruction set that this machine lacks.
     """
@@ -86,6 +94,7 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     )  # fmt: skip
     settings = settings.model_copy(update={"pool_mb": pool.pool_mb})
     engine = Engine(model, settings)
+    engine.scheduler.max_step_s = max_step_s
     load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
     if speed := load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S):
         engine.use_measured_speed(speed)

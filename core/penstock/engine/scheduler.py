@@ -25,6 +25,10 @@ of the interactive class, not all.
 Batch work. In a step that interactive sequences take part in, batch sequences (the promoted one too) get a small share
 of the time (`batch_budget`). Those beyond it pause and keep their blocks.
 
+Long queues. While more prompt tokens wait than `WAITING_STEPS` steps compute, steps are larger (`widen_budget`): the
+decoding sequences are computed beside more prompt tokens each time, so prompts are through sooner, and answers wait
+longer for each token, `max_step_s` at most.
+
 Suspects. They are admitted like others and then computed alone, one at a time, in every other step as long as other
 sequences want the steps between.
 """
@@ -50,6 +54,10 @@ Plan = list[tuple[Sequence, int]]
 """The sequences of one step, with the number of tokens that each computes in it."""
 
 AGING_STEPS = 64
+WAITING_STEPS = 4
+"""A step is larger than usual while more prompt tokens wait than so many steps compute: by up to so many times."""
+MAX_STEP_S = 0.2
+"""How long a step may take that is larger than usual: so long answers wait for their next token beside it."""
 MAX_PASSED_SEQUENCES = 8
 """Waiting sequences of a class that backfilling may pass over in one step."""
 
@@ -110,7 +118,9 @@ class Scheduler:
         self._states = states
         """The rows of what layers without KV keep of each running sequence; None if there are no such layers."""
         self.cost: StepCost | None = None
-        """The measured cost of steps. None if it was not measured: batch work is not limited then."""
+        """The measured cost of steps. None if it was not measured: batch work is not limited then, and all steps have
+        their usual size."""
+        self.max_step_s = MAX_STEP_S
         self.running: list[Sequence] = []
         """In scheduling order: the last is preempted first. Sequences that are done leave with the next step."""
         self.num_preemptions = 0
@@ -236,6 +246,27 @@ class Scheduler:
         self._queues[seq.priority].push_front(seq)
 
     # The step
+
+    def widen_budget(self, token_budget: int, max_tokens: int) -> int:
+        """Return how many tokens the next step may have: `token_budget` as a rule, never more than `max_tokens`.
+
+        It may have the `WAITING_STEPS`th part of the prompt tokens that wait or are being computed, if that is more,
+        as far as the step takes `max_step_s` by the measured cost, beside all that decode. Only the highest class that
+        has sequences counts.
+        """
+        cost, tokens = self.cost, min(token_budget, max_tokens)
+        if cost is None:
+            return tokens
+        alive = [seq for seq in chain(self.running, *self._queues) if seq.state is not State.DONE]
+        first = min((seq.priority for seq in alive), default=0)
+        num_waiting = sum(
+            seq.num_pending_tokens for seq in alive if seq.priority == first and seq.num_pending_tokens > 1
+        )
+        if num_waiting <= tokens * WAITING_STEPS:
+            return tokens
+        rows_s = sum(cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
+        num_in_time = cost.count_prompt_tokens(self.max_step_s - rows_s)
+        return max(tokens, min(num_waiting // WAITING_STEPS, num_in_time, max_tokens))
 
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
         """Plan the next step: for each class the running sequences, then the waiting ones that can be admitted.

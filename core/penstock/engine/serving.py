@@ -47,6 +47,10 @@ class EngineCore(Pool, Protocol):
         """What layers without KV keep of its sequences; None if there are no such layers."""
 
     @property
+    def max_step_tokens(self) -> int:
+        """How many tokens a step has at most."""
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
 
@@ -130,7 +134,7 @@ class ServingEngine:
         """How much it takes."""
         settings = self.core.settings
         length = max_length(self.model, self.model.layout, self.core.num_blocks)
-        return EngineLimits(settings.max_batch, settings.max_step_tokens, length)
+        return EngineLimits(settings.max_batch, self.core.max_step_tokens, length)
 
     def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
         """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added.

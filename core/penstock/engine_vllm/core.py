@@ -141,6 +141,11 @@ class VllmCore:
         """Return whether any sequence is running or waiting."""
         return any(seq.state is not State.DONE for seq in self._ids)
 
+    @property
+    def max_step_tokens(self) -> int:
+        """How many tokens a step has at most."""
+        return self.settings.max_step_tokens
+
     def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
         """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon.
 

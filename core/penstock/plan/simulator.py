@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 
 from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import Plan, Scheduler
+from penstock.engine.scheduler import WAITING_STEPS, Plan, Scheduler
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.errors import PlanError
@@ -79,7 +79,8 @@ class SimulatedWorker:
         """Plan a step; return its seconds, 0 without work. The plan is in `plan`."""
         spec, cost = self.spec, self.spec.cost
         for _ in range(MAX_STANDSTILL_STEPS if self.sequences else 0):
-            self.plan = self.scheduler.schedule(spec.max_step_tokens, spec.max_batch)
+            max_tokens = self.scheduler.widen_budget(spec.max_step_tokens, WAITING_STEPS * spec.max_step_tokens)
+            self.plan = self.scheduler.schedule(max_tokens, spec.max_batch)
             if self.plan:
                 chunk_s = cost.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in self.plan) else 0.0
                 seconds = cost.fixed_s + chunk_s + sum(cost.estimate_seconds(seq, num) for seq, num in self.plan)

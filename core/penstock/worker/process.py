@@ -23,6 +23,7 @@ from penstock.config.settings import (
     FaultSettings,
     KVSettings,
     RecordSettings,
+    SloSettings,
     StaySettings,
     TelemetrySettings,
     TraceSettings,
@@ -152,7 +153,8 @@ class WorkerProcess:
                 return open_vllm_core
             from penstock.engine.loading import open_engine
 
-            return partial(open_engine, only_prompts=only_prompts)
+            max_step_s = load_settings(SloSettings).interactive_itl_s
+            return partial(open_engine, only_prompts=only_prompts, max_step_s=max_step_s)
 
     def make_metrics(self, model_name: str) -> StageMetrics:
         """Return what a worker of this kind counts and measures."""
