@@ -24,16 +24,20 @@ endef
 # Everything for development; a demo needs less.
 install: .venv/installed-dev
 
+.venv/installed-dev: EXTRAS := worker,gateway,top,embedded,dev
+.venv/installed-dev: pyproject.toml constraints.txt
+	$(make_environment)
+	@touch .venv/installed $@
+
+# Both install into one environment, never at once: each compiles the C++.
+ifneq ($(filter-out demo demo-kafka,$(MAKECMDGOALS)),)
+.venv/installed: .venv/installed-dev
+else
 .venv/installed: EXTRAS := worker,gateway,embedded
 .venv/installed: pyproject.toml constraints.txt
 	$(make_environment)
 	@touch $@
-
-# The order: both install into one environment, never at once.
-.venv/installed-dev: EXTRAS := worker,gateway,top,embedded,dev
-.venv/installed-dev: .venv/installed
-	$(make_environment)
-	@touch $@
+endif
 
 STARTED := $(shell date +%s)
 
