@@ -47,11 +47,16 @@ demo: .venv/installed
 demo-kafka: .venv/installed
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
-test: install
+# Once, before several processes run tests: each would compile all that it imports, and that takes longer than importing.
+.venv/compiled: .venv/installed-dev
+	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
+	@touch $@
+
+test: .venv/compiled
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not full and not clients"
 
 # What `make test` leaves out.
-test-all: install
+test-all: .venv/compiled
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m full
 
 # SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own.
