@@ -142,9 +142,9 @@ def _fit_mixers(values: dict[str, Any]) -> None:
             values[heads] = values[expand] * hidden // HEAD_SIZE
             if isinstance(values.get("mamba_d_ssm"), int):
                 values["mamba_d_ssm"] = values[expand] * hidden
-    for keys, of_values, size in _DELTA_SIZES:
+    for keys, of_values, new in _DELTA_SIZES:
         if isinstance(values.get(keys), int) and isinstance(values.get(of_values), int):
-            values[keys], values[of_values] = size, size * values[of_values] // values[keys]
+            values[keys], values[of_values] = new, new * values[of_values] // values[keys]
     if "attention_head_dim" in values and "attention_hidden_size" in values and isinstance(hidden, int):
         values["attention_hidden_size"] = 2 * hidden
         values["attention_head_dim"] = 2 * hidden // values["num_attention_heads"]
