@@ -24,16 +24,20 @@ endef
 # Everything for development; a demo needs less.
 install: .venv/installed-dev
 
+.venv/installed-dev: EXTRAS := worker,gateway,top,embedded,dev
+.venv/installed-dev: pyproject.toml constraints.txt
+	$(make_environment)
+	@touch .venv/installed $@
+
+# Both install into one environment, never at once: each compiles the C++.
+ifneq ($(filter-out demo demo-kafka,$(MAKECMDGOALS)),)
+.venv/installed: .venv/installed-dev
+else
 .venv/installed: EXTRAS := worker,gateway,embedded
 .venv/installed: pyproject.toml constraints.txt
 	$(make_environment)
 	@touch $@
-
-# The order: both install into one environment, never at once.
-.venv/installed-dev: EXTRAS := worker,gateway,top,embedded,dev
-.venv/installed-dev: .venv/installed
-	$(make_environment)
-	@touch $@
+endif
 
 STARTED := $(shell date +%s)
 
@@ -43,11 +47,16 @@ demo: .venv/installed
 demo-kafka: .venv/installed
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
-test: install
+# Once, before several processes run tests: each would compile all that it imports, and that takes longer than importing.
+.venv/compiled: .venv/installed-dev
+	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
+	@touch $@
+
+test: .venv/compiled
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not full and not clients"
 
 # What `make test` leaves out.
-test-all: install
+test-all: .venv/compiled
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m full
 
 # SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own.

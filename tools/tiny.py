@@ -41,6 +41,9 @@ _INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_
 
 _MIXER_SIZES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("n_mamba_heads", "mamba_headdim", "mamba_expand"))
 """Numbers of heads, their sizes, and the factor of the hidden size that both make together."""
+_DELTA_SIZES = (("linear_num_key_heads", "linear_num_value_heads", 2),
+                ("linear_key_head_dim", "linear_value_head_dim", HEAD_SIZE))  # fmt: skip
+"""A size of a layer's keys, the same of its values, of which the ratio stays, and the first one's new value."""
 
 _TEXT_TOKENS = ("pad", "bos", "eos", "decoder", "cls", "sep", "mask", "unk", "forced", "eod")
 """How the names of special tokens of texts begin. Other special tokens stand for images and sounds."""
@@ -57,13 +60,13 @@ _NAMES_BY_MAXIMUM = {
         shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_head_dim""",
     HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
         attention_head_dim dim_head d_head kv_channels kv_lora_rank hidden_size_per_layer_input laurel_rank
-        query_pre_attn_scalar local_attention mamba_d_state ssm_state_size mamba_head_dim""",
+        query_pre_attn_scalar local_attention mamba_d_state ssm_state_size mamba_head_dim linear_head_dim""",
     WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
         keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
         zero_expert_num index_topk index_n_heads mamba_num_heads""",
     2: """index_topk_blocks n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group
         num_expert_group encoder_layers num_encoder_layers""",
-    4: """mamba_dt_rank index_block_size""",
+    4: """mamba_dt_rank index_block_size linear_num_heads""",
     1: """topk_group mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts moe_num_shared_experts""",
 }
 _SIZES = {name: cap for cap, names in _NAMES_BY_MAXIMUM.items() for name in names.split()}
@@ -139,6 +142,9 @@ def _fit_mixers(values: dict[str, Any]) -> None:
             values[heads] = values[expand] * hidden // HEAD_SIZE
             if isinstance(values.get("mamba_d_ssm"), int):
                 values["mamba_d_ssm"] = values[expand] * hidden
+    for keys, of_values, new in _DELTA_SIZES:
+        if isinstance(values.get(keys), int) and isinstance(values.get(of_values), int):
+            values[keys], values[of_values] = new, new * values[of_values] // values[keys]
     if "attention_head_dim" in values and "attention_hidden_size" in values and isinstance(hidden, int):
         values["attention_hidden_size"] = 2 * hidden
         values["attention_head_dim"] = 2 * hidden // values["num_attention_heads"]

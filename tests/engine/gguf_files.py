@@ -23,6 +23,8 @@ NUMBERS = {
     "BF16": 30,
 }  # fmt: skip
 """By the name of a type: its number in a file."""
+NUM_DIFFERENT = 64
+"""How many blocks of a tensor differ: to read one takes milliseconds."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -214,8 +216,12 @@ def convert_model(directory: Path, kinds: list[str], seed: int = 0) -> GgufConte
             stored = tensor.to(DTYPES[kind])
             raw = stored.reshape(-1).view(torch.uint8).numpy().tobytes()  # type: ignore[arg-type, unused-ignore]
         else:
-            raw = make_blocks(kind, tensor.numel() // BLOCKS[kind][0], rng)
-            stored = torch.from_numpy(read_blocks(kind, raw)).view(tensor.shape)
+            values_each, size = BLOCKS[kind]
+            different = make_blocks(kind, NUM_DIFFERENT, rng)
+            chosen = rng.integers(0, NUM_DIFFERENT, tensor.numel() // values_each)
+            raw = np.frombuffer(different, np.uint8).reshape(-1, size)[chosen].tobytes()
+            values = read_blocks(kind, different).reshape(-1, values_each)[chosen]
+            stored = torch.from_numpy(values).view(tensor.shape)
         head_counts = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}
         which = name.split(".")[-2]
         if arch == "llama" and which in head_counts:

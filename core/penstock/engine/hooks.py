@@ -134,13 +134,17 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Put new inputs into a layer's convolution state, and return them with those before."""
-        return current_step.get().find_state(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+        state = current_step.get().find_state(layer_idx)
+        inputs: Tensor = state.update_conv_state(conv_states, state_idx, **kwargs)
+        return inputs
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Set a layer's recurrent state, and return it."""
-        return current_step.get().find_state(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        state = current_step.get().find_state(layer_idx)
+        updated: Tensor = state.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return updated
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: states are not rolled back."""

@@ -85,4 +85,5 @@ def _find_family_template(model_type: str) -> Template | None:
     except ImportError:  # it is no documented part of transformers
         return None
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
-    return get_response_template(SimpleNamespace(tokenizer=None), model)
+    template: Template | None = get_response_template(SimpleNamespace(tokenizer=None), model)
+    return template

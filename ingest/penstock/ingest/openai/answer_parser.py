@@ -39,7 +39,8 @@ def import_response_parser() -> type[Any]:
     """Return transformers' parser. The first import takes a second."""
     from transformers.utils.chat_parsing import ResponseParser
 
-    return ResponseParser
+    parser: type[Any] = ResponseParser
+    return parser
 
 
 class AnswerPiece(NamedTuple):
