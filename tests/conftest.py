@@ -70,27 +70,9 @@ CLIENT_FILES = {"test_frameworks.py", "test_messages_sdk.py"}
 HAS_CLIENTS = find_spec("anthropic") is not None
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files that cannot be imported without the extra `clients`, and those that have no test of this run.
-
-    Each process that runs tests would import them, and make their tests, for nothing. A file outside `FULL_FILES` that
-    has tests with the mark `full` has the text `mark.full`.
-    """
-    if collection_path.name in CLIENT_FILES:
-        return None if HAS_CLIENTS else True
-    if not collection_path.match("test_*.py"):
-        return None
-    is_full, text = _is_full(collection_path), collection_path.read_text()
-    match config.option.markexpr:
-        case "full":
-            return None if is_full or "mark.full" in text else True
-        case "not full and not clients":
-            return True if is_full and not any(name in text for name in PROMISES) else None
-    return None
-
-
-def _is_full(file: Path) -> bool:
-    return file.name in FULL_FILES or file.parent.name in FULL_FOLDERS
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files that cannot be imported without the extra `clients`."""
+    return True if collection_path.name in CLIENT_FILES and not HAS_CLIENTS else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,7 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("clients")
         elif getattr(item, "originalname", "") in PROMISES:
             continue
-        elif item.get_closest_marker("clients") is None and _is_full(item.path):
+        elif item.get_closest_marker("clients") is None and (
+            item.path.name in FULL_FILES or item.path.parent.name in FULL_FOLDERS
+        ):
             item.add_marker("full")
 
 
