@@ -710,6 +710,8 @@ class Worker:
 
     def _end_tasks(self, *tasks: Task) -> None:
         """End requests: append their ends in one round trip, and send out their results or jobs."""
+        if not tasks:
+            return
         begun_s, fenced = now_s(), []
         for task in tasks:
             self._remove_task(task)
@@ -799,8 +801,10 @@ class Worker:
         letter = build_writable_dead_letter(self.pipeline, delivery, reason)
         self.settler.settle(Settlement(delivery, [letter]), Settling(1))
 
-    def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
+    def _finish_settled(self, outcomes: Sequence[tuple[Settling | None, bool]]) -> None:
         """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
+        if not outcomes:
+            return
         handed, left = [], []
         for settling, settled in outcomes:
             if settling is None or settling.task is None:
