@@ -16,7 +16,7 @@ claim of a request in place of a job's:
                     ends here, and goes on at 5 or 9
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
-                    several that it has guessed. Blocks that became full go to the KV store
+                    several that it has guessed. Blocks that became full go to the KV store, some at once
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
                     a hand-off waits for its token's. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended. A request's own message is bound with it, if its
