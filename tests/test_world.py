@@ -80,4 +80,4 @@ def test_a_planted_flaw_is_found() -> None:
     flaw = next(one for one in FLAWS if one.name == "the log is not read")
     seed, found, _ = find_flaw(flaw, ROOT, seconds=600.0)
     assert seed is not None
-    assert "diverged" in found
+    assert found.startswith(("diverged", "wrong"))  # other tokens than another reader's, or the model's

@@ -491,7 +491,10 @@ class TokenEvent(Wire):
         cls, position: int, rolling_hash: str, token: int, text: str, logprobs: Logprobs | None = None
     ) -> Self:
         """Return the event of the token at `position`, with the rolling hash up to and including the token."""
-        return cls(id=event_id(position, rolling_hash), token=token, text=text, logprobs=logprobs)
+        own_id = event_id(position, rolling_hash)
+        if logprobs is None:  # pydantic takes a third longer for a field that is given
+            return cls(id=own_id, token=token, text=text)
+        return cls(id=own_id, token=token, text=text, logprobs=logprobs)
 
     def encode(self) -> bytes:
         """Return the JSON that goes on the wire."""

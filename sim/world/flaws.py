@@ -221,8 +221,8 @@ FLAWS = (
     ),
     Flaw(
         "a message that was not written counts as published", f"{BUS}/streams/bus.py",
-        "with bus_errors(), self._client.pipeline(transaction=len(messages) > 1)",
-        "with contextlib.suppress(redis.RedisError), self._client.pipeline(transaction=len(messages) > 1)", "streams",
+        "with bus_errors():\n            replies", "with contextlib.suppress(redis.RedisError):\n            replies",
+        "streams",
     ),
     Flaw(
         "an offset is committed too far", f"{BUS}/kafka/offsets.py",

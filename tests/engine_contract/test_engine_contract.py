@@ -1,6 +1,6 @@
 """What workers may expect of any engine (`penstock.engine.contract`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,24 @@ def test_a_request_may_leave_in_the_middle_of_its_answer(
     assert caller.run_to_end() == expect(work)
     for one in work:
         assert caller.progress[one.id].num_cached_tokens >= len(prompt_of(one)) // BLOCK * BLOCK
+
+
+def test_blocks_of_an_answer_are_stored_some_at_once(
+    under_test: EngineUnderTest, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the prompt at once, four of the answer, and the rest at its end."""
+    longest, written = make_work()[-1], list[int]()
+    store_blocks = under_test.store.store_blocks
+
+    def count(blocks: Sequence[Any], **how: Any) -> None:
+        written.append(len(blocks))
+        store_blocks(blocks, **how)
+
+    monkeypatch.setattr(under_test.store, "store_blocks", count)
+    sampling = longest.sampling.model_copy(update={"max_tokens": 6 * BLOCK + 1})
+    caller.add(longest.id, prompt_of(longest), sampling)
+    caller.run_to_end()
+    assert written == [3, 4, 2]
 
 
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["in memory", "in the stores"])

@@ -127,6 +127,15 @@ def test_what_the_tiers_have_lands(store: KVStore, begin: Begin) -> None:
     assert (store.stats.pool_hits, store.stats.pool_misses) == (1, 3)
 
 
+def test_what_is_nowhere_is_known_at_once(store: KVStore, begin: Begin) -> None:
+    transfers = begin(Pool())
+    transfers.submit_load(LoadOperation("mine", names_of(store)[:4]))
+    (done,) = transfers.collect_finished()  # no thread is waited for
+    assert isinstance(done, LoadOperation)
+    assert done.missing_tiers == []
+    assert [tier.counters.misses for tier in store.tiers] == [4, 4]
+
+
 def test_a_tail_without_its_blocks_is_not_read(store: KVStore, begin: Begin) -> None:
     names, pool = fill(store, 0b11), Pool(room=2)
     assert load(begin(pool), names[:4], names[4], 4).tail_payload is None
@@ -227,7 +236,7 @@ def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore, begin: B
 
 def test_closing_drops_what_no_job_waits_for(store: KVStore, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the pool lent comes back, and every landing is closed."""
-    names, pool, gate = names_of(store), Pool(), threading.Event()
+    names, pool, gate = names_of(store), Pool(held=1), threading.Event()
     writes = held_up(store, "store_blocks", gate, monkeypatch)
     reads = held_up(store, "load_blocks", gate, monkeypatch)
     transfers = begin(pool)

@@ -20,18 +20,18 @@ from sim.damage import Damage
 COUNTS = [pytest.param(1_000), pytest.param(20_000, marks=pytest.mark.full)]
 TOKEN = TokenEvent.at_position(0, "ab12", 7, " a")
 EVENTS = [json.loads(TOKEN.encode()), json.loads(EndEvent(finish_reason="stop").encode())]
-GOOD_LOG = [(b"0-1", {b"e": TOKEN.encode()})]
+GOOD_LOG = [[b"0-1", [b"e", TOKEN.encode()]]]
 CLAIMED = [b"claimed", 5, 1, START_HASH.encode(), 0, 0, 1, 0]
 
 
 def write_log(seed: int) -> list[Any]:
-    """Return the entries of a log as the client gives them, one of them damaged."""
+    """Return the entries of a log as the server sends them, one of them damaged."""
     damage = Damage(seed)
     entries = [
         damage.encode(event) if index == seed % 2 else json.dumps(event).encode() for index, event in enumerate(EVENTS)
     ]
     field = damage.random.choice([b"e", b"e", b"e", b"", b"\xff"])
-    return [(b"%d-1" % index, {field: entry}) for index, entry in enumerate(entries)]
+    return [[b"%d-1" % index, [field, entry]] for index, entry in enumerate(entries)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -53,14 +53,10 @@ def test_a_damaged_log_is_its_own_request_s(count: int, pipeline: Pipeline, monk
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_readers_raise_typed_errors(count: int, pipeline: Pipeline) -> None:
+def test_readers_raise_typed_errors(count: int, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[Any] = []
-
-    class Client:
-        def xrange(self, *_: Any, **__: Any) -> list[Any]:
-            return entries
-
-    log = TokenLog(Client(), pipeline, RecordSettings())  # type: ignore[arg-type]
+    monkeypatch.setattr("penstock.record.log.execute_all", lambda *_: [entries])
+    log = TokenLog(redis.Redis(), pipeline, RecordSettings())  # never connected
     for seed in range(count):
         entries[:] = write_log(seed)
         with suppress(StreamError):

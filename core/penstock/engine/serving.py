@@ -22,6 +22,10 @@ from penstock.kvstore.store import KVStore, PooledModel, StoreLayout
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
+ANSWER_STRIDE = 4
+"""So many blocks of an answer are stored at once, as each time has a price of its own. Who takes a request over
+computes those that were not."""
+
 
 class CoreModel(ModelCard, PooledModel, Protocol):
     """A core's model."""
@@ -236,16 +240,23 @@ class ServingEngine:
         return self.core.finish_step()
 
     def store_full_blocks(self) -> bool:
-        """Begin to write full blocks that some tier misses, those of answers too. Returns whether there are any.
+        """Begin to write full blocks that some tier misses, those of answers too, some at once. Returns whether there
+        are any.
 
         A later request that goes on with a conversation finds them, and so does a worker that takes a request over.
         """
-        stores = [self._store_full_blocks_of(seq) for seq in self._seqs.values() if seq.state is State.RUNNING]
+        size = self.store.layout.block_size
+        stores = [
+            self._store_full_blocks_of(seq, ANSWER_STRIDE if is_in_answer and not seq.new_snapshots else 1)
+            for seq in self._seqs.values()
+            if seq.state is State.RUNNING
+            for is_in_answer in (seq.num_full_blocks * size > seq.num_prompt_tokens - size,)
+        ]
         return any(stores)
 
-    def _store_full_blocks_of(self, seq: Sequence) -> StoreOperation | None:
+    def _store_full_blocks_of(self, seq: Sequence, min_blocks: int = 1) -> StoreOperation | None:
         num_full = self.core.count_completed_blocks(seq)
-        if num_full <= seq.num_full_blocks:
+        if num_full < seq.num_full_blocks + min_blocks:
             return None
         if not seq.lease_owner:
             self._name_full_blocks(seq)

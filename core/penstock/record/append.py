@@ -22,7 +22,7 @@ NUM_HEAD_WORDS = 9
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
     claim: Claim
     num_tokens: int

@@ -11,6 +11,7 @@ from penstock.config.settings import RecordSettings
 from penstock.errors import StreamError
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline
+from penstock.redis.client import execute_all, raise_first_error
 from penstock.redis.scripts import load_script
 
 CANCEL = load_script("penstock.record", "cancel")
@@ -65,8 +66,9 @@ class TokenLog:
         self, request_id: str, after_position: int = -1, limit: int | None = None
     ) -> list[TokenEvent | EndEvent]:
         """Return the events after the token at `after_position`, at most `limit`. The end event is the last."""
-        key = self._pipeline.log_key(request_id)
-        return parse_entries(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
+        count = () if limit is None else ("COUNT", limit)
+        command = ["XRANGE", self._pipeline.log_key(request_id), f"{after_position + 1}-0", "+", *count]
+        return parse_entries(raise_first_error(execute_all(self._client, [command]))[0])
 
     def read_status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record, or None where there is none."""
@@ -91,7 +93,8 @@ class AsyncTokenLog:
     ) -> list[TokenEvent | EndEvent]:
         """Return the events after the token at `after_position`, at most `limit`. The end event is the last."""
         key = self._pipeline.log_key(request_id)
-        return parse_entries(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
+        entries: Any = await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit)
+        return [parse_event(fields.get(b"e", b"")) for _, fields in entries]
 
     async def read_status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record, or None where there is none."""
@@ -105,12 +108,12 @@ class AsyncTokenLog:
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:
-    """Return the events in a range of a log's entries. Raises `StreamError` where one is no event, and for an error in
-    place of the entries.
+    """Return the events in a range of a log's entries, as the server sends them. Raises `StreamError` where one is no
+    event, and for an error in place of the entries.
     """
     if isinstance(entries, redis.ResponseError):
         raise StreamError(f"the log cannot be read: {entries}")
-    return [parse_event(fields.get(b"e", b"")) for _, fields in entries or ()]
+    return [parse_event(fields[1] if fields[0] == b"e" else b"") for _, fields in entries or ()]
 
 
 def _parse_status(values: Any) -> RequestStatus | None:

@@ -14,7 +14,7 @@ from penstock.names import STAGES, START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
-from penstock.redis.client import execute_pipeline, raise_outage
+from penstock.redis.client import execute_all, execute_pipeline, raise_outage
 from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_together
 
 log = logging.getLogger(__name__)
@@ -143,10 +143,8 @@ class Record:
         ]
         if not begun:
             return [()] * len(claims)
-        with self._client.pipeline(transaction=False) as pipe:
-            for name in begun:
-                pipe.xrange(self._pipeline.log_key(name))
-            found = dict(zip(begun, raise_outage(pipe.execute(raise_on_error=False)), strict=True))
+        replies = execute_all(self._client, [["XRANGE", self._pipeline.log_key(name), "-", "+"] for name in begun])
+        found = dict(zip(begun, raise_outage(replies), strict=True))
         return [found.get(name, ()) for name, _ in claims]
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:

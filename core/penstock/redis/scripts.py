@@ -9,7 +9,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from penstock.redis.client import execute_once, raise_outage
+from penstock.redis.client import execute_all, execute_once, raise_first_error, raise_outage
 
 Arguments = Sequence[str | int | float | bytes]
 Call = tuple[Sequence[str], Arguments]
@@ -28,11 +28,10 @@ class Script:
 
     def run(self, client: "redis.Redis", keys: Sequence[str], args: Arguments) -> Any:
         """Return the script's reply."""
-        values = cast("list[str]", [*keys, *args])
-        try:
-            return client.evalsha(self.sha, len(keys), *values)
-        except NoScriptError:
-            return client.eval(self.text, len(keys), *values)
+        replies = execute_all(client, [self.command(keys, args)])
+        if isinstance(replies[0], NoScriptError):
+            replies = execute_all(client, [["EVAL", self.text, len(keys), *keys, *args]])
+        return raise_first_error(replies)[0]
 
     async def run_async(self, client: "redis.asyncio.Redis", keys: Sequence[str], args: Arguments) -> Any:
         """Return the script's reply."""
@@ -49,11 +48,12 @@ class Script:
         """
         if not calls:
             return []
+        commands = [self.command(*call) for call in calls]
         try:
-            return self._run_pipelined(client, calls)
+            return raise_outage(execute_all(client, commands))
         except NoScriptError:
             client.script_load(self.text)
-            return self._run_pipelined(client, calls)
+            return raise_outage(execute_all(client, commands))
 
     def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the replies to calls of this script, each with commands behind it that only read, in one round trip,
@@ -76,12 +76,6 @@ class Script:
     def command(self, keys: Sequence[str | bytes], args: Arguments) -> list[Any]:
         """Return a call as the words of a command."""
         return ["EVALSHA", self.sha, len(keys), *keys, *args]
-
-    def _run_pipelined(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
-        with client.pipeline(transaction=False) as pipe:
-            for keys, args in calls:
-                pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
-            return raise_outage(pipe.execute(raise_on_error=False))
 
 
 class ScriptCall:
@@ -122,10 +116,7 @@ def run_together(client: "redis.Redis", calls: Sequence[ScriptCall]) -> None:
     """
     replies: Sequence[Any]
     try:
-        with client.pipeline(transaction=False) as pipe:
-            for call in calls:
-                pipe.evalsha(call.script.sha, len(call.keys), *cast("list[str]", [*call.keys, *call.args]))
-            replies = pipe.execute(raise_on_error=False)
+        replies = execute_all(client, [call.script.command(call.keys, call.args) for call in calls])
     except redis.RedisError as error:
         replies = [error] * len(calls)
     for call, reply in zip(calls, replies, strict=True):

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from pydantic_core import to_json
 
 from penstock.names import Pipeline
-from penstock.redis.client import redis_client
+from penstock.redis.client import execute_all, raise_first_error, redis_client
 from penstock.redis.servers import Sharded
 from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 
@@ -65,12 +65,11 @@ class _SpanWriter:
         if time.monotonic() < self._away_until:
             return False
         try:
-            with self._redis.pipeline(transaction=False) as pipe:
-                for key, texts in lists.items():
-                    pipe.rpush(key, *texts)
-                    pipe.ltrim(key, 0, MAX_SPANS_PER_REQUEST - 1)
-                    pipe.pexpire(key, keep_ms)
-                pipe.execute()
+            commands = list[list[str | int | bytes]]()
+            for key, texts in lists.items():
+                commands += ["RPUSH", key, *texts], ["LTRIM", key, 0, MAX_SPANS_PER_REQUEST - 1]
+                commands.append(["PEXPIRE", key, keep_ms])
+            raise_first_error(execute_all(self._redis, commands))
         except redis.RedisError as error:
             log.debug("spans are lost: %s", error)
             self._away_until = time.monotonic() + OUTAGE_PAUSE_S

@@ -104,7 +104,9 @@ class ModelRole:
         if reason is not None:
             task.outcome = Outcome(reason)
         before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
-        logprobs = self.token_texts.add_texts(item.logprobs, item.token_id)
+        logprobs = item.logprobs
+        if logprobs is not None:
+            logprobs = self.token_texts.add_texts(logprobs, item.token_id)
         return task.claim.next_event(item.token_id, text, logprobs, before)
 
 

@@ -16,7 +16,7 @@ claim of a request in place of a job's:
                     ends here, and goes on at 5 or 9
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
-                    several that it has guessed. Blocks that became full go to the KV store
+                    several that it has guessed. Blocks that became full go to the KV store, some at once
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
                     a hand-off waits for its token's. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended. A request's own message is bound with it, if its
@@ -710,6 +710,8 @@ class Worker:
 
     def _end_tasks(self, *tasks: Task) -> None:
         """End requests: append their ends in one round trip, and send out their results or jobs."""
+        if not tasks:
+            return
         begun_s, fenced = now_s(), []
         for task in tasks:
             self._remove_task(task)
@@ -799,8 +801,10 @@ class Worker:
         letter = build_writable_dead_letter(self.pipeline, delivery, reason)
         self.settler.settle(Settlement(delivery, [letter]), Settling(1))
 
-    def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
+    def _finish_settled(self, outcomes: Sequence[tuple[Settling | None, bool]]) -> None:
         """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
+        if not outcomes:
+            return
         handed, left = [], []
         for settling, settled in outcomes:
             if settling is None or settling.task is None:

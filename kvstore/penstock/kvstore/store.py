@@ -6,6 +6,7 @@ read); the tiers below it are written afterwards.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -146,7 +147,7 @@ class KVStore:
 
     def __init__(self, layout: StoreLayout, tiers: Sequence[Tier], settings: KVSettings) -> None:
         self.layout, self.tiers, self.stats = layout, list(tiers), StoreStats()
-        self.cost = CostModel(layout.block_size)
+        self.cost, self._counting = CostModel(layout.block_size), threading.Lock()
         self.lease_s = settings.lease_s
         self._salt_secret = settings.salt_secret
         self._fingerprint = layout.make_block_format(lossy=is_lossy(settings)).fingerprint.hex()
@@ -207,6 +208,15 @@ class KVStore:
             missing = [index for index, is_here in zip(missing, here, strict=True) if not is_here]
         return found
 
+    def lacks_block(self, key: BlockKey) -> bool:
+        """Return whether no tier has a block, as far as that is known without waiting for one."""
+        return all(tier.lacks_block(key.hash) for tier in self.tiers)
+
+    def count_misses(self, tier: Tier, num_blocks: int) -> None:
+        """Count blocks that a tier was asked for in vain."""
+        with self._counting:
+            tier.counters.misses += num_blocks
+
     def load_blocks(self, requests: Sequence[ReadRequest]) -> list[int]:
         """Read leading blocks as long as tiers have them and reading is worth it. Return the tier of each block read.
 
@@ -216,7 +226,7 @@ class KVStore:
         end = next((index for index, found in enumerate(tiers_of) if found == len(self.tiers)), len(requests))
         read_from: dict[int, int] = {}
         for tier_index, tier in enumerate(self.tiers):
-            tier.counters.misses += sum(found > tier_index for found in tiers_of)
+            self.count_misses(tier, sum(found > tier_index for found in tiers_of))
             indices = [index for index in range(end) if tiers_of[index] == tier_index]
             while indices:
                 count = self.cost.count_blocks_to_read(tier.name, len(indices))

@@ -206,7 +206,21 @@ class Transfers:
                 load.num_pool_blocks = staged.num_cached
                 self._store.stats.pool_hits += staged.num_cached
                 self._store.stats.pool_misses += len(load.keys) - staged.num_cached
-                self._in.submit(rank, partial(self._run_load, load, staged))
+                if self._is_nowhere(load, staged):
+                    load.started_s = load.finished_s = now_s()
+                    self._post_finished(load, staged, [])
+                else:
+                    self._in.submit(rank, partial(self._run_load, load, staged))
+
+    def _is_nowhere(self, load: LoadOperation, staged: StagedBlocks) -> bool:
+        """Return whether it is known without waiting that there is nothing to read: no thread is woken for that, as a
+        first token would wait for it.
+        """
+        is_simple = load.tail_key is None and load.states is None and not staged.num_cached
+        is_nowhere = is_simple and self._store.lacks_block(load.keys[0])
+        for tier in self._store.tiers if is_nowhere else ():
+            self._store.count_misses(tier, len(staged.views))
+        return is_nowhere
 
     def submit_store(self, seq: Any, store: StoreOperation) -> None:
         """Write the operation's blocks. It is collected once other workers can read them."""

@@ -37,7 +37,7 @@ from penstock.bus.streams.joined import JoinedStreams
 from penstock.bus.streams.member import StreamsMember
 from penstock.config.settings import BusSettings
 from penstock.names import STAGES, Pipeline, WorkerKind
-from penstock.redis.client import REDIS_TIMEOUT_S, execute_pipeline
+from penstock.redis.client import REDIS_TIMEOUT_S, execute_all, execute_pipeline, raise_first_error
 from penstock.redis.urls import hide_password
 
 STREAM_PARTITION = "all"
@@ -173,11 +173,8 @@ class StreamsPublisher:
         sent = [create_started_future() for _ in messages]
         replies: Iterator[Any]
         try:
-            with self._client.pipeline(transaction=False) as batch:
-                for message in messages:
-                    if find_size_error(message) is None:
-                        self._add_entry(batch, message)
-                replies = iter(batch.execute(raise_on_error=False))
+            fitting = [message for message in messages if find_size_error(message) is None]
+            replies = iter(execute_all(self._client, [self._make_command(message) for message in fitting]))
         except redis.RedisError as error:
             replies = itertools.repeat(error)
         for message, future in zip(messages, sent, strict=True):
@@ -191,15 +188,18 @@ class StreamsPublisher:
     def publish(self, messages: Sequence[Outgoing]) -> None:
         """Add the messages, all or none. Raise `BusUnavailable` or `RequestTooLarge`."""
         check_size(messages)
-        with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
-            for message in messages:
-                self._add_entry(batch, message)
-            execute_pipeline(batch)
+        commands = [self._make_command(message) for message in messages]
+        if len(messages) > 1:
+            commands = [["MULTI"], *commands, ["EXEC"]]
+        with bus_errors():
+            replies = raise_first_error(execute_all(self._client, commands))
+            if len(messages) > 1:
+                raise_first_error(replies[-1])
 
     def close(self) -> None:
         """Free the connection."""
         self._client.close()
 
-    def _add_entry(self, batch: "redis.client.Pipeline", message: Outgoing) -> None:
-        fields: dict[Any, Any] = encode_entry(message)
-        batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)
+    def _make_command(self, message: Outgoing) -> list[str | bytes]:
+        words = [word for pair in encode_entry(message).items() for word in pair]
+        return ["XADD", self._bus.pipeline.stream_key(message.topic), "*", *words]

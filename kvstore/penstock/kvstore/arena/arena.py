@@ -157,6 +157,10 @@ class Arena:
                 return [None] * len(keys)
             return [self._touch_slot(slot) if slot >= 0 else None for slot in self._look_up(keys)]
 
+    def lacks_block(self, key: bytes) -> bool:
+        """Return whether a block is not here. Takes no lock: while others change the tables the answer may be wrong."""
+        return self._slots.index.find_slot(key) < 0
+
     def peek_slot(self, key: bytes) -> SlotRef | None:
         """Return the slot of a block, without counting it as a use."""
         with self._guard as is_open:

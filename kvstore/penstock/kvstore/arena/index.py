@@ -1,4 +1,5 @@
-"""From a key to its slot: open addressing with linear probing, in shared memory. All of it under the metadata lock.
+"""From a key to its slot: open addressing with linear probing, in shared memory. All of it under the metadata lock,
+but for a look-up whose answer may be wrong.
 
 An entry holds a slot's number + 1, or 0. Keys are SHA-256 digests, so their first bytes serve as their hash. Deleting
 moves later entries of a run back, so there are no tombstones and runs stay short.

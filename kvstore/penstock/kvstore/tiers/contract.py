@@ -77,6 +77,11 @@ class Tier(Protocol):
     def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which keys are here, without checking the blocks. It counts as a use, but not as a hit or miss."""
 
+    def lacks_block(self, key: bytes) -> bool:
+        """Return whether a block is not here, as far as that is known without waiting. While it comes or goes the
+        answer may be wrong: that costs looking for it in vain, or computing it again.
+        """
+
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Keep those of these blocks that are here until the owner releases them or the time is over.
 

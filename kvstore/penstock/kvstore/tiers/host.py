@@ -117,6 +117,10 @@ class HostTier:
         """Implement `Tier.has_blocks`."""
         return [ref is not None for ref in self.arena.find_slots(keys)]
 
+    def lacks_block(self, key: bytes) -> bool:
+        """Implement `Tier.lacks_block`."""
+        return self.arena.lacks_block(key)
+
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Implement `Tier.lease_blocks`."""
         self.arena.lease_blocks(owner, keys, seconds)

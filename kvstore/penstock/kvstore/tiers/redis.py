@@ -150,6 +150,10 @@ class RedisTier:
         """Implement `Tier.put`."""
         return self._call_for_each_item([block.key.hash for block in blocks], blocks, RedisNode.put)
 
+    def lacks_block(self, key: bytes) -> bool:
+        """Return False: the servers would have to be asked."""
+        return False
+
     def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
         """Implement `Tier.has_blocks`."""
         return self._call_for_each_item(keys, keys, RedisNode.has_blocks)
