@@ -156,11 +156,11 @@ def test_a_placer_remembers_where_it_sent_what_for_a_while() -> None:
 
 
 def test_short_chats_stay_with_their_workers_though_two_gateways_do_not_see_each_others_requests() -> None:
-    """250 chats of one system prompt, fifty at a time, on four workers that compute 2,000 tokens a second each."""
+    """400 chats of one system prompt, a hundred at a time, on four workers that compute 2,000 tokens a second each."""
     requests, num_earlier = list[PlacedRequest](), dict[str, int]()
-    for number in range(250):
+    for number in range(400):
         rng, name = random.Random(f"chat {number}"), f"chat-{number}"
-        at_s, segments = rng.uniform(0.0, 45.0), [("system", 450)]
+        at_s, segments = rng.uniform(0.0, 60.0), [("system", 450)]
         for turn in range(rng.choice((3, 4))):
             num_earlier[f"{name}.{turn}"] = sum(length for _, length in segments[1:])
             segments.append((f"user {name}.{turn}", rng.randint(100, 200)))
@@ -173,7 +173,7 @@ def test_short_chats_stay_with_their_workers_though_two_gateways_do_not_see_each
     fleet = Simulation({"auto": (4, WorkerSpec(cost, num_blocks=12_000))}, [RULES["ours"](), RULES["ours"]()])
     played = fleet.run(requests)
     found = sum(max(0, one.pool_tokens - 450) for one in played if num_earlier[one.request.id])
-    assert found >= 0.9 * sum(num_earlier.values())
+    assert found >= 0.93 * sum(num_earlier.values())
     assert compute_imbalance(fleet.readers) <= 1.2
 
 
