@@ -335,7 +335,7 @@ def test_a_request_stays_at_home_unless_that_costs_much_more() -> None:
     """Who has sent no turn of a chat knows its home too: there may be all of it."""
     for name in map(str, range(8)):
         order = order_by_hash(name, "ab")
-        for waiting, chosen in ((0, 0), (200, 0), (201, 1)):
+        for waiting, chosen in ((0, 0), (300, 0), (301, 1)):
             beats = [make_beat(order[0], [0], waiting), make_beat(order[1], [1])]
             placed = placer_of(*beats).choose_partition(make_prompt("p", 100, home=name), [0, 1], 0.0)
             assert (placed.worker, placed.partition) == (order[chosen], chosen)
