@@ -10,7 +10,7 @@ beside all this. Requests come at the times of a trace, whatever becomes of thos
     one_system_prompt   4,000 chats, 400 live at a time, with one system prompt of 2,000 characters and no sessions
     skewed              chats of 20 products, of which the largest has a third
 
-`--middle` takes a quarter of an hour: 1,000 chats, 200 live at a time, and few rules in two rounds of the second trace.
+A full run takes a good hour, `--middle` a quarter of one: 1,000 chats, 200 live at a time, and few rules in two rounds of the second trace.
 
     hit_share_later_turns_{rule}    tokens of earlier turns, system prompt aside, found in the worker's own pool
     load_max_over_mean_s_{rule}     seconds in steps of the busiest worker to the mean
@@ -97,7 +97,7 @@ class Extent:
 
 
 FEW = ("hash", PLANNED, "round_robin")
-FULL = Extent(Shape(4000, 700.0, 28.0), Shape(500, 100.0, 8.0, 20), tuple(RULES), 3)
+FULL = Extent(Shape(4000, 700.0, 28.0), Shape(500, 100.0, 8.0, 20), tuple(RULES), 2)
 MIDDLE = Extent(Shape(1000, 175.0, 14.0), Shape(250, 50.0, 4.0, 20), FEW, 2)
 QUICK = Extent(Shape(60, 10.0, 1.5), Shape(50, 8.0, 1.5, 8), FEW, 1)
 SMOKE = Extent(Shape(6, 0.5, 0.2), Shape(6, 0.5, 0.2, 2), FEW[:2], 1, Shape(1, 0.1, 0.2))
