@@ -10,7 +10,8 @@ beside all this. Requests come at the times of a trace, whatever becomes of thos
     one_system_prompt   4,000 chats, 400 live at a time, with one system prompt of 2,000 characters and no sessions
     skewed              chats of 20 products, of which the largest has a third
 
-A full run takes a good hour, `--middle` a quarter of one: 1,000 chats, 200 live at a time, and few rules in two rounds of the second trace.
+A full run takes a good hour, `--middle` a quarter of one: 1,000 chats, 200 live at a time, and few rules in two rounds
+of the second trace.
 
     hit_share_later_turns_{rule}    tokens of earlier turns, system prompt aside, found in the worker's own pool
     load_max_over_mean_s_{rule}     seconds in steps of the busiest worker to the mean
