@@ -51,7 +51,7 @@ MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 FAULT_FIGURES = {
     "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
     "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
-    "reply": "replies_failed",
+    "reply": "replies_failed", "lie": "loads_told_wrong",
 }  # fmt: skip
 """Names of faults in `--json`."""
 MAX_START_S = 52 * 60

@@ -30,7 +30,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, describe_machine, make_parser, report_figures, save_plot
+from benchmarks.common import Arguments, run_benchmark, save_plot
 from penstock.config.settings import SloSettings, load_settings
 from penstock.engine.cost import StepCost
 from penstock.plan.goodput import Slo, Slos, compute_met_share, find_goodput, read_slos
@@ -185,38 +185,40 @@ def draw_plot(found: Sequence[Search]) -> None:
 
 def play_file(file: Path, rules: Sequence[str], extent: Extent) -> dict[str, float]:
     """Play a recorded trace under each rule; return the figures."""
-    requests, figures, slos = (
-        read_requests(file, BLOCK_TOKENS),
-        dict[str, float](),
-        read_slos(load_settings(SloSettings)),
-    )
+    requests, slos = read_requests(file, BLOCK_TOKENS), read_slos(load_settings(SloSettings))
+    figures = dict[str, float]()
     for rule in rules:
         played = play_requests(rule, requests, extent.num_workers, slos, extent.warm_s)
         figures |= {f"{detail}_recorded_{rule}": getattr(played, detail) for detail in ("met_share", *DETAILS)}
     return figures
 
 
-def main() -> None:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*SHAPES, *RULES], help="these traces and rules")
-    parser.add_argument("--file", type=Path, help="play this recorded trace instead")
-    parser.add_argument("--workers", type=int, help="how many workers there are")
-    parsed = vars(parser.parse_args())
-    only, file, num_workers = parsed.pop("only"), parsed.pop("file"), parsed.pop("workers")
-    given = Arguments(**parsed)
-    print(describe_machine())
+@dataclass(frozen=True)
+class Options(Arguments):
+    """The arguments of all benchmarks; the traces and rules to play, a trace in a file, and the number of workers."""
+
+    only: Sequence[str] = ()
+    file: Path | None = None
+    workers: int | None = None
+
+
+def run(given: Options) -> dict[str, float]:
+    """Play and draw; return the figures."""
     extent = given.choose_size(FULL, QUICK, SMOKE)
-    extent = replace(extent, num_workers=num_workers or extent.num_workers)
-    rules = [rule for rule in RULES if rule in {"hash", *only}] if set(only) & set(RULES) else list(RULES)
-    traces = [trace for trace in SHAPES if trace in only] or list(SHAPES)
-    if file is not None:
-        report_figures(play_file(file, rules, extent), given)
-        return
-    found, figures = compare_rules(traces, rules, extent)
+    extent = replace(extent, num_workers=given.workers or extent.num_workers)
+    rules = [rule for rule in RULES if rule in {"hash", *given.only} or not set(given.only) & set(RULES)]
+    if given.file is not None:
+        return play_file(given.file, rules, extent)
+    found, figures = compare_rules([trace for trace in SHAPES if trace in given.only] or list(SHAPES), rules, extent)
     if given.is_full:
         draw_plot(found)
-    report_figures(figures, given)
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, run, Options,
+        only={"nargs": "+", "default": [], "choices": [*SHAPES, *RULES], "help": "these traces and rules"},
+        file={"type": Path, "help": "play this recorded trace instead"},
+        workers={"type": int, "help": "how many workers there are"},
+    )  # fmt: skip

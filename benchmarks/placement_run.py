@@ -10,12 +10,14 @@ beside all this. Requests come at the times of a trace, whatever becomes of thos
     one_system_prompt   4,000 chats, 400 live at a time, with one system prompt of 2,000 characters and no sessions
     skewed              chats of 20 products, of which the largest has a third
 
-`--middle` takes a quarter of an hour: 1,000 chats, 200 live at a time, and few rules in two rounds of the second trace.
+A full run takes a good hour, `--middle` a quarter of one: 1,000 chats, 200 live at a time, and few rules in two rounds
+of the second trace.
 
     hit_share_later_turns_{rule}    tokens of earlier turns, system prompt aside, found in the worker's own pool
     load_max_over_mean_s_{rule}     seconds in steps of the busiest worker to the mean
     ttft_p99_vs_hash_{trace}        the 99th percentile of the product's times to the first token to the hash's
     plan_error_{…}                  how far the simulator is off on the skewed trace, given what steps cost in the other
+                                    and what passes beside them for a request that is alone
     rank_correlation_sim_vs_run     Kendall's, over pairs of rules that differ by more than 5% in the simulator
 
 The rule `product` is the clients' own. For the others the same clients are told each partition.
@@ -35,7 +37,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
+from benchmarks.common import Arguments, run_benchmark
 from benchmarks.placement_sides import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
@@ -73,11 +75,14 @@ NUM_PRODUCERS = 2
 TIMEOUT_S = 300.0
 MIN_DIFFERENCE = 0.05
 """Rules are ranked where the simulator tells them apart by more than this share."""
-MAX_DEALS = 10
-MAX_BESIDE_S = 0.05
-"""After a longer pause a worker had nothing to do."""
+NOTHING: dict[str, Any] = {"interactive": {"partitions": []}}
+"""What a worker tells of its load that has not joined its group."""
+MAX_BESIDE_S = 0.02
+"""After a longer pause a worker most likely had nothing to do."""
 PLANNED = "least_work_left"
 """The rule under which the simulator is held to the run."""
+ALONE = Shape(5, 10.0, 4.0)
+"""Of requests nearly all of which are alone."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +94,14 @@ class Extent:
     rules: Sequence[str]
     """Those of the skewed trace beside the product's, and how often each plays it."""
     num_rounds: int
+    alone: Shape = ALONE
 
 
 FEW = ("hash", PLANNED, "round_robin")
-FULL = Extent(Shape(4000, 700.0, 28.0), Shape(500, 100.0, 8.0, 20), tuple(RULES), 3)
+FULL = Extent(Shape(4000, 700.0, 28.0), Shape(500, 100.0, 8.0, 20), tuple(RULES), 2)
 MIDDLE = Extent(Shape(1000, 175.0, 14.0), Shape(250, 50.0, 4.0, 20), FEW, 2)
 QUICK = Extent(Shape(60, 10.0, 1.5), Shape(50, 8.0, 1.5, 8), FEW, 1)
-SMOKE = Extent(Shape(6, 0.5, 0.2), Shape(6, 0.5, 0.2, 2), FEW[:2], 1)
+SMOKE = Extent(Shape(6, 0.5, 0.2), Shape(6, 0.5, 0.2, 2), FEW[:2], 1, Shape(1, 0.1, 0.2))
 
 
 @dataclass
@@ -165,20 +171,12 @@ class Site:
         return [[step for step in mine if step[0] >= since_s] for mine in steps]
 
     async def find_partitions(self) -> None:
-        """Find out which partition each worker reads: who computes what is sent there."""
-        found = dict[int, int]()
-        for _ in range(MAX_DEALS):  # after a start they may still be dealt out
-            found = {await self._find_reader(partition): partition for partition in range(NUM_WORKERS)}
-            if len(found) == NUM_WORKERS:
-                break
-        self.partitions = [found[worker] for worker in range(NUM_WORKERS)]
-
-    async def _find_reader(self, partition: int) -> int:
-        async with self.open_clients(Router("round_robin", self.spec, [partition])) as (client,):
-            before = [len(steps) for steps in self.read_steps()]
-            await client.result(await client.submit(f"{partition}", max_tokens=2), timeout_s=TIMEOUT_S)
-            after = [len(steps) for steps in self.read_steps()]
-        return max(range(NUM_WORKERS), key=lambda worker: after[worker] - before[worker])
+        """Note a partition of each worker, once each reads some that no other one does."""
+        read: list[list[int]] = []
+        while not read or not all(read) or len(set().union(*read)) < sum(map(len, read)):
+            await asyncio.sleep(1.0)  # after a start they may still be dealt out
+            read = [beat.get("load", NOTHING)["interactive"]["partitions"] for beat in self.read_beats()]
+        self.partitions = [mine[0] for mine in read]
 
     @asynccontextmanager
     async def open_clients(self, *routers: Router | None) -> AsyncIterator[list[AsyncClient]]:
@@ -192,19 +190,23 @@ class Site:
                     client._publisher = publisher  # noqa: SLF001
             yield clients
 
-    async def play_trace(self, trace: Sequence[Ask], rule: str, run: str) -> "Run":
-        """Send the requests of a trace at their times, by a rule; return what became of them."""
+    async def play_trace(self, trace: Sequence[Ask], rule: str, run: str, seed: int = 0) -> "Run":
+        """Send the requests of a trace at their times, by a rule; return what became of them.
+
+        The simulator gives each request to the same producer if it has the same seed.
+        """
         routers = [
             None if rule == "product" else Router(rule, self.spec, self.partitions) for _ in range(NUM_PRODUCERS)
         ]
-        chance = random.Random(run)
+        chance = random.Random(seed)
         async with self.open_clients(*routers) as clients:
             for client in clients:  # who sends for the first time looks up the partitions
                 await client.result(await client.submit(f"{run} ?", max_tokens=2), timeout_s=TIMEOUT_S)
             self._note_beats(routers)
             begun_s, since_s = time.monotonic(), time.time()
             beating = asyncio.create_task(self._note_beats_forever(routers))
-            pairs = [chance.choice(list(zip(clients, routers, strict=True))) for _ in trace]
+            producers = list(zip(clients, routers, strict=True))
+            pairs = [producers[chance.randrange(NUM_PRODUCERS)] for _ in trace]
             seen = await asyncio.gather(*(
                 self._play_one(ask, client, router, run, begun_s)
                 for ask, (client, router) in zip(trace, pairs, strict=True)
@@ -276,7 +278,7 @@ class Run:
         """Return the cost of steps with what else passes between two that follow each other at once."""
         pairs = [pair for steps in self.steps for pair in pairwise(steps)]
         beside = [end_s - before_s - seconds for (before_s, _), (end_s, seconds) in pairs]
-        extra_s = statistics.median(one for one in beside if one < MAX_BESIDE_S)
+        extra_s = statistics.fmean(one for one in beside if one < MAX_BESIDE_S)
         print(f"{extra_s * 1000:.1f} ms pass beside each step")
         return replace(COST, fixed_s=COST.fixed_s + extra_s, outside_s=0.0)
 
@@ -295,10 +297,16 @@ def merge_rounds(rounds: Sequence[Run]) -> Run:
     return Run(rounds[0].rule, [one for run in rounds for one in run.seen], steps)
 
 
-def simulate_trace(trace: Sequence[Ask], rule: str, spec: WorkerSpec) -> list[Outcome]:
-    """Return what the simulator makes of a trace under a rule."""
-    simulation = Simulation({"auto": (NUM_WORKERS, spec)}, [RULES[rule]() for _ in range(NUM_PRODUCERS)])
-    return simulation.run([ask.placed for ask in trace])
+def simulate_trace(
+    trace: Sequence[Ask], rule: str, spec: WorkerSpec, way_s: float = 0.0, rounds: Sequence[int] = (0,)
+) -> list[Outcome]:
+    """Return what the simulator makes of a trace under a rule, in all rounds."""
+    outcomes = list[Outcome]()
+    for seed in rounds:
+        rules = [RULES[rule]() for _ in range(NUM_PRODUCERS)]
+        simulation = Simulation({"auto": (NUM_WORKERS, spec)}, rules, way_s=way_s, seed=seed)
+        outcomes += simulation.run([ask.placed for ask in trace])
+    return outcomes
 
 
 def compare_plan(run: Run, outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -326,6 +334,14 @@ def correlate_ranks(planned: Mapping[str, float], measured: Mapping[str, float])
     return {"rank_correlation_sim_vs_run": statistics.fmean(agreed)} if agreed else {}
 
 
+async def measure_way_s(site: Site, trace: Sequence[Ask], spec: WorkerSpec) -> float:
+    """Return how long a request that is alone takes beside its steps: to its worker, and its first token back."""
+    seen, planned = (await site.play_trace(trace, PLANNED, "alone")).seen, simulate_trace(trace, PLANNED, spec)
+    way_s = statistics.median(one.first_s - outcome.ttft_s for one, outcome in zip(seen, planned, strict=True))
+    print(f"{way_s * 1000:.1f} ms pass beside the steps of a request")
+    return way_s
+
+
 async def play_all(site: Site, extent: Extent) -> dict[str, float]:
     """Play all traces by all rules; return the figures."""
     await site.find_partitions()
@@ -335,21 +351,30 @@ async def play_all(site: Site, extent: Extent) -> dict[str, float]:
     for rule, run in runs.items():
         figures[f"hit_share_later_turns_{rule}"] = run.hit_share
         figures[f"load_max_over_mean_s_{rule}"] = run.load_max_over_mean
-    cost = runs["hash"].measure_cost()
+    spec = replace(site.spec, cost=runs["hash"].measure_cost())
     figures["ttft_p99_vs_hash_one_system_prompt"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
+    way_s = await measure_way_s(site, make_trace(extent.alone), spec)
     trace, names, rounds = make_trace(extent.skewed), ["product", *extent.rules], range(extent.num_rounds)
-    played = [await site.play_trace(trace, rule, f"skewed-{rule}-{number}") for number in rounds for rule in names]
+    played = [
+        await site.play_trace(trace, rule, f"skewed-{rule}-{number}", number) for number in rounds for rule in names
+    ]
     runs = {rule: merge_rounds([run for run in played if run.rule == rule]) for rule in names}
     figures["ttft_p99_vs_hash_skewed"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
-    spec = replace(site.spec, cost=cost)
-    outcomes = {rule: simulate_trace(trace, rule, spec) for rule in names[1:]}
+    outcomes = {rule: simulate_trace(trace, rule, spec, way_s, rounds) for rule in names[1:]}
     figures |= compare_plan(runs[PLANNED], outcomes[PLANNED])
     planned = {rule: statistics.fmean(one.ttft_s for one in outcomes[rule]) for rule in outcomes}
     measured = {rule: statistics.fmean(one.first_s for one in runs[rule].seen) for rule in outcomes}
     return figures | correlate_ranks(planned, measured)
 
 
-def run(extent: Extent) -> dict[str, float]:
+@dataclass(frozen=True)
+class Options(Arguments):
+    """The arguments of all benchmarks, and a size between a full run and a quick one."""
+
+    middle: bool = False
+
+
+def run(given: Options) -> dict[str, float]:
     """Start everything, and play."""
     with ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
@@ -360,17 +385,9 @@ def run(extent: Extent) -> dict[str, float]:
             environment=environment,
         )  # fmt: skip
         exits.enter_context(stack).wait_until_ready(TIMEOUT_S)
+        extent = given.choose_size(MIDDLE if given.middle else FULL, QUICK, SMOKE)
         return asyncio.run(play_all(Site(stack, directory), extent))
 
 
-def main() -> None:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--middle", action="store_true", help="a quarter of an hour")
-    parsed = vars(parser.parse_args())
-    is_middle, given = parsed.pop("middle"), Arguments(**parsed)
-    print(describe_machine())
-    report_figures(run(MIDDLE if is_middle else given.choose_size(FULL, QUICK, SMOKE)), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run, Options, middle={"action": "store_true", "help": "a quarter of an hour"})

@@ -36,6 +36,7 @@ from penstock.bus.placement import (
 from penstock.cli.demo import PROMPTS
 from penstock.client.core import RequestFields, make_request, prepare_message
 from penstock.config.settings import BusSettings
+from penstock.errors import InvalidRequest
 from penstock.messages import Request, encode_request
 from penstock.names import Pipeline, PriorityClass
 from penstock.telemetry import tracing
@@ -176,6 +177,13 @@ def test_what_the_client_sends_has_it() -> None:
     assert (message.chain, message.key) == (chain_prompt(request), "r")
     assert b'"session":"s"' in message.value
     assert Outgoing("t", b"").chain is None
+
+
+@pytest.mark.parametrize("session", ["", "a b", "x" * 10_000_000])
+def test_what_is_no_name_of_a_session_is_refused_in_few_words(session: str) -> None:
+    with pytest.raises(InvalidRequest, match="session") as raised:
+        make_request("x", {"session": session})
+    assert len(str(raised.value)) < 1000
 
 
 def test_what_was_chosen_is_on_the_span_of_a_request_that_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +335,7 @@ def test_a_request_stays_at_home_unless_that_costs_much_more() -> None:
     """Who has sent no turn of a chat knows its home too: there may be all of it."""
     for name in map(str, range(8)):
         order = order_by_hash(name, "ab")
-        for waiting, chosen in ((0, 0), (200, 0), (201, 1)):
+        for waiting, chosen in ((0, 0), (300, 0), (301, 1)):
             beats = [make_beat(order[0], [0], waiting), make_beat(order[1], [1])]
             placed = placer_of(*beats).choose_partition(make_prompt("p", 100, home=name), [0, 1], 0.0)
             assert (placed.worker, placed.partition) == (order[chosen], chosen)

@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS = 48, 4
 """Tokens of a long answer, and of a short one."""
 RESEND_DELAY_S = 0.2
 """Wait before a request that was not acknowledged is sent again."""
+NUM_PRODUCERS = 2
+"""Clients that send, each with what it knows of the workers."""
+NUM_SESSIONS = 5
 NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
@@ -120,6 +124,7 @@ def make_client_task(seed: int, number: int, load: Load = "text", max_tokens: in
         "id": f"e{number}",
         "tenant": f"tenant-{chance.randrange(NUM_TENANTS)}",
         "klass": chance.choice(["interactive", "interactive", "batch"]),
+        "session": f"chat-{number % NUM_SESSIONS}" if chance.random() < 0.5 else None,
     }
     if chance.random() < 0.06:
         update["deadline"] = now_s() + chance.choice([-1.0, 0.3, 1.0])
@@ -154,7 +159,8 @@ class Clients:
         patience_s: float,
     ) -> None:
         self._history, self._make, self._patience_s = history, make, patience_s
-        self._addresses, self._client = addresses, Client(addresses)
+        self._addresses, self._producers = addresses, [Client(addresses) for _ in range(NUM_PRODUCERS)]
+        self._client = self._producers[0]
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.num_begun = 0
@@ -270,13 +276,14 @@ class Clients:
 
     def _submit_request(self, request: Request) -> None:
         fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
-        self._client.submit(
+        self._producers[zlib.crc32(request.id.encode()) % NUM_PRODUCERS].submit(
             prompt=request.prompt,
             token_ids=request.token_ids,
             messages=request.messages,
             chat_template_kwargs=request.chat_template_kwargs,
             id=request.id,
             tenant=request.tenant,
+            session=request.session,
             deadline=request.deadline,
             **fields,
         )
@@ -359,5 +366,6 @@ class Clients:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._client.close()
+        for producer in self._producers:
+            producer.close()
         self._pool.shutdown(wait=error is None, cancel_futures=True)

@@ -1,4 +1,5 @@
-"""What a worker lives with here: a wall clock that is put forward and back, and a disk that can be full.
+"""What a worker lives with here: a wall clock that is put forward and back, a disk that can be full, and a heartbeat
+that is wrong.
 
 The project reads the wall clock by `time.time` and `time.time_ns`, and these are replaced. Monotonic time goes on as it
 did, as it does when somebody sets a host's clock. A disk is a folder: while it counts as full, the write of a block
@@ -11,8 +12,11 @@ import os
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 from penstock import failpoints
+from penstock.names import CLASSES
+from penstock.worker.load import WorkerLoad
 from sim.forked import run_penstock
 
 _SECONDS = struct.Struct("d")
@@ -48,8 +52,22 @@ def fail_where_full(mark: Path) -> None:
     failpoints.arm_action("disk.put.2.1", fail_if_full)
 
 
-def run_worker(kind: str, clock: Path, full_mark: Path) -> None:
-    """Run `penstock worker` with a clock and a disk of these."""
+def tell_wrong_load(factor: float) -> None:
+    """Let this process's heartbeats tell so many times the prompt tokens that wait, by which requests are placed."""
+    summarize_load = WorkerLoad.summarize_load
+
+    def summarize_wrongly(*given: Any) -> dict[str, object]:
+        told: dict[str, Any] = summarize_load(*given)
+        for klass in CLASSES:
+            told[klass]["waiting_tokens"] = round(factor * told[klass]["waiting_tokens"])
+        return told
+
+    setattr(WorkerLoad, "summarize_load", summarize_wrongly)  # noqa: B010 - a method is replaced
+
+
+def run_worker(kind: str, clock: Path, full_mark: Path, load_factor: float) -> None:
+    """Run `penstock worker` with a clock and a disk of these, whose heartbeat tells so many times its load."""
     follow_clock(clock)
     fail_where_full(full_mark)
+    tell_wrong_load(load_factor)
     run_penstock("worker", kind)

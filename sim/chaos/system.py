@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -46,6 +47,8 @@ USUAL_START_S = 2.0
 """How long a worker takes to get ready where nothing else runs. Where it takes several times as long, it is killed that
 much later: otherwise no worker of a busy machine would live for long enough to check its first grammar, say.
 """
+LOAD_FACTORS = (1.0, 1.0, 0.01, 100.0)
+"""How many times its load a worker may tell in its heartbeat."""
 PlanKill = Callable[[WorkerSlot, int], KillPlan]
 
 
@@ -270,9 +273,12 @@ class ChaosStack(Stack):
             own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
         if kill_plan is not None and kill_plan.failpoint_setting:
             own["PENSTOCK_FAILPOINTS"] = kill_plan.failpoint_setting
+        # Some lie about their load, each life of a worker as it likes.
+        load_factor = random.Random(f"{worker.name} {number}").choice(LOAD_FACTORS)
+        self.counts.faults[worker.stage, "lie"] += load_factor != 1.0
         child = fork_process(
             worker.name, self._log_path(worker), hazards.run_worker, worker.stage, self.clocks[worker.name],
-            self.full_mark, environment={**environment, **own},
+            self.full_mark, load_factor, environment={**environment, **own},
         )  # fmt: skip
         self._history.add_entry(
             "start",

@@ -90,6 +90,11 @@ MISSED_S = (0.5, 20.0)
 """Between them are deadlines that may be missed."""
 SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
 """Limits of backpressure that so few requests reach."""
+LIES: Sequence[dict[str, Any]] = (
+    {}, {}, {}, {"waiting_tokens": 0}, {"waiting_tokens": 10**9}, {"partitions": [0]}, {"partitions": [99]},
+)  # fmt: skip
+"""What heartbeats may tell in place of the truth about interactive requests, by which producers place them."""
+NUM_SESSIONS = 3
 MAX_TOKENS = 24
 GATEWAY_ID = re.compile(r"cmpl-[0-9a-f]{32}")
 HOSTILE = (
@@ -330,7 +335,7 @@ class Scene:
         settings, name = RecordSettings(max_attempts=1000), place.name
         beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         role, job_role = self._make_roles(kind, name, settings, chance, beat)
-        lie = random.Random(f"{self.seed}/{name}/lie").choice([None, None, None, 0, 10**9])
+        lie: dict[str, Any] = random.Random(f"{self.seed}/{name}/lie").choice(LIES)
         stop = StopSignal()
         place.stop = stop.set
 
@@ -346,8 +351,7 @@ class Scene:
             def report_status() -> dict[str, object]:
                 self._raise_sometimes()
                 load: dict[str, Any] = worker.report_load()
-                if lie is not None:
-                    load["interactive"]["waiting_tokens"] = lie
+                load["interactive"] |= lie
                 return {"load": load}
 
             beat.set_load_source(report_status)
@@ -541,7 +545,10 @@ class Scene:
         is_urgent = chance.random() < self.rates.deadlines and not self.rates.away_s
         limit_s = chance.choice([DEADLINE_S, chance.uniform(*MISSED_S)])
         deadline = EPOCH_S + self.world.now_s + limit_s if is_urgent else None
-        return Request(id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass, deadline=deadline)
+        session = f"session-{number % NUM_SESSIONS}" if number % 2 else None
+        return Request(
+            id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass, deadline=deadline, session=session
+        )
 
     def _run_client(self, number: int) -> None:
         chance = random.Random(f"{self.seed}/client/{number}")

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
 from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import now_s
+from penstock.names import CLASSES
+from penstock.worker.load import UNKNOWN_PROMPT_TOKENS, WorkerLoad
 from sim.chaos.faults import ANY_TIME, KillPlan
-from sim.chaos.hazards import fail_where_full, set_clock
+from sim.chaos.hazards import fail_where_full, set_clock, tell_wrong_load
 from sim.chaos.history import History
 from sim.chaos.system import ChaosStack, Servers
 from sim.forked import is_stopped
@@ -107,3 +111,12 @@ def test_while_a_disk_counts_as_full_it_takes_no_block(tmp_path: Path, monkeypat
         with contextlib.closing(HostTier.open_disk(form, tmp_path / "blocks", 2**20, str(tmp_path))) as tier:
             assert put(tier, new_names(1), form) == [not is_full]
             assert tier.counters.errors == is_full
+
+
+def test_a_worker_tells_a_load_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerLoad, "summarize_load", WorkerLoad.summarize_load)  # is undone with what is done here
+    tell_wrong_load(100.0)
+    told: Any = WorkerLoad().summarize_load(
+        [], Counter(), dict.fromkeys(CLASSES, ()), dict.fromkeys(CLASSES, 3)
+    )  # of which no length is known
+    assert told["interactive"]["waiting_tokens"] == 100 * 3 * UNKNOWN_PROMPT_TOKENS

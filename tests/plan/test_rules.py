@@ -105,9 +105,9 @@ def test_ours_is_that_of_the_product() -> None:
     home = rule.choose_worker(PROMPT, view)
     assert home == min(range(4), key=lambda one: hashlib.sha256(b"chat" + str(one).encode()).digest())
     view.now_s = 1.0
-    view.beats = [Beat(1.0, 447 if one == home else 0) for one in range(4)]
-    assert rule.choose_worker(PROMPT, view) == home, "447 + 32 - 320 are less than 160"
-    view.beats = [Beat(1.0, 449 if one == home else 0) for one in range(4)]
+    view.beats = [Beat(1.0, 607 if one == home else 0) for one in range(4)]
+    assert rule.choose_worker(PROMPT, view) == home, "607 + 32 - 480 are less than 160"
+    view.beats = [Beat(1.0, 609 if one == home else 0) for one in range(4)]
     assert rule.choose_worker(PROMPT, view) != home
     view.now_s = 4.1
     assert rule.choose_worker(PROMPT, view) == choose_by_hash(b"chat", range(4)), "its heartbeats are too old"

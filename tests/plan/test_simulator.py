@@ -1,17 +1,19 @@
 """The pipeline in virtual time: times that can be done by hand, what placers see, and that nothing is lost."""
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bus.placement import Link, PromptChain
+from penstock.bus.placement import MAX_SENT_S, Link, PromptChain
 from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
-from penstock.plan.placing import MAX_SENT_S, Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec, plan_fetch
+from penstock.plan.placing import Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec, plan_fetch
 from penstock.plan.simulator import Simulation, compute_imbalance
 from sim.placement.rules import RULES
+from sim.placement.traces import make_placed_request
 
 COST = StepCost(fixed_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.001)
 SPEC = WorkerSpec(COST, num_blocks=64, block_size=16)
@@ -41,6 +43,18 @@ def test_steps_take_what_they_cost() -> None:
     assert done.ttft_s == pytest.approx(0.11), "a step with a hundred prompt tokens"
     assert done.itl_s == pytest.approx(0.011), "steps of one row"
     assert done.end_s == pytest.approx(1.132)
+
+
+def test_what_comes_during_a_step_is_read_behind_it_and_begins_a_step_later() -> None:
+    requests = [PlacedRequest("busy", 0.0, 100, 5), PlacedRequest("late", 0.05, 50, 1)]
+    _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()]).run(requests)
+    assert late.first_s == pytest.approx(0.11 + 0.011 + 0.061), "one step of a row passes, then both share one"
+    _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()]).run([requests[0], replace(requests[1], at_s=1.0)])
+    assert late.ttft_s == pytest.approx(0.06), "nobody else is there"
+    _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()], way_s=0.02).run(
+        [requests[0], replace(requests[1], at_s=1.0)]
+    )
+    assert late.ttft_s == pytest.approx(0.08), "with the way to the worker and back"
 
 
 def test_a_turn_finds_prompt_and_answer_in_the_pool_of_its_worker() -> None:
@@ -139,6 +153,28 @@ def test_a_placer_remembers_where_it_sent_what_for_a_while() -> None:
     view.begin_request(LATER, 10.0 + MAX_SENT_S)
     assert view.count_sent_tokens(0) == 120
     assert view.hits == [112, 64]
+
+
+def test_short_chats_stay_with_their_workers_though_two_gateways_do_not_see_each_others_requests() -> None:
+    """400 chats of one system prompt, a hundred at a time, on four workers that compute 2,000 tokens a second each."""
+    requests, num_earlier = list[PlacedRequest](), dict[str, int]()
+    for number in range(400):
+        rng, name = random.Random(f"chat {number}"), f"chat-{number}"
+        at_s, segments = rng.uniform(0.0, 60.0), [("system", 450)]
+        for turn in range(rng.choice((3, 4))):
+            num_earlier[f"{name}.{turn}"] = sum(length for _, length in segments[1:])
+            segments.append((f"user {name}.{turn}", rng.randint(100, 200)))
+            answer = (f"answer {name}.{turn}", 6)
+            requests.append(make_placed_request(f"{name}.{turn}", at_s, segments, answer, None, name, 16))
+            segments.append(answer)
+            at_s += rng.uniform(7.0, 21.0)
+    requests.sort(key=lambda one: one.at_s)
+    cost = StepCost(fixed_s=0.0125, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=4e-4)
+    fleet = Simulation({"auto": (4, WorkerSpec(cost, num_blocks=12_000))}, [RULES["ours"](), RULES["ours"]()])
+    played = fleet.run(requests)
+    found = sum(max(0, one.pool_tokens - 450) for one in played if num_earlier[one.request.id])
+    assert found >= 0.93 * sum(num_earlier.values())
+    assert compute_imbalance(fleet.readers) <= 1.2
 
 
 REQUESTS = st.lists(

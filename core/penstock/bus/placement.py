@@ -28,9 +28,10 @@ PIECES_OF_A_LENGTH = 8
 MAX_LINKS = 64
 CHARS_PER_TOKEN = 4.0
 """Where no worker has told its mean."""
-HOME_PROMPTS = 2
+HOME_PROMPTS = 3
 """By how many prompts of its own length a request's home may have more to do before it goes elsewhere: other producers
-sent the earlier turns there, and will look for this one there; and queues are not known to the token."""
+sent the earlier turns there, and will look for this one there; and queues are known but from a second ago, without what
+others sent since. With less, a chat that leaves has its prompt computed anew, which makes queues that others leave."""
 MEMORY_S = 120.0
 """For how long a worker is taken to have what was sent to it."""
 MAX_REMEMBERED_LINKS = 2**16

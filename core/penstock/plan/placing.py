@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.bus.placement import PromptChain
+from penstock.bus.placement import MAX_SENT_S, PromptChain
 from penstock.engine.cost import StepCost
 from penstock.names import PriorityClass
 
 MAX_REMEMBERED_BLOCKS = 2**17
 """How many blocks a placer remembers; beyond that it forgets those that were not sent for longest."""
-MAX_SENT_S = 5.0
-"""How long a request counts as sent where no heartbeat came since."""
 
 
 @dataclass(frozen=True, eq=False)

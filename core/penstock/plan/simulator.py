@@ -1,10 +1,11 @@
 """A pipeline in virtual time: placers, workers around the engine's own scheduler, KV tiers and heartbeats.
 
 Each worker plans its steps with `penstock.engine.scheduler`, and a step takes as long as `StepCost` says. Requests come
-at their times, whatever the pipeline does. A request goes to the worker that the rule of its placer chooses. That
-fetches the beginning of the prompt from the tier where this is quicker than to compute it, one fetch after the other. A
-prefill worker's job goes to the decode worker that follows from its id; an `auto` worker answers what it reads.
-`LEFT_OUT` says what a real pipeline has beside that.
+at their times, whatever the pipeline does. A request goes to the worker that the rule of its placer chooses. That reads
+its messages between two steps, and looks for their KV during the next one, so a prompt that meets other work begins a
+step later. The beginning of a prompt is fetched from the tier where this is quicker than to compute it, one fetch after
+the other. A prefill worker's job goes to the decode worker that follows from its id; an `auto` worker answers what it
+reads. `LEFT_OUT` says what a real pipeline has beside that.
 """
 
 import heapq
@@ -72,6 +73,8 @@ class SimulatedWorker:
         """When its last fetch from the tiers ends."""
         self.sequences: dict[EngineSequence, None] = {}
         """Those that are not done."""
+        self.messages: list[tuple[EngineSequence, Callable[[], None]]] = []
+        """What came during the step that is under way, and what is done with it at the end."""
         self.plan: Plan = []
         """The step that is under way."""
 
@@ -116,7 +119,7 @@ class SimulatedWorker:
         """Return the heartbeat of this moment."""
         decodes = [seq.num_computed_tokens for seq in self.sequences if seq.num_output_tokens]
         left = dict.fromkeys(CLASSES, 0)
-        for seq in self.sequences:
+        for seq in (*self.sequences, *(seq for seq, _ in self.messages)):
             left[seq.klass] += 0 if seq.num_output_tokens else seq.num_prompt_tokens - seq.num_computed_tokens
         return Beat(now_s, sum(left.values()), len(decodes), sum(decodes), left["batch"])
 
@@ -130,6 +133,7 @@ class Simulation:
         rules: Sequence[Rule],
         tiers: Sequence[Tier] = (),
         *,
+        way_s: float = 0.0,
         heartbeat_s: float = 1.0,
         heartbeat_delay_s: float = 0.5,
         seed: int = 0,
@@ -137,7 +141,8 @@ class Simulation:
         """`fleet` has how many workers of each kind there are; each of `rules` is that of a placer of its own.
 
         Workers look into `tiers` in their order, and write to all. Rules that count on a fetch take it to be from the
-        last one. The delay is from a heartbeat until placers have read it: they read once a second.
+        last one. `way_s` is how long a request takes to its worker, and its first token back, together. The delay is
+        from a heartbeat until placers have read it: they read once a second.
         """
         numbers = count()
         workers = {
@@ -151,7 +156,7 @@ class Simulation:
         spec = self.readers[0].spec
         self._rules, self._tiers = rules, tiers
         self._views = [View(len(self.readers), spec, tiers[-1] if tiers else None, rule.memory_s) for rule in rules]
-        self._heartbeat_s, self._delay_s = heartbeat_s, heartbeat_delay_s
+        self._way_s, self._heartbeat_s, self._delay_s = way_s, heartbeat_s, heartbeat_delay_s
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -188,6 +193,18 @@ class Simulation:
         view.record_sent(request, outcome.worker)
         worker = self.readers[outcome.worker]
         seq = self._make_sequence(outcome, worker, view)
+        deliver = partial(self._deliver, worker, seq, partial(self._load_prompt, worker, seq))
+        self._at(self._now_s + self._way_s, deliver)
+
+    def _deliver(self, worker: SimulatedWorker, seq: EngineSequence, load: Callable[[], None]) -> None:
+        """Let a worker read a message now, or when its step is over."""
+        if worker.plan:
+            worker.messages.append((seq, load))
+        else:
+            load()
+
+    def _load_prompt(self, worker: SimulatedWorker, seq: EngineSequence) -> None:
+        request = seq.context[0].request
         cached = worker.scheduler.pool.count_cached_prefix(seq.block_keys)
         # The last token is computed in any case: its logits are needed.
         size = worker.spec.block_size
@@ -251,6 +268,9 @@ class Simulation:
             if seq.state is State.DONE:
                 self._end_sequence(worker, seq, outcome, view)
         self._begin_step(worker)
+        messages, worker.messages = worker.messages, []
+        for _, load in messages:
+            load()
 
     def _note_first_token(self, worker: SimulatedWorker, outcome: Outcome, view: View, seq: EngineSequence) -> None:
         outcome.first_s = self._now_s
@@ -281,6 +301,9 @@ class Simulation:
         request = outcome.request
         worker = self._decoders[zlib.crc32(request.id.encode()) % len(self._decoders)]
         seq = self._make_sequence(outcome, worker, view, is_job=True)
+        self._deliver(worker, seq, partial(self._load_job, worker, seq))
+
+    def _load_job(self, worker: SimulatedWorker, seq: EngineSequence) -> None:
         keys = seq.block_keys
         cached = worker.scheduler.pool.count_cached_prefix(keys)
         worker.link_free_s = max(worker.link_free_s, self._now_s)
