@@ -5,7 +5,6 @@ import math
 import mmap
 import re
 import shutil
-import statistics
 import struct
 import sys
 from pathlib import Path
@@ -238,9 +237,7 @@ def test_no_more_than_one_matrix_is_in_memory_beside_the_packed_ones(
     assert len(filled) == 4 * 7 + (1 if is_tied else 2)
     assert max(resident) <= max(one.nbytes for one in filled.values())
     assert not any(map(count_resident_bytes, filled.values()))
-    # The system may map more than was read, if it has it in one piece.
-    assert statistics.median(mapped) <= file.stat().st_size / 8
-    assert mapped[-1] <= file.stat().st_size / 8
+    assert max(mapped) <= file.stat().st_size / 8
     assert isinstance(model.module.model.embed_tokens, PackedEmbedding)
 
 

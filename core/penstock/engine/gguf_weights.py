@@ -42,6 +42,10 @@ class GgufSlice:
         content = self._content[tensor.offset : tensor.offset + tensor.num_bytes]
         return content.view(_DTYPES.get(tensor.kind, torch.uint8)).view(*tensor.shape[:-1], -1)
 
+    def drop_file(self) -> None:
+        """Take all that was read of the file out of memory, and what the system mapped around it."""
+        drop_pages(self._content.data_ptr(), self._content.data_ptr() + self._content.nbytes)
+
 
 def map_gguf_tensors(path: Path) -> dict[str, GgufSlice]:
     """Return the tensors of a file by its own names. Raises `ModelLoadError` if the file is damaged."""
@@ -103,12 +107,7 @@ class GgufMatrix:
             raise ModelLoadError(f"{self.name} cannot be unpacked: {error}") from error
         finally:
             torch.set_num_threads(num_threads)
-            self.drop_pages()
-
-    def drop_pages(self) -> None:
-        """Take what was read of it out of memory. It is read from the file again."""
-        stored = self.part[...]
-        drop_pages(stored.data_ptr(), stored.data_ptr() + stored.nbytes)
+            self.part.drop_file()
 
 
 def _read_rows(stored: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.engine.kernels.build import HERE, LIBRARY, build_library, is_current
 from penstock.errors import DependencyMissing, SettingsError
@@ -23,148 +23,36 @@ TORCH = "torch"
 """What stands for an instruction set where torch computes the models, and the kernels only what lies beside them."""
 
 
-_STRUCTURES = dict(
+_DECLARATIONS = dict(
     re.findall(r"^struct (\w+) {(.*?)^};", re.sub(r"//.*", "", (HERE / "src" / "kernels.h").read_text()), re.M | re.S)
 )
-"""By name: what is between the braces of a structure in `kernels.h`."""
-_NUMBERS = {"float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
-_POINTED: dict[str, type[Structure]] = {}
+"""By name of a structure in `kernels.h`: what is between its braces."""
+_POINTED = ("Packed", "Part", "LayerArgs", "PagedLayer")
 """Structures to which pointers are kept as such, and not as addresses."""
-_Kind = TypeVar("_Kind", bound=type[Structure])
+_TYPES: dict[str, Any] = {"float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
 
 
-def _declare(kind: _Kind) -> _Kind:
-    """Give a class the fields of the structure with its name in `kernels.h`."""
+def _declare(name: str) -> type[Structure]:
+    """Return the structure that has this name in `kernels.h`, after those that it has in it."""
     fields: list[tuple[str, Any]] = []
-    for declaration in _STRUCTURES[kind.__name__].replace("const ", "").split(";")[:-1]:
-        stored, names = re.fullmatch(r"\s*(\w+)(.*)", declaration, re.S).groups()  # type: ignore[union-attr]
-        for name in names.split(","):
-            pointer = POINTER(_POINTED[stored]) if stored in _POINTED else c_void_p
-            fields.append((name.strip("* "), pointer if "*" in name else _NUMBERS.get(stored) or globals()[stored]))
-    kind._fields_ = fields  # type: ignore[misc]
-    if kind.__name__ in ("Packed", "Part", "LayerArgs", "PagedLayer"):
-        _POINTED[kind.__name__] = kind
-    return kind
+    for declaration in _DECLARATIONS[name].replace("const ", "").split(";")[:-1]:
+        kind, names = declaration.strip().replace("*", " *").split(maxsplit=1)
+        for one in names.split(","):
+            pointer = POINTER(_TYPES[kind]) if kind in _POINTED else c_void_p
+            fields.append((one.strip("* "), pointer if "*" in one else _TYPES[kind]))
+    declared = type(name, (Structure,), {"_fields_": fields})
+    _TYPES[name] = declared
+    return declared
 
 
-@_declare
-class Packed(Structure):
-    """A packed group of linear layers."""
-
-
-@_declare
-class Part(Structure):
-    """Where a part of the output columns goes."""
-
-
-@_declare
-class LinearArgs(Structure):
-    """One call of a packed group."""
-
-
-@_declare
-class ExpertsArgs(Structure):
-    """One call of a mixture of experts."""
-
-
-@_declare
-class Segment(Structure):
-    """The new tokens of one sequence."""
-
-
-@_declare
-class AttentionArgs(Structure):
-    """One layer's attention over the step's batch."""
-
-
-@_declare
-class WriteArgs(Structure):
-    """New K or V rows into the pool."""
-
-
-@_declare
-class NormArgs(Structure):
-    """RMSNorm of rows, or of each head of rows."""
-
-
-@_declare
-class RopeArgs(Structure):
-    """Rotary embedding in place."""
-
-
-@_declare
-class PackArgs(Structure):
-    """One weight into the panels of its group."""
-
-
-@_declare
-class PackGgufArgs(Structure):
-    """The parts of one weight's blocks into the panels of its group."""
-
-
-@_declare
-class CompressArgs(Structure):
-    """Stored panels, to be compressed."""
-
-
-@_declare
-class RowsArgs(Structure):
-    """A number found in each row: the column of its highest value, or whether a token can be drawn from it."""
-
-
-@_declare
-class SampleRow(Structure):
-    """How the token of one row is drawn."""
-
-
-@_declare
-class SampleArgs(Structure):
-    """A token of each row of logits."""
-
-
-@_declare
-class RankArgs(Structure):
-    """The likeliest tokens of each row of logits, and the weight of all."""
-
-
-@_declare
-class ConvolveArgs(Structure):
-    """A token of each row through a depthwise convolution."""
-
-
-@_declare
-class DeltaArgs(Structure):
-    """A token of each row through a delta rule."""
-
-
-@_declare
-class SpaceArgs(Structure):
-    """A token of each row through a state space."""
-
-
-@_declare
-class LookupArgs(Structure):
-    """Rows of a packed weight."""
-
-
-@_declare
-class LayerArgs(Structure):
-    """The weights of one decoder layer."""
-
-
-@_declare
-class PagedLayer(Structure):
-    """A decoder layer over a pool."""
-
-
-@_declare
-class StepArgs(Structure):
-    """What all layers of a step share."""
-
-
-@_declare
-class NativeModelArgs(Structure):
-    """A whole model of decoder layers."""
+(Packed, Part, LinearArgs, ExpertsArgs, Segment, AttentionArgs, WriteArgs, NormArgs, RopeArgs, LayerArgs, PagedLayer,
+ StepArgs, NativeModelArgs, PackArgs, PackGgufArgs, CompressArgs, LookupArgs, RowsArgs, SampleRow, SampleArgs, RankArgs,
+ ConvolveArgs, DeltaArgs, SpaceArgs,
+) = map(_declare, (
+    "Packed", "Part", "LinearArgs", "ExpertsArgs", "Segment", "AttentionArgs", "WriteArgs", "NormArgs", "RopeArgs",
+    "LayerArgs", "PagedLayer", "StepArgs", "NativeModelArgs", "PackArgs", "PackGgufArgs", "CompressArgs", "LookupArgs",
+    "RowsArgs", "SampleRow", "SampleArgs", "RankArgs", "ConvolveArgs", "DeltaArgs", "SpaceArgs",
+))  # fmt: skip
 
 
 def _check_status(status: int) -> None:

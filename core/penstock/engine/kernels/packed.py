@@ -4,7 +4,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -268,7 +268,7 @@ class PackedLinears:
                 first_column, GGUF_FORMS[matrix.kind].number,
             )  # fmt: skip
             self._native.pack_gguf(ctypes.addressof(args))
-        matrix.drop_pages()
+        matrix.part.drop_file()
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return a tensor [.., outputs] for each layer, or with an activation for each pair."""
@@ -351,21 +351,10 @@ def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_
     return columns.flatten()
 
 
-class LinearGroup(Protocol):
-    """Linear layers with the same input that are computed together."""
-
-    inputs: int
-    outputs: list[int]
-    dtype: torch.dtype
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        """Return the output of each layer."""
-
-
 class PackedLinear(nn.Module):
     """Replaces a linear layer, and computes all layers of the group; the others take their outputs from it."""
 
-    def __init__(self, group: LinearGroup) -> None:
+    def __init__(self, group: PackedLinears) -> None:
         super().__init__()
         self.group = group
         self.in_features, self.out_features = group.inputs, group.outputs[0]
