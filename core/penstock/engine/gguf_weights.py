@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS, GgufTensor, read_gguf_header
-from penstock.engine.kernels.memory import drop_pages
 from penstock.errors import ModelLoadError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,10 +40,6 @@ class GgufSlice:
         tensor = self._tensor
         content = self._content[tensor.offset : tensor.offset + tensor.num_bytes]
         return content.view(_DTYPES.get(tensor.kind, torch.uint8)).view(*tensor.shape[:-1], -1)
-
-    def drop_file(self) -> None:
-        """Take all that was read of the file out of memory, and what the system mapped around it."""
-        drop_pages(self._content.data_ptr(), self._content.data_ptr() + self._content.nbytes)
 
 
 def map_gguf_tensors(path: Path) -> dict[str, GgufSlice]:
@@ -107,7 +102,6 @@ class GgufMatrix:
             raise ModelLoadError(f"{self.name} cannot be unpacked: {error}") from error
         finally:
             torch.set_num_threads(num_threads)
-            self.part.drop_file()
 
 
 def _read_rows(stored: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tensor:

@@ -124,13 +124,14 @@ class MappedWeights:
             return
         for part, matrix in self.find_matrices(module).items():
             if matrix.kind in GGUF_FORMS:
-                self._unread[part] = _Unread(part, matrix)
+                self._unread[part] = _Unread(part, matrix, self.drop_pages)
 
     def read_to_stay(self, *modules: nn.Module) -> None:
         """Read the weights of these modules where they are in a file, so that they stay in memory."""
         wanted = {self._unread[part].address: self._unread[part] for part in modules if part in self._unread}
         for one in wanted.values():
             one.read_weight()
+            self.drop_pages()
         for part, one in list(self._unread.items()):
             if one.address in wanted:
                 self._unread.pop(part).remove_hooks()
@@ -139,7 +140,7 @@ class MappedWeights:
 class _Unread:
     """A module's weight that stays in a file: it is read before each call, and its memory goes back behind it."""
 
-    def __init__(self, module: nn.Module, matrix: GgufMatrix) -> None:
+    def __init__(self, module: nn.Module, matrix: GgufMatrix, drop_file: Callable[[], None]) -> None:
         assert isinstance(module.weight, Tensor)
         weight: Tensor = module.weight.detach()
         self.address = weight.data_ptr()
@@ -149,6 +150,7 @@ class _Unread:
         def read(module: nn.Module, args: tuple[Any, ...]) -> None:
             # Of an embedding, what the tokens need.
             self.read_weight(rows=args[0].unique() if isinstance(module, nn.Embedding) else None)
+            drop_file()
 
         self._handles = (
             module.register_forward_pre_hook(read), module.register_forward_hook(lambda *_: drop())

@@ -84,12 +84,12 @@ class WeightPacker:
             form = self._choose_quantized(linears)
             self.num_quantized += len(linears) * (form != WeightForm.STORED)
         elif matrices:
-            form = WeightForm.GGUF
             self.num_from_gguf += len(linears)
+            return self._pack_blocks(linears, release, activation, matrices)
         else:
             self._stored.read_to_stay(*linears)
             form = self._choose_lossless(linears, activation)
-        return PackedLinears(self._native, linears, release, activation, form, matrices, self._group_size)
+        return PackedLinears(self._native, linears, release, activation, form, group_size=self._group_size)
 
     def _choose_lossless(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
         if not self._may_compress:
@@ -105,7 +105,14 @@ class WeightPacker:
         """Pack the weight of an embedding if it is in a GGUF file, and the kernels read its type; else return None."""
         if not (matrices := self._find_matrices([embedding], Activation.NONE)):
             return None
-        return PackedLinears(self._native, [embedding], keep_weight, form=WeightForm.GGUF, matrices=matrices)
+        return self._pack_blocks([embedding], keep_weight, Activation.NONE, matrices)
+
+    def _pack_blocks(
+        self, linears: Sequence[nn.Module], release: Release, activation: Activation, matrices: list[GgufMatrix]
+    ) -> PackedLinears:
+        group = PackedLinears(self._native, linears, release, activation, WeightForm.GGUF, matrices)
+        self._stored.drop_pages()
+        return group
 
     def _find_matrices(self, linears: Sequence[nn.Module], activation: Activation) -> list[GgufMatrix]:
         """Return the layers' weights in a GGUF file, or none, after it is logged why they cannot be used together."""

@@ -268,7 +268,6 @@ class PackedLinears:
                 first_column, GGUF_FORMS[matrix.kind].number,
             )  # fmt: skip
             self._native.pack_gguf(ctypes.addressof(args))
-        matrix.part.drop_file()
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return a tensor [.., outputs] for each layer, or with an activation for each pair."""
