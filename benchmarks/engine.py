@@ -24,7 +24,7 @@ from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell
 
 THREADS = 2
-PEERS = ("generate", "openvino", "llamacpp", "vllm")
+PEERS = ("generate", "openvino", "llamacpp", "llamacpp_avx512", "vllm")
 QUICK_PEERS = ("generate", "openvino")
 POOL_MB = {"smoke": 64, "small": 1024, "q06": 2048}
 

@@ -64,7 +64,8 @@ KV_DTYPES: tuple[Literal["auto", "int8"], ...] = ("auto", "int8")
 NUM_SEQUENCES, NUM_FLIP_TOKENS = 32, 48
 GGUF_FILES = ("Q8_0", "Q4_K_M")
 LLAMACPP_SIDES = {
-    "llamacpp": ("llamacpp", "own"), "llamacpp file": ("llamacpp", "file"), "llamacpp avx2": ("llamacpp_avx2", "own"),
+    "llamacpp": ("llamacpp", "own"), "llamacpp file": ("llamacpp", "file"),
+    "llamacpp avx512": ("llamacpp_avx512", "own"), "llamacpp avx2": ("llamacpp_avx2", "own"),
 }  # fmt: skip
 """Its order for AMX ends with a violation of memory on some machines: that side is left out then."""
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64)
@@ -80,9 +81,11 @@ LINEAR_GROUPS = (
 """Layers with the same input."""
 PEERS: dict[str, dict[str, tuple[str, str]]] = {
     "p12": {},
-    "int8": {"llamacpp Q8_0": ("llamacpp", "Q8_0"), "openvino int8": ("openvino", "int8")},
-    "int4": {"llamacpp Q4_0": ("llamacpp", "Q4_0"), "openvino int4": ("openvino", "int4")},
-}
+    "int8": {"llamacpp Q8_0": ("llamacpp", "Q8_0"), "llamacpp avx512 Q8_0": ("llamacpp_avx512", "Q8_0"),
+             "openvino int8": ("openvino", "int8")},
+    "int4": {"llamacpp Q4_0": ("llamacpp", "Q4_0"), "llamacpp avx512 Q4_0": ("llamacpp_avx512", "Q4_0"),
+             "openvino int4": ("openvino", "int4")},
+}  # fmt: skip
 """By number of bits and name of the side: the engine, and what it calls the form."""
 MEASURED = ("decode_b1", "decode_b8", "decode_b32", "prefill_2048")
 

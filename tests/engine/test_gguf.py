@@ -1,9 +1,13 @@
 """GGUF files: their blocks are unpacked bit by bit as the format says, the model is that of the same safetensors."""
 
+import ctypes
 import math
+import mmap
 import re
 import shutil
+import statistics
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +16,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS
-from penstock.engine.gguf_weights import unpack_blocks
+from penstock.engine.gguf_weights import GgufMatrix, unpack_blocks
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
 from penstock.engine.layer import NativeLayer
@@ -171,8 +175,7 @@ def test_blocks_are_computed_with_as_they_are(architecture: str, dtype: str, isa
         assert packed.native.body is not None
         stored = sum(one.packed.form == WeightForm.GGUF for one in find_groups(packed.module))
         assert stored == 2 * 4 + 1  # the layers' groups, and the output layer
-        embedding = packed.module.model.embed_tokens
-        assert isinstance(embedding, PackedEmbedding) == (architecture == "qwen3")
+        assert isinstance(packed.module.model.embed_tokens, PackedEmbedding)
         native = load_library()
         assert native is not None
         native.set_threads(1)
@@ -185,6 +188,67 @@ def find_groups(module: nn.Module) -> list[PackedLinears]:
         groups += part.groups if isinstance(part, NativeLayer) else []
         groups += [part.group] if isinstance(part, PackedLinear) and isinstance(part.group, PackedLinears) else []
     return groups
+
+
+def count_resident_bytes(tensor: Tensor) -> int:
+    """How much of a tensor is in memory."""
+    size = -(-tensor.nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * size)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), found) == 0
+    return mmap.PAGESIZE * sum(one & 1 for one in found)
+
+
+def count_mapped_bytes(path: Path) -> int:
+    """How much of a file's mappings is in this process's memory."""
+    lines, num_bytes, is_inside = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+    for line in lines:
+        if "-" in line.split()[0]:
+            is_inside = line.endswith(str(path))
+        elif is_inside and line.startswith("Rss:"):
+            num_bytes += 1024 * int(line.split()[1])
+    return num_bytes
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux what is in memory")
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_no_more_than_one_matrix_is_in_memory_beside_the_packed_ones(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what the blocks stand for nor the file's own pages: the model is not held twice at any time."""
+    plain = save_plain(tmp_path / "plain", head_dim=64, num_hidden_layers=4, tie_word_embeddings=is_tied)
+    file = convert_model(plain, ["Q4_K", "Q6_K", "Q8_0"]).save(tmp_path / "model.gguf")
+    filled, resident, mapped = dict[int, Tensor](), list[int](), list[int]()
+    fill, pack = GgufMatrix.fill_weight, PackedLinears._pack_gguf
+
+    def note_fill(self: GgufMatrix, out: Tensor, *stored: Tensor, **given: Any) -> None:
+        mapped.append(count_mapped_bytes(file))
+        fill(self, out, *stored, **given)
+        filled[out.data_ptr()] = out
+        resident.append(sum(map(count_resident_bytes, filled.values())))
+
+    def note_pack(*given: Any) -> None:
+        mapped.append(count_mapped_bytes(file))
+        pack(*given)
+
+    monkeypatch.setattr(GgufMatrix, "fill_weight", note_fill)
+    monkeypatch.setattr(PackedLinears, "_pack_gguf", note_pack)
+    model = open_model(EngineSettings(model=str(file), pool_mb=64, dtype="bfloat16"))
+    assert model.weight_form == "gguf"
+    assert len(filled) == 4 * 7 + (1 if is_tied else 2)
+    assert max(resident) <= max(one.nbytes for one in filled.values())
+    assert not any(map(count_resident_bytes, filled.values()))
+    # Not at each time: parts of one group are read one after the other.
+    assert statistics.median(mapped) <= file.stat().st_size / 8
+    assert isinstance(model.module.model.embed_tokens, PackedEmbedding)
+
+
+@needs_kernels
+def test_values_that_are_not_finite_are_found_where_blocks_stay_in_the_file(plain: Path, content: GgufContent) -> None:
+    content.tensors["blk.0.ffn_up.weight"] = ("Q8_0", [512, 256], b"\x00\x7c" * 69632)
+    file = content.save(plain.parent / "model.gguf")
+    with pytest.raises(ModelLoadError, match=r"up_proj.weight cannot be unpacked: .*not finite"):
+        open_model(EngineSettings(model=str(file), pool_mb=64))
 
 
 @needs_kernels

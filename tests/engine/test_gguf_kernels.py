@@ -32,7 +32,7 @@ MAX_ERROR = {F32: 2e-6, BF16: 5e-3}
 def make_matrix(kind: str, outputs: int, inputs: int, seed: int = 0, rotary_heads: int = 0) -> GgufMatrix:
     content = make_blocks(kind, outputs * inputs // BLOCKS[kind][0], np.random.default_rng(seed))
     tensor = GgufTensor(kind, [outputs, inputs], 0, len(content))
-    return GgufMatrix(GgufSlice(torch.frombuffer(bytearray(content), dtype=torch.uint8), tensor), rotary_heads)
+    return GgufMatrix(GgufSlice(torch.frombuffer(bytearray(content), dtype=torch.uint8), tensor), kind, rotary_heads)
 
 
 def read_values(matrix: GgufMatrix) -> Tensor:

@@ -22,7 +22,14 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.norm import NativeNorm
-from penstock.engine.kernels.packed import GROUP_INPUTS, Activation, PackedEmbedding, PackedLinears, WeightForm
+from penstock.engine.kernels.packed import (
+    GROUP_INPUTS,
+    INT4_GROUPS,
+    Activation,
+    PackedEmbedding,
+    PackedLinears,
+    WeightForm,
+)
 from penstock.engine.loading import load_model
 from penstock.errors import SettingsError
 
@@ -65,9 +72,10 @@ def make_linear(
 
 
 def pack(
-    native: Library, linears: list[nn.Linear], form: WeightForm = STORED, activation: Activation = Activation.NONE
-) -> PackedLinears:
-    packed = PackedLinears(native, linears, lambda weight: None, activation, form)
+    native: Library, linears: list[nn.Linear], form: WeightForm = STORED, activation: Activation = Activation.NONE,
+    size: int = GROUP_INPUTS,
+) -> PackedLinears:  # fmt: skip
+    packed = PackedLinears(native, linears, lambda weight: None, activation, form, group_size=size)
     assert packed.form == form
     return packed
 
@@ -82,11 +90,11 @@ def quantize(weight: Floats, form: WeightForm) -> tuple[Floats, Floats]:
     return np.clip(np.rint(weight * inverse[:, None]), low, high), scale
 
 
-def groups_of(inputs: int) -> list[slice]:
-    return [slice(first, min(first + GROUP_INPUTS, inputs)) for first in range(0, inputs, GROUP_INPUTS)]
+def groups_of(inputs: int, size: int = GROUP_INPUTS) -> list[slice]:
+    return [slice(first, min(first + size, inputs)) for first in range(0, inputs, size)]
 
 
-def compute(x: Tensor, linear: nn.Linear, form: WeightForm) -> Tensor:
+def compute(x: Tensor, linear: nn.Linear, form: WeightForm, size: int = GROUP_INPUTS) -> Tensor:
     """What a layer gives: in float64, or by exact sums of integers, scaled and added group by group in float32."""
     if form == STORED:
         bias = 0 if linear.bias is None else linear.bias.double()
@@ -98,9 +106,12 @@ def compute(x: Tensor, linear: nn.Linear, form: WeightForm) -> Tensor:
         top = np.abs(rows[:, group]).max(1)
         inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top != 0)
         inputs, input_scale = np.rint(rows[:, group] * inverse[:, None]), top / np.float32(127)
-        codes, scale = (whole[:, group], None) if form == INT8 else quantize(weight[:, group], form)
-        part = (inputs.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32) * input_scale[:, None]
-        sums += part if scale is None else part * scale
+        for own in groups_of(inputs.shape[1], size):
+            at = slice(group.start + own.start, group.start + own.stop)
+            codes, scale = (whole[:, at], None) if form == INT8 else quantize(weight[:, at], form)
+            part = (inputs[:, own].astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+            part *= input_scale[:, None]
+            sums += part if scale is None else part * scale
     return torch.from_numpy(sums * whole_scale if form == INT8 else sums)
 
 
@@ -140,6 +151,22 @@ def test_a_group_of_linear_layers_gives_what_each_gives(
     x[:, 5] *= 40 if form in INTEGERS else 1
     for out, linear in zip(pack(native_or_emulated, linears, form)(x), linears, strict=True):
         compare(out, compute(x, linear, form), form)
+
+
+@pytest.mark.parametrize(("dtype", "rows", "inputs"), [*((F32, *shape) for shape in SHAPES), (BF16, 9, 384)])
+@pytest.mark.parametrize("size", INT4_GROUPS[:-1])
+def test_in_4_bits_smaller_groups_have_scales_of_their_own(
+    native: Library, size: int, dtype: torch.dtype, rows: int, inputs: int
+) -> None:
+    torch.manual_seed(rows)
+    linears = [make_linear(n, inputs, dtype, INT4) for n in (96, 70, 32)]
+    x = torch.randn(rows, inputs).to(dtype)
+    x[:, 5] *= 40
+    group = pack(native, linears, INT4, size=size)
+    for out, linear in zip(group(x), linears, strict=True):
+        compare(out, compute(x, linear, INT4, size), INT4)
+    again = PackedLinears.restore(native, *group.describe())
+    assert all(torch.equal(*pair) for pair in zip(group(x), again(x), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,20 +246,21 @@ def test_embeddings_are_what_the_packed_weights_stand_for(
 
 
 @pytest.mark.parametrize(
-    ("form", "low", "high", "dtype"),  # bfloat16 has fewer bits than the integers of INT8
-    [(INT4, -8, 7, F32), (INT4, -8, 7, BF16), (INT4, -5, 6, F32), (INT4, -5, 6, BF16), (INT8, -128, 99, F32)],
-)
+    ("form", "low", "high", "dtype", "size"),  # bfloat16 has fewer bits than the integers of INT8
+    [*((INT4, low, high, dtype, size) for low, high in ((-8, 7), (-5, 6)) for dtype in DTYPES for size in INT4_GROUPS),
+     (INT8, -128, 99, F32, 300)],
+)  # fmt: skip
 def test_weights_that_were_integers_keep_them(
-    native: Library, form: WeightForm, low: int, high: int, dtype: torch.dtype
+    native: Library, form: WeightForm, low: int, high: int, dtype: torch.dtype, size: int
 ) -> None:
     chance = np.random.default_rng(5)
     codes = chance.integers(low, high, (77, 300), endpoint=True).astype(np.float32)
-    codes[:, [0, 128, 256]] = low
-    scales = chance.random((77, 1 if form == INT8 else 3), np.float32) + np.float32(0.1)
-    scales = scales.repeat(300 if form == INT8 else GROUP_INPUTS, 1)[:, :300]
+    codes[:, ::size] = low
+    scales = (chance.random((77, -(-300 // size)), np.float32) + np.float32(0.1)).repeat(size, 1)[:, :300]
     linear = nn.Linear(300, 77, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.from_numpy(codes * scales))
-    found = PackedEmbedding(native, pack(native, [linear.to(dtype)], form))(torch.arange(77)).float().numpy()
+    packed = pack(native, [linear.to(dtype)], form, size=size if form == INT4 else GROUP_INPUTS)
+    found = PackedEmbedding(native, packed)(torch.arange(77)).float().numpy()
     assert np.allclose(found, codes * scales, rtol=1e-6 if dtype == F32 else 2**-7, atol=0)
 
 

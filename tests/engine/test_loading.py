@@ -18,7 +18,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
 from penstock.engine.limits import max_length
-from penstock.engine.loading import load_model
+from penstock.engine.loading import load_model, open_model
 from penstock.engine.memory import count_available_bytes, count_total_bytes
 from penstock.engine.model import LoadedModel
 from penstock.engine.weights import MappedWeights
@@ -51,6 +51,23 @@ def _refused(directory: Path, message: str, **given: object) -> None:
 def _configure(directory: Path, **changes: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# Values
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["embed_tokens", "norm", "layers.0.input_layernorm", "layers.1.self_attn.k_proj", "layers.1.mlp.down_proj"],
+)
+def test_weights_that_are_no_numbers_are_found_before_anything_is_served(copy: Path, name: str, value: float) -> None:
+    """The proof finds them where they count in each token; in one word's embedding they fail that word's requests."""
+    tensors = load_file(copy / WEIGHTS)
+    tensors[f"model.{name}.weight"].view(-1)[::7] = value
+    save_file(tensors, copy / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"gives other logits on this engine|not finite"):
+        open_model(EngineSettings(model=str(copy), pool_mb=1))
 
 
 # Memory and progress

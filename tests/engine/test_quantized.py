@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine import quantized
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.compare import measure_error
 from penstock.engine.engine import Engine
 from penstock.engine.experts import NativeExperts
 from penstock.engine.kernels.library import load_library
+from penstock.engine.kernels.packed import PackedEmbedding
+from penstock.engine.layer import NativeLayer
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.errors import ModelLoadError
-from tests.engine.helpers import run_sequences, save_model, sequence
+from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence
 from tests.engine.quantized_checkpoints import (
     Writer,
     Written,
@@ -277,6 +281,66 @@ def test_settings_and_arithmetic_are_part_of_the_fingerprint(
     monkeypatch.setattr("penstock.engine.loading.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
     prints.add(load_model(_settings(tmp_path / "gptq")).fingerprint)
     assert len(prints) == 3
+
+
+# Their numbers in 4 bits
+
+
+def _write_in_groups(method: str, size: int, source: Path, directory: Path) -> dict[str, Tensor]:
+    """Write a checkpoint with 4 bits in groups of so many inputs, and return the plain weights."""
+    forms: dict[str, tuple[dict[str, Any], Writer]] = {
+        "gptq": (_gptq(4, size, "gptq", sym=True), write_gptq(4, size, symmetric=True, stored_less=True)),
+        "compressed-tensors": (
+            _compressed("pack-quantized", "group", num_bits=4, group_size=size), write_packed(4, size)
+        ),
+        "awq": ({**_AWQ, "group_size": size}, partial(write_awq, size=size)),
+    }  # fmt: skip
+    return write_checkpoint(source, directory, *forms[method])
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama with groups of several sizes, and matrices that are large enough for 4 bits."""
+    config = transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return save_model(tmp_path_factory.mktemp("wide"), config)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("method", "size", "used"),
+    [("gptq", 32, 32), ("gptq", 64, 64), ("gptq", 128, 128), ("compressed-tensors", 32, 32), ("gptq", 192, 64),
+     ("compressed-tensors", 64, 64), ("gptq", -1, 128), ("awq", 32, 32), ("awq", 64, 64), ("awq", 128, 128)],
+)  # fmt: skip
+def test_in_4_bits_the_groups_of_a_checkpoint_stay(
+    method: str, size: int, used: int, wide_dir: Path, tmp_path: Path
+) -> None:
+    """So do its numbers, where they have no zero points: AWQ's are rounded anew, in its groups."""
+    plain = _write_in_groups(method, size, wide_dir, tmp_path / "model")
+    model = accelerate_model(load_model(_settings(tmp_path / "model")), "int4")
+    layer, native = model.module.model.layers[0], load_library()
+    assert isinstance(layer, NativeLayer)
+    assert native is not None
+    for group, name in ((layer.groups[1], "self_attn.o_proj"), (layer.groups[3], "mlp.down_proj")):
+        assert group.group_size == used
+        found, right = PackedEmbedding(native, group)(torch.arange(128)), plain[f"model.layers.0.{name}.weight"]
+        if method == "awq":
+            assert measure_error(found, right) < 0.12
+        else:
+            assert torch.allclose(found, right, rtol=1e-6, atol=1e-9)
+    assert run_sequences(Engine(model, _settings(Path())), [sequence(PROMPT, 8)])
+
+
+@needs_kernels
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors", "awq"])
+def test_in_4_bits_groups_that_the_kernels_have_not_are_refused(method: str, wide_dir: Path, tmp_path: Path) -> None:
+    _write_in_groups(method, 48, wide_dir, tmp_path / "model")
+    model = load_model(_settings(tmp_path / "model"))
+    with pytest.raises(ModelLoadError, match="groups of 48 inputs, and PENSTOCK_ENGINE_WEIGHTS=int4 has multiples of"):
+        accelerate_model(model, "int4")
+    assert accelerate_model(model, "int8").weight_form == "int8"
 
 
 # What is not known is refused

@@ -14,12 +14,13 @@ from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import forms
 from penstock.engine.kernels.forms import WeightPacker, read_cache_bytes
-from penstock.engine.kernels.library import load_library
+from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
 from penstock.engine.kernels.step import NativeParts
 from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
+from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
 from tests.engine.helpers import needs_kernels, run_sequences, sequence
@@ -107,6 +108,13 @@ def test_without_kernels_integers_are_refused(monkeypatch: pytest.MonkeyPatch) -
         accelerate_model(load_model(make_settings("int8")), "int8")
 
 
+def make_packer(native: Library, num_bytes: int) -> WeightPacker:
+    """What packs a model whose weights take so many bytes."""
+    stored = MappedWeights([])
+    stored.num_bytes = num_bytes
+    return WeightPacker(native, "auto", torch.bfloat16, 1000, stored)
+
+
 @pytest.mark.parametrize(("is_faster", "form"), [(True, WeightForm.COMPRESSED), (False, WeightForm.STORED)])
 def test_large_models_have_the_faster_form(monkeypatch: pytest.MonkeyPatch, is_faster: bool, form: WeightForm) -> None:
     native, probes = load_library(), []
@@ -117,19 +125,19 @@ def test_large_models_have_the_faster_form(monkeypatch: pytest.MonkeyPatch, is_f
         return is_faster
 
     monkeypatch.setattr(forms.WeightPacker, "_is_faster", probe)
-    packer = WeightPacker(native, "auto", torch.bfloat16, 10 * read_cache_bytes(), 1000)
+    packer = make_packer(native, 10 * read_cache_bytes())
     linears = [nn.Linear(64, 96, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in range(3)]
     packed = [packer.pack_linears([linear], lambda weight: None) for linear in linears]
     assert [one.form for one in packed] == [form] * 3
     assert probes == [(WeightForm.COMPRESSED, WeightForm.STORED)]
-    small = WeightPacker(native, "auto", torch.bfloat16, 1000, 1000)
+    small = make_packer(native, 1000)
     assert small.pack_linears(linears[:1], lambda weight: None).form == WeightForm.STORED
 
 
 def test_the_probe_reads_both_forms_from_memory() -> None:
     native = load_library()
     assert native is not None
-    packer = WeightPacker(native, "auto", torch.bfloat16, 10 * read_cache_bytes(), 1000)
+    packer = make_packer(native, 10 * read_cache_bytes())
     linear = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     form = packer.pack_linears([linear], lambda weight: None).form
     assert form in (WeightForm.COMPRESSED, WeightForm.STORED)

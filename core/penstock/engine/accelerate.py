@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from penstock.engine.experts import (
     pack_experts,
     pack_router,
 )
-from penstock.engine.gguf_weights import GgufMatrix
 from penstock.engine.kernels.forms import GGUF, QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
@@ -63,7 +61,6 @@ from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.engine.trial import compute_tokens, draw_tokens, make_trial_sequence
-from penstock.engine.weights import PackedTensor
 from penstock.errors import ModelLoadError
 
 NUM_PROBE_TOKENS = 6
@@ -133,8 +130,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     if is_quantized and not replacer.packer.num_quantized:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
     is_from_gguf = replacer.packer.num_from_gguf > 0
-    if is_from_gguf:
-        model.weights.drop_pages()
+    model.weights.read_to_stay(*model.module.modules())
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
     parts = NativeParts(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
@@ -280,8 +276,8 @@ class _Replacer:
 
     def __init__(self, model: LoadedModel, native: Library, record: _ForwardRecord, weights: str) -> None:
         self._model, self._native, self._record = model, native, record
-        matrices = _find_matrices(model)
-        self.packer = WeightPacker(native, weights, model.dtype, model.weights.num_bytes, model.vocab_size, matrices)
+        matrices = model.weights.find_matrices(model.module)
+        self.packer = WeightPacker(native, weights, model.dtype, model.vocab_size, model.weights, matrices)
         self._release: Release = model.weights.drop_tensor_pages
         self._root: nn.Module = model.module
         self._storage, self._tolerance = _make_storage(model), find_tolerance(model.dtype).part
@@ -305,6 +301,7 @@ class _Replacer:
                     self._root.set_submodule(name, norm)
         for names in self._record.inputs.values():
             self._replace_linears(names)
+        self._replace_embeddings()
         self._replace_latent_heads()
 
     def build_native_model(self) -> NativeModel | None:
@@ -475,6 +472,14 @@ class _Replacer:
         if tied:
             self._root.set_submodule(tied, PackedEmbedding(self._native, group))
 
+    def _replace_embeddings(self) -> None:
+        """Pack embeddings of their own that are in a GGUF file, so that they take what they take there."""
+        for name, part in list(self._root.named_modules()):
+            if type(part) is nn.Embedding and part.max_norm is None:
+                group = self.packer.pack_matrix(part)
+                if group is not None:
+                    self._root.set_submodule(name, PackedEmbedding(self._native, group))
+
     def _replace_latent_heads(self) -> None:
         """Pack the linear layers of latent attention, which have an input each: no token of the record reached them."""
         parts = [part for part in self._root.modules() if isinstance(part, LatentHeads)]
@@ -500,19 +505,6 @@ class _Replacer:
             if part is not linear and isinstance(weight, Tensor) and weight.data_ptr() == address:
                 return name if type(part) is nn.Embedding and part.max_norm is None else ""
         return None
-
-
-def _find_matrices(model: LoadedModel) -> WeakKeyDictionary[nn.Module, GgufMatrix]:
-    """Return by linear layer what its weight is in a GGUF file."""
-    tensors, found, by_address = model.weights.tensors, WeakKeyDictionary[nn.Module, GgufMatrix](), {}
-    for name, weight in model.module.named_parameters():
-        stored = tensors.get(name)
-        if isinstance(stored, PackedTensor) and stored.matrix is not None:
-            by_address[weight.data_ptr()] = stored.matrix
-    for part in model.module.modules():
-        if isinstance(part, nn.Linear) and part.weight.data_ptr() in by_address:
-            found[part] = by_address[part.weight.data_ptr()]
-    return found
 
 
 def _input_of(call: _ModuleCall) -> Tensor:

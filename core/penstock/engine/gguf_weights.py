@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS, GgufTensor, read_gguf_header
+from penstock.errors import ModelLoadError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 2**18  # numbers that are unpacked at a time: few enough to stay in the processor's cache
@@ -56,6 +57,8 @@ class GgufMatrix:
     """A matrix [rows, columns] in a mapped file."""
 
     part: GgufSlice
+    name: str = ""
+    """What it is called in messages."""
     rotary_heads: int = 0
     """The rows of each of so many heads are in another order: their two halves lie pair by pair."""
 
@@ -83,16 +86,20 @@ class GgufMatrix:
         is_slice = int(places[-1]) == first + len(places) - 1 and not self.rotary_heads
         return stored[first : first + len(places)] if is_slice else stored[places]
 
-    def fill_weight(self, out: Tensor, _stored: Tensor) -> None:
-        """Fill a weight with the values, some rows at a time. Raises `ValueError` if they are not finite numbers."""
-        rows, columns = out.shape
-        places, num_threads = self.find_rows(), torch.get_num_threads()
+    def fill_weight(self, out: Tensor, *_stored: Tensor, rows: Tensor | None = None) -> None:
+        """Fill a weight, or some of its rows, with the values. Raises `ModelLoadError` if one is not finite."""
+        columns, num_threads = out.shape[1], torch.get_num_threads()
+        step = max(1, _CHUNK // columns)
         # Operators this short are slower on several threads, and far slower where others use the cores too.
         torch.set_num_threads(1)
         try:
-            for first in range(0, rows, max(1, _CHUNK // columns)):
-                some = slice(first, first + max(1, _CHUNK // columns))
-                out[some] = _read_rows(self.read_rows(places[some]), self.kind, columns, out.dtype)
+            places = self.find_rows() if rows is None else self.find_rows()[rows]
+            for first in range(0, len(places), step):
+                some = slice(first, first + step)
+                chosen = some if rows is None else rows[some]
+                out[chosen] = _read_rows(self.read_rows(places[some]), self.kind, columns, out.dtype)
+        except ValueError as error:
+            raise ModelLoadError(f"{self.name} cannot be unpacked: {error}") from error
         finally:
             torch.set_num_threads(num_threads)
 

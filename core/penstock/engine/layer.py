@@ -104,7 +104,7 @@ def _child_names(module: nn.Module) -> set[str]:
 class PagedLayers:
     """Native layers, each by its attention and weights, computed one after the other in one call."""
 
-    def __init__(self, layers: Sequence[tuple[AttentionParams, library.LayerArgs]]) -> None:
+    def __init__(self, layers: Sequence[tuple[AttentionParams, ctypes.Structure]]) -> None:
         self.layers = layers
         self._args = (library.PagedLayer * len(layers))()
         self._storage: weakref.ref[KVStorage] | None = None
@@ -309,7 +309,7 @@ class NativeModel(nn.Module):
         logits: Tensor = self._head(self._norm(x[0, kept]))
         return logits
 
-    def _describe_model(self) -> library.NativeModelArgs | None:
+    def _describe_model(self) -> ctypes.Structure | None:
         """Return what is the same in every step of a model without mixtures; None for any other."""
         norm, head, embed = self._norm, self._head, self._embed
         group: Any = getattr(head, "group", None)
@@ -331,7 +331,7 @@ class NativeModel(nn.Module):
 
     def _compute_model(
         self,
-        args: library.NativeModelArgs,
+        args: ctypes.Structure,
         step: NativeStep,
         addresses: tuple[int, int, int],
         num_kept: int,

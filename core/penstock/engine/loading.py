@@ -32,7 +32,7 @@ from penstock.engine.dtype import PARTLY_NATIVE, ChosenDtype, choose_dtype
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
-from penstock.engine.kernels.forms import GGUF, QUANTIZED
+from penstock.engine.kernels.forms import GGUF, QUANTIZED, can_use_blocks
 from penstock.engine.kernels.library import TORCH, load_library
 from penstock.engine.kernels.products import choose_products, find_slow_products, list_products
 from penstock.engine.load_cache import LoadCache
@@ -177,7 +177,9 @@ def load_model(settings: EngineSettings, progress: Progress | None = None) -> Lo
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
     with as_load_errors(settings.model):
         phases = Phases()
-        return _load_checkpoint(_read_description(settings, progress or _ignore_progress, phases), phases)
+        return _load_checkpoint(
+            _read_description(settings, progress or _ignore_progress, phases), phases, is_whole=True
+        )
 
 
 class Phases:
@@ -309,12 +311,17 @@ def _select_isa(isa: str) -> None:
         raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa} needs the native kernels, which were not built: set `auto`")
 
 
-def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
-    """Load the model's own weights."""
-    report, skeleton = found.report, found.skeleton
-    check_memory(count_bytes(skeleton), found.settings.pool_mb, found.device)
+def _load_checkpoint(found: _Description, phases: Phases, *, is_whole: bool = False) -> LoadedModel:
+    """Load the model's own weights.
+
+    A GGUF file's matrices that the kernels will compute with stay in the file until then, unless `is_whole`.
+    """
+    report, skeleton, native = found.report, found.skeleton, load_library()
     weights = MappedWeights(found.files)
     unpack_weights(weights, found.quantization, found.dtype)
+    may_pack = native is not None and can_pack(found.device, found.dtype) and not is_whole
+    weights.keeps_blocks = may_pack and native is not None and can_use_blocks(native, found.settings.weights)
+    check_memory(count_bytes(skeleton, weights), found.settings.pool_mb, found.device)
     check_weight_sizes(skeleton, weights)
     with phases.measure("hashes"):
         hashes = found.hash_files()
@@ -328,6 +335,7 @@ def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
                 found.settings.model,
             )
         weights.drop_pages()
+        weights.read_when_used(module)  # the layout does not depend on values
     return found.build_model(
         module, layout, hashes,
         vocab_size=module.get_input_embeddings().num_embeddings,

@@ -14,7 +14,7 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.storage import BlockLayout, KVStorage
 from penstock.engine.weights import MappedWeights
 
-QUANTIZATION_VERSION = 3
+QUANTIZATION_VERSION = 4
 """Counts the changes of what a weight or an input becomes in 8 or 4 bits; part of the fingerprint."""
 
 

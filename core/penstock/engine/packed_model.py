@@ -157,9 +157,9 @@ def _describe_module(
             }  # fmt: skip
         case NativeNorm():
             found = {"kind": "norm", **_describe_norm(f"{name} norm", part, writer)}
-        case PackedLinear(group=PackedLinears() as group):
+        case PackedLinear():
             firsts[id(part)] = name
-            found = {"kind": "linear", "group": add_group(group)}
+            found = {"kind": "linear", "group": add_group(part.group)}
         case PackedFollower():
             found = {"kind": "follower", "first": firsts[id(part.first)], "index": part.index}
         case PackedEmbedding():

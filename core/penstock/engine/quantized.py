@@ -1,7 +1,8 @@
 """Published quantised checkpoints: each weight is unpacked, when it is read, to the plain one that the model has.
 
-    quantization_config ─▶ a known format? ─▶ stored tensors: complete, of the right shapes? ─▶ when read: unpack
+    quantization_config ─▶ a format of the table? ─▶ stored tensors: complete, of the right shapes? ─▶ when read: unpack
 
+`_FORMATS` at the end is the table: who takes a format's tensors, what it may say of itself, what its names end with.
 Every format stores whole numbers or small floats in a grid of groups, and a scale for each group; some also the number
 that stands for zero. A weight is (number - zero) * scale, computed in float32 and rounded once to the dtype in which
 the engine runs. Only weights are unpacked: activations and the KV cache are never quantised here, so scales that a
@@ -14,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from torch import Tensor
 from penstock.engine.gguf_file import FLOAT_KINDS
 from penstock.engine.gguf_model import rename_tensor
 from penstock.engine.gguf_weights import GgufMatrix
-from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.weights import MappedWeights, PackedTensor
 from penstock.errors import ModelLoadError
 
@@ -31,6 +31,8 @@ UNPACKING_VERSION = 1
 
 Settings = dict[str, Any]
 """The `quantization_config` of a config.json, or a part of it."""
+Options = dict[str, tuple[object, ...]]
+"""By option of a `quantization_config`: the values that are known."""
 ReadRows = Callable[[slice], Tensor]
 """Returns the stored numbers of some rows of a weight: [rows, columns]."""
 
@@ -94,8 +96,12 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
             if name.endswith(_PACKED_NAMES) or part.get_dtype().startswith("F8_"):
                 raise ModelLoadError(f"its weights are quantised ({name}), but config.json has no quantization_config")
         return
-    stored = _Stored(weights.tensors, dtype)
-    _FORMATS[settings["quant_method"]](stored, settings)
+    stored, form = _Stored(weights.tensors, dtype), _FORMATS[settings["quant_method"]]
+    for option, known in form.options.items():
+        _expect_option(settings, option, *known)
+    form.take_weights(stored, settings)
+    stored.refuse_left(*form.endings)
+    weights.group_sizes = stored.group_sizes
     for name, part in stored.left.items():
         if name.endswith(".pre_quant_scale"):
             raise _make_refusal("inputs that are scaled", name, "no pre_quant_scale")
@@ -105,12 +111,9 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
     if stored.num_left_out:
         log.info("%d scales of activations and of a KV cache are left out", stored.num_left_out)
     log.info(
-        "%d of %d tensors are quantised (%s) and unpacked to %s",
-        len(stored.unpacked),
-        len(stored.unpacked) + len(stored.left),
-        settings["quant_method"],
-        str(dtype).removeprefix("torch."),
-    )
+        "%d of %d tensors are quantised (%s) and unpacked to %s", len(stored.unpacked),
+        len(stored.unpacked) + len(stored.left), settings["quant_method"], str(dtype).removeprefix("torch."),
+    )  # fmt: skip
     weights.set_tensors({**stored.left, **stored.unpacked})
 
 
@@ -124,6 +127,8 @@ class _Stored:
         """Number of tensors that are for activations or a KV cache."""
         self.unpacked: dict[str, PackedTensor] = {}
         """By the names that the weights have in the plain model."""
+        self.group_sizes: set[int] = set()
+        """How many inputs have one scale, of integers of 4 bits where that is not all inputs."""
         self.dtype = dtype
 
     def find_modules(self, ending: str) -> list[str]:
@@ -134,13 +139,15 @@ class _Stored:
         """Return the names of all tensors of these types of safetensors."""
         return [name for name, part in self.left.items() if part.get_dtype() in kinds]
 
-    def take_tensor(self, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any:
-        """Return the slice of a tensor, which is then no longer left.
+    def take_tensor(self, name: str, kinds: Iterable[str], *shapes: list[int], is_needed: bool = True) -> Any:
+        """Return the slice of a tensor, which is then no longer left; None if it is neither there nor needed.
 
         Raises `ModelLoadError` if it is missing, is of no such type, or has none of the shapes where some are given.
         """
         part = self.left.pop(name, None)
         if part is None:
+            if not is_needed:
+                return None
             raise ModelLoadError(f"{name} is missing in the weights")
         if part.get_dtype() not in kinds:
             raise ModelLoadError(f"{name} is of type {part.get_dtype()} in the weights, not {' or '.join(kinds)}")
@@ -149,18 +156,12 @@ class _Stored:
             raise ModelLoadError(f"{name} is {part.get_shape()} in the weights, and {expected} by config.json")
         return part
 
-    def take_tensor_if(self, is_needed: bool, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any | None:
-        """Return what `take_tensor` does, or None for a tensor that is neither needed nor there."""
-        return self.take_tensor(name, kinds, *shapes) if is_needed or name in self.left else None
-
-    def find_matrix_shape(self, name: str) -> tuple[int, int]:
-        """Return the numbers of rows and columns of a tensor. Raises `ModelLoadError` if there is no such matrix."""
-        if name not in self.left:
-            raise ModelLoadError(f"{name} is missing in the weights")
-        shape = self.left[name].get_shape()
-        if len(shape) != 2:
+    def take_matrix(self, name: str, kinds: Iterable[str]) -> tuple[Any, int, int]:
+        """Return the slice of a matrix, and its rows and columns. Raises `ModelLoadError` if there is none."""
+        part = self.take_tensor(name, kinds)
+        if len(shape := part.get_shape()) != 2:
             raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
-        return shape[0], shape[1]
+        return part, shape[0], shape[1]
 
     def has_type(self, name: str, kind: str) -> bool:
         """Return whether there is a tensor of this name and type."""
@@ -175,22 +176,19 @@ class _Stored:
         A part that the checkpoint does not have is None, here and there. `matrix` is what it is stored as in GGUF.
         """
 
-        def unpack_parts(*tensors: Tensor) -> Tensor:
+        def fill(out: Tensor, *tensors: Tensor) -> None:
             given = iter(tensors)
-            # A mapping of its own goes back to the system when the kernels have packed the weight in their order.
-            out = map_zeros(math.prod(shape), self.dtype).view(shape)
             try:
                 fill_weight(out, *(None if part is None else next(given) for part in parts))
             except ValueError as error:
                 raise ModelLoadError(f"{name} cannot be unpacked: {error}") from error
-            return out
 
         if min(shape) < 1:
             raise ModelLoadError(f"{name} has no values: {shape}")
         if name in self.left or name in self.unpacked:
             raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
         given = tuple(part for part in parts if part is not None)
-        self.unpacked[name] = PackedTensor(given, shape, unpack_parts, matrix)
+        self.unpacked[name] = PackedTensor(given, shape, self.dtype, fill, matrix)
 
     def refuse_left(self, *endings: str) -> None:
         """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""
@@ -199,11 +197,11 @@ class _Stored:
                 raise ModelLoadError(f"{name} is in the weights without the tensors that belong to it")
 
 
-# Formats. Each takes what it knows, and raises `ModelLoadError` for the rest.
+# How weights are stored. Each function takes the tensors of some, and raises `ModelLoadError` for what is not known.
 
 
-def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
-    """compressed-tensors: whole numbers packed into words or stored as bytes, FP8, or NVFP4."""
+def _take_compressed(stored: _Stored, settings: Settings) -> None:
+    """compressed-tensors: whole numbers packed into words or stored as bytes, FP8, or NVFP4, by groups of modules."""
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise _make_refusal("transform_config", repr(settings["transform_config"]), "no transform_config")
     _expect_option(settings.get("sparsity_config") or {}, "format", None, "dense")
@@ -213,16 +211,14 @@ def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
     schemes = [_check_scheme(name, group, settings) for name, group in groups.items()]
     for module in stored.find_modules(".weight_packed"):
         if stored.has_type(f"{module}.weight_packed", "U8"):
-            _find_scheme(module, schemes, "nvfp4-pack-quantized")
+            _find_scheme(module, schemes, _NVFP4_FORMAT)
             _take_nvfp4(stored, module, "weight_packed", "weight_global_scale", is_divisor=True)
         else:
-            _take_packed(stored, module, _find_scheme(module, schemes, "pack-quantized"))
+            _take_scheme(stored, module, _find_scheme(module, schemes, "pack-quantized"))
     for name in stored.find_of_type(("I8", *_FP8)):
         if name.endswith(".weight"):
             module = name.removesuffix(".weight")
-            _take_bytes(stored, module, _find_scheme(module, schemes, "int-quantized"))
-    endings = ("packed", "scale", "zero_point", "g_idx", "shape", "global_scale")
-    stored.refuse_left(*(f".weight_{ending}" for ending in endings))
+            _take_scheme(stored, module, _find_scheme(module, schemes, "int-quantized"))
 
 
 def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
@@ -231,69 +227,75 @@ def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
     if not isinstance(weights, dict):
         raise ModelLoadError(f"quantization_config has no weights in its group {name}")
     scheme = {**weights, "targets": group.get("targets") or [], "format": group.get("format") or settings.get("format")}
-    _expect_option(
-        scheme, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _NVFP4_FORMAT
-    )
-    if scheme["format"] == _NVFP4_FORMAT:
-        _expect_option(scheme, "num_bits", 4)
-        _expect_option(scheme, "group_size", None, _NVFP4_WIDTH)
-        return scheme
-    packed = scheme["format"] == "pack-quantized"
-    _expect_option(scheme, "num_bits", *((4, 8) if packed else (8,)))
-    _expect_option(scheme, "type", *(("int",) if packed else ("int", "float")))
+    _expect_option(scheme, "format", *_SCHEMES)
+    for option, known in _SCHEMES[scheme["format"]].items():
+        _expect_option(scheme, option, *known)
     size = scheme.get("group_size") or 0
     scheme["strategy"] = scheme.get("strategy") or ("group" if size > 0 else "channel" if size == -1 else "tensor")
-    _expect_option(scheme, "strategy", "tensor", "channel", "group", "block")
+    if scheme["format"] != _NVFP4_FORMAT:
+        _expect_option(scheme, "strategy", "tensor", "channel", "group", "block")
     return scheme
 
 
 def _find_scheme(module: str, schemes: list[Settings], kind: str) -> Settings:
-    """Return the scheme that has the module as a target: by its name if there is one, else by its class."""
+    """Return the scheme that has the module as a target: by its name if there is one, else by its class.
+
+    Its tensors are stored as those of the format `kind`: all formats of bytes are like each other.
+    """
     named = [s for s in schemes if any(_is_target(module, target) for target in s["targets"])]
     by_class = [s for s in schemes if any(target[:1].isupper() for target in s["targets"])]
-    fitting = [s for s in named or by_class if _is_stored_as(s["format"], kind)]
+    kinds = (kind,) if kind.endswith("pack-quantized") else _SCHEMES.keys() - {"pack-quantized", _NVFP4_FORMAT}
+    fitting = [s for s in named or by_class if s["format"] in kinds]
     if len(fitting) != 1:
         raise ModelLoadError(f"{module} is in {len(fitting)} groups of quantization_config, not in one")
     return fitting[0]
-
-
-def _is_stored_as(form: str, kind: str) -> bool:
-    """Return whether tensors of a format are stored as those of another: all formats of bytes are like each other."""
-    return form == kind if kind.endswith("pack-quantized") else not form.endswith("pack-quantized")
 
 
 def _is_target(module: str, target: str) -> bool:
     return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
 
 
-def _take_packed(stored: _Stored, module: str, scheme: Settings) -> None:
-    """Take a weight of 4 or 8 bits in words of 32: [rows, columns * bits / 32], in rows of whole words."""
-    bits = scheme["num_bits"]
-    rows, columns = _read_shape(stored, f"{module}.weight_shape")
-    words = stored.take_tensor(f"{module}.weight_packed", ("I32",), [rows, math.ceil(columns * bits / 32)])
-    scales, grid, width = _take_scales(stored, f"{module}.weight_scale", rows, columns, scheme)
+def _take_scheme(stored: _Stored, module: str, scheme: Settings) -> None:
+    """Take a weight of one number in a byte, or of 4 or 8 bits in words: [rows, columns * bits / 32]."""
+    name, is_packed = f"{module}.weight", scheme["format"] == "pack-quantized"
+    bits: int = scheme["num_bits"]
     half = 1 << (bits - 1)
-    packed = stored.has_type(f"{module}.weight_zero_point", "I32")  # older writers stored them as bytes
-    zero_shapes = [[math.ceil(grid[0] * bits / 32), grid[1]]] if packed else _list_shapes(grid)
-    is_needed = scheme.get("symmetric") is False
-    zeros = stored.take_tensor_if(is_needed, f"{module}.weight_zero_point", ("I32", "I8"), *zero_shapes)
-    is_needed = scheme.get("actorder") in ("group", "dynamic")
-    order = stored.take_tensor_if(is_needed, f"{module}.weight_g_idx", ("I32", "I64"), [columns])
+    if is_packed:
+        rows, columns = _read_shape(stored, f"{name}_shape")
+        numbers = stored.take_tensor(f"{name}_packed", ("I32",), [rows, math.ceil(columns * bits / 32)])
+    else:
+        numbers, rows, columns = stored.take_matrix(name, ("I8",) if scheme["type"] == "int" else _FP8)
+    height, width = _find_block(scheme, rows, columns)
+    if bits == 4 and width < columns:
+        stored.group_sizes.add(width)
+    grid = math.ceil(rows / height), math.ceil(columns / width)
+    scales = stored.take_tensor(f"{name}_scale", _FLOATS, *_list_shapes(grid))
+    has_words = is_packed and stored.has_type(f"{name}_zero_point", "I32")  # older writers stored zeros as bytes
+    zeros = stored.take_tensor(
+        f"{name}_zero_point", ("I32",) if has_words else ("I8", *_FP8),
+        *([[math.ceil(grid[0] * bits / 32), grid[1]]] if has_words else _list_shapes(grid)),
+        is_needed=scheme.get("symmetric") is False,
+    )  # fmt: skip
+    order = None
+    if is_packed:
+        is_needed = scheme.get("actorder") in ("group", "dynamic")
+        order = stored.take_tensor(f"{name}_g_idx", ("I32", "I64"), [columns], is_needed=is_needed)
 
-    def fill_weight(out: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> None:
-        if zeros is not None:
-            zeros = _unpack_bits(zeros.T, bits)[:, : grid[0]].T - half if packed else zeros.reshape(grid)
+    def fill_weight(out: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> None:
+        if has_words and zeros is not None:
+            zeros = _unpack_bits(zeros.T, bits)[:, : grid[0]].T - half
         if order is not None and bool((order == -1).all()):  # so it is where columns were not reordered
             order = None
-        _fill_weight(
-            out,
-            lambda chosen: _unpack_bits(words[chosen], bits)[:, :columns] - half,
-            _spread_rows(scales.reshape(grid), rows, scheme),
-            None if zeros is None else _spread_rows(zeros, rows, scheme),
-            _group_columns(columns, width, order),
-        )
 
-    stored.add_weight(f"{module}.weight", [rows, columns], [words, scales, zeros, order], fill_weight)
+        def read_words(chosen: slice) -> Tensor:
+            return _unpack_bits(numbers[chosen], bits)[:, :columns] - half
+
+        spread = _spread_rows(scales.reshape(grid), rows, height)
+        spread_zeros = None if zeros is None else _spread_rows(zeros.reshape(grid), rows, height)
+        read_rows: ReadRows = read_words if is_packed else numbers.__getitem__
+        _fill_weight(out, read_rows, spread, spread_zeros, _group_columns(columns, width, order))
+
+    stored.add_weight(name, [rows, columns], [numbers, scales, zeros, order], fill_weight)
 
 
 def _read_shape(stored: _Stored, name: str) -> tuple[int, int]:
@@ -304,124 +306,78 @@ def _read_shape(stored: _Stored, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
-    """Take a weight whose numbers are stored as they are, one in a byte."""
-    name = f"{module}.weight"
-    kinds = ("I8",) if scheme["type"] == "int" else _FP8
-    rows, columns = stored.find_matrix_shape(name)
-    weight = stored.take_tensor(name, kinds)
-    scales, grid, width = _take_scales(stored, f"{name}_scale", rows, columns, scheme)
-    is_needed = scheme.get("symmetric") is False
-    zeros = stored.take_tensor_if(is_needed, f"{name}_zero_point", ("I8", *_FP8), *_list_shapes(grid))
-
-    def fill_weight(out: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        _fill_weight(
-            out,
-            weight.__getitem__,
-            _spread_rows(scales.reshape(grid), rows, scheme),
-            None if zeros is None else _spread_rows(zeros.reshape(grid), rows, scheme),
-            _group_columns(columns, width),
-        )
-
-    stored.add_weight(name, [rows, columns], [weight, scales, zeros], fill_weight)
+def _find_block(scheme: Settings, rows: int, columns: int) -> tuple[int, int]:
+    """Return how many rows and columns share a scale."""
+    match scheme["strategy"]:
+        case "channel":
+            return 1, columns
+        case "group":
+            return 1, _read_positive(scheme, "group_size")
+        case "block":
+            return _read_block_size(scheme, "block_structure")
+    return rows, columns
 
 
-def _take_scales(
-    stored: _Stored, name: str, rows: int, columns: int, scheme: Settings
-) -> tuple[Any, tuple[int, int], int]:
-    """Return the slice of a weight's scales, their grid by rows and columns, and how many columns share one."""
-    strategy, height, width = scheme["strategy"], rows, columns
-    if strategy == "channel":
-        height = 1
-    elif strategy == "group":
-        height, width = 1, _read_positive(scheme, "group_size")
-    elif strategy == "block":
-        height, width = _read_block_size(scheme, "block_structure")
-    grid = math.ceil(rows / height), math.ceil(columns / width)
-    return stored.take_tensor(name, _FLOATS, *_list_shapes(grid)), grid, width
-
-
-def _unpack_gptq(stored: _Stored, settings: Settings) -> None:
-    """GPTQ: words of 32 bits along the inputs, [inputs * bits / 32, outputs]; groups of inputs, in any order."""
-    _expect_option(settings, "bits", 4, 8)
-    _expect_option(settings, "checkpoint_format", None, "gptq", "gptq_v2")
-    _expect_option(settings, "format", None, "gptq", "gptq_v2")
-    _expect_option(settings, "pack_dtype", None, "int32")
-    _expect_option(settings, "is_marlin_format", None, False)
+def _take_by_inputs(stored: _Stored, settings: Settings, *, is_awq: bool) -> None:
+    """Take words of GPTQ, of several inputs each, or of AWQ, of several outputs: [inputs, outputs] both."""
     for pattern, changes in (settings.get("dynamic") or {}).items():
         if changes and not pattern.startswith("-:"):
             raise _make_refusal("other settings for some modules", f"dynamic {pattern!r}", "one setting for all")
-    is_second = "gptq_v2" in (settings.get("checkpoint_format"), settings.get("format"))
     for module in stored.find_modules(".qweight"):
-        _take_gptq(stored, module, settings, is_second=is_second)
-    stored.refuse_left(".qweight", ".qzeros", ".scales", ".g_idx")
+        _take_words(stored, module, settings, is_awq=is_awq)
 
 
-def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: bool) -> None:
-    bits = settings["bits"]
-    (words, outputs), size = stored.find_matrix_shape(f"{module}.qweight"), settings.get("group_size", -1)
-    inputs = words * 32 // bits
-    width = inputs if size == -1 else _read_positive(settings, "group_size")
+def _take_words(stored: _Stored, module: str, settings: Settings, *, is_awq: bool) -> None:
+    """Take a weight of GPTQ, whose groups may have inputs in any order, or of AWQ in its order for GEMM."""
+    bits = settings.get("bits") or 4
+    qweight, inputs, outputs = stored.take_matrix(f"{module}.qweight", ("I32",))
+    inputs, outputs = (inputs, outputs * 8) if is_awq else (inputs * 32 // bits, outputs)
+    width = settings.get("group_size", 128 if is_awq else -1)
+    width = inputs if width == -1 else _read_positive({"group_size": width}, "group_size")
+    if bits == 4 and width < inputs:
+        stored.group_sizes.add(width)
     num_groups = math.ceil(inputs / width)
-    qweight = stored.take_tensor(f"{module}.qweight", ("I32",))
-    scales = stored.take_tensor(f"{module}.scales", _FLOATS, [num_groups, outputs])
     qzeros = stored.take_tensor(f"{module}.qzeros", ("I32",), [num_groups, math.ceil(outputs * bits / 32)])
-    order = stored.take_tensor_if(bool(settings.get("desc_act")), f"{module}.g_idx", ("I32", "I64"), [inputs])
-
-    def fill_weight(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None) -> None:
-        # The first form has one less in each place. Its writers subtract from whole words, where a zero of 0 borrows.
-        word = sum(1 << place for place in range(0, 32, bits))
-        is_first = not is_second and not settings.get("sym")
-        zeros = _unpack_bits(qzeros + word if is_first else qzeros, bits)[:, :outputs]
-        if settings.get("sym"):
-            # Some writers name the first form and store zeros as in the second. Symmetric ones are known anyway.
-            half = 1 << (bits - 1)
-            if not bool(((zeros == half - 1) | (zeros == half)).all()) or bool((zeros != zeros[0, 0]).any()):
-                raise ValueError(f"{module}.qzeros is not symmetric, as quantization_config says it is")
-            zeros = torch.full_like(zeros, half)
-        grouping = _group_columns(inputs, width, order)
-        _fill_weight(out, lambda chosen: _unpack_bits(qweight[:, chosen].T, bits), scales.T, zeros.T, grouping)
-
-    stored.add_weight(f"{module}.weight", [outputs, inputs], [qweight, scales, qzeros, order], fill_weight)
-
-
-def _unpack_awq(stored: _Stored, settings: Settings) -> None:
-    """AWQ in its order for GEMM: eight outputs in a word, [inputs, outputs / 8]; groups of inputs."""
-    _expect_option(settings, "bits", None, 4)
-    _expect_option(settings, "zero_point", None, True)
-    for option in ("version", "format"):
-        _expect_option({option: str(settings.get(option) or "gemm").lower()}, option, "gemm")
-    for module in stored.find_modules(".qweight"):
-        _take_awq(stored, module, settings)
-    stored.refuse_left(".qweight", ".qzeros", ".scales")
-
-
-def _take_awq(stored: _Stored, module: str, settings: Settings) -> None:
-    inputs, words = stored.find_matrix_shape(f"{module}.qweight")
-    outputs = 8 * words
-    size = settings.get("group_size", 128)
-    width = inputs if size == -1 else _read_positive({"group_size": size}, "group_size")
-    num_groups = math.ceil(inputs / width)
-    qweight = stored.take_tensor(f"{module}.qweight", ("I32",))
-    qzeros = stored.take_tensor(f"{module}.qzeros", ("I32",), [num_groups, outputs // 8])
     scales = stored.take_tensor(f"{module}.scales", _FLOATS, [num_groups, outputs])
+    order = None
+    if not is_awq:
+        is_needed = bool(settings.get("desc_act"))
+        order = stored.take_tensor(f"{module}.g_idx", ("I32", "I64"), [inputs], is_needed=is_needed)
 
-    def unpack_words(words: Tensor) -> Tensor:
-        return ((words.T.contiguous().unsqueeze(1) >> _AWQ_SHIFTS) & 15).flatten(0, 1)
-
-    def fill_weight(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+    def fill_weight(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, order: Tensor | None) -> None:
         def read_rows(chosen: slice) -> Tensor:
-            return unpack_words(qweight[:, chosen.start // 8 : chosen.stop // 8])
+            if is_awq:
+                return _unpack_awq(qweight[:, chosen.start // 8 : chosen.stop // 8])
+            return _unpack_bits(qweight[:, chosen].T, bits)
 
-        _fill_weight(out, read_rows, scales.T, unpack_words(qzeros), _group_columns(inputs, width))
+        zeros = _unpack_awq(qzeros) if is_awq else _find_zeros(qzeros, outputs, settings, bits, module).T
+        _fill_weight(out, read_rows, scales.T, zeros, _group_columns(inputs, width, order))
 
-    stored.add_weight(f"{module}.weight", [outputs, inputs], [qweight, qzeros, scales], fill_weight)
+    stored.add_weight(f"{module}.weight", [outputs, inputs], [qweight, qzeros, scales, order], fill_weight)
 
 
-def _unpack_fp8(stored: _Stored, settings: Settings) -> None:
+def _find_zeros(qzeros: Tensor, outputs: int, settings: Settings, bits: int, module: str) -> Tensor:
+    """Return GPTQ's zeros, [groups, outputs]: its first form has one less in each place."""
+    is_second = "gptq_v2" in (settings.get("checkpoint_format"), settings.get("format"))
+    if not is_second and not settings.get("sym"):
+        qzeros = qzeros + sum(1 << place for place in range(0, 32, bits))  # whole words: a zero of 0 has borrowed
+    zeros = _unpack_bits(qzeros, bits)[:, :outputs]
+    if settings.get("sym"):
+        # Some writers name the first form and store zeros as in the second. Symmetric ones are known anyway.
+        half = 1 << (bits - 1)
+        if not bool(((zeros == half - 1) | (zeros == half)).all()) or bool((zeros != zeros[0, 0]).any()):
+            raise ValueError(f"{module}.qzeros is not symmetric, as quantization_config says it is")
+        zeros = torch.full_like(zeros, half)
+    return zeros
+
+
+def _unpack_awq(words: Tensor) -> Tensor:
+    """Return the numbers in words of eight outputs each: of [inputs, words] to [words * 8, inputs]."""
+    return ((words.T.contiguous().unsqueeze(1) >> _AWQ_SHIFTS) & 15).flatten(0, 1)
+
+
+def _take_fp8(stored: _Stored, settings: Settings) -> None:
     """FP8 with a scale for the tensor, for each row, or for each block of rows and columns, also in stacks."""
-    _expect_option(settings, "activation_scheme", None, "dynamic", "static")
-    _expect_option(settings, "expert_dtype", None, "fp8")
     block = settings.get("weight_block_size")
     height, width = _read_block_size(settings, "weight_block_size") if block else (0, 0)
     for name in stored.find_of_type(_FP8):
@@ -430,11 +386,10 @@ def _unpack_fp8(stored: _Stored, settings: Settings) -> None:
         if len(shape) < 2:
             raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
         scale = f"{name}_scale" if f"{name}_scale" in stored.left else f"{name}_scale_inv"
-        _take_fp8(stored, name, weight, scale, (height or shape[-2], width or shape[-1]))
-    stored.refuse_left("weight_scale", "weight_scale_inv", "_proj_scale_inv")
+        _take_floats(stored, name, weight, scale, (height or shape[-2], width or shape[-1]))
 
 
-def _take_fp8(stored: _Stored, name: str, weight: Any, scale: str, block: tuple[int, int]) -> None:
+def _take_floats(stored: _Stored, name: str, weight: Any, scale: str, block: tuple[int, int]) -> None:
     shape: list[int] = weight.get_shape()
     *stack, rows, columns = shape
     grids = {(math.ceil(rows / block[0]), math.ceil(columns / block[1])): block, (1, 1): (rows, columns)}
@@ -450,18 +405,13 @@ def _take_fp8(stored: _Stored, name: str, weight: Any, scale: str, block: tuple[
         for part, stored_part, grid_of_part in zip(
             out.view(-1, rows, columns), weight.view(-1, rows, columns), grid_of_each, strict=True
         ):
-            _fill_weight(
-                part,
-                stored_part.__getitem__,
-                grid_of_part.repeat_interleave(height, dim=0)[:rows],
-                None,
-                _group_columns(columns, width),
-            )
+            spread, grouping = _spread_rows(grid_of_part, rows, height), _group_columns(columns, width)
+            _fill_weight(part, stored_part.__getitem__, spread, None, grouping)
 
     stored.add_weight(name, shape, [weight, scales], fill_weight)
 
 
-def _unpack_mxfp4(stored: _Stored, settings: Settings) -> None:
+def _take_mxfp4(stored: _Stored, settings: Settings) -> None:
     """MXFP4 as in gpt-oss: [experts, outputs, groups, 16] bytes of two numbers each, and the power of two of a group.
 
     The plain weight has inputs before outputs.
@@ -478,18 +428,16 @@ def _unpack_mxfp4(stored: _Stored, settings: Settings) -> None:
                 _fill_weight(part.T, partial(_read_fp4, numbers), _POWERS_OF_TWO[powers.int()])
 
         stored.add_weight(name, [shape[0], shape[2] * 32, shape[1]], [blocks, scales], fill_weight)
-    stored.refuse_left("_blocks", "_scales")
 
 
-def _unpack_modelopt(stored: _Stored, settings: Settings) -> None:
+def _take_modelopt(stored: _Stored, settings: Settings) -> None:
     """ModelOpt: FP8 with a scale for the tensor or for each row, and NVFP4; both beside each other in one model."""
-    _expect_option(settings, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
     for module in stored.find_modules(".weight_scale_2"):
         _take_nvfp4(stored, module, "weight", "weight_scale_2", is_divisor=False)
     for name in stored.find_of_type(_FP8):
         if name.endswith(".weight_scale"):
             raise ModelLoadError(f"{name}_2 is missing in the weights")
-    _unpack_fp8(stored, {})
+    _take_fp8(stored, {})
 
 
 def _take_nvfp4(stored: _Stored, module: str, packed: str, global_scale: str, *, is_divisor: bool) -> None:
@@ -512,21 +460,19 @@ def _take_nvfp4(stored: _Stored, module: str, packed: str, global_scale: str, *,
     stored.add_weight(f"{module}.weight", [rows, columns], [pairs, scales, whole], fill_weight)
 
 
-def _unpack_bitsandbytes(stored: _Stored, settings: Settings) -> None:
+def _take_bitsandbytes(stored: _Stored, settings: Settings) -> None:
     """bitsandbytes: 4 bits that stand for 16 values, with a largest value for each block; or 8 bits by rows."""
     for name in [name for name in stored.left if ".weight.quant_state.bitsandbytes__" in name]:
         _take_blocks_of_4_bits(stored, name)
     for module in stored.find_modules(".SCB"):
-        rows, columns = stored.find_matrix_shape(f"{module}.weight")
-        weight = stored.take_tensor(f"{module}.weight", ("I8",))
+        weight, rows, columns = stored.take_matrix(f"{module}.weight", ("I8",))
         most = stored.take_tensor(f"{module}.SCB", ("F32",), [rows])
-        stored.take_tensor_if(False, f"{module}.weight_format", ("U8",))
+        stored.left.pop(f"{module}.weight_format", None)
 
         def fill_weight(out: Tensor, weight: Tensor, most: Tensor) -> None:
             _fill_weight(out, weight.__getitem__, most[:, None] * _BYTE_SCALE)
 
         stored.add_weight(f"{module}.weight", [rows, columns], [weight, most], fill_weight)
-    stored.refuse_left(".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
 
 
 _BYTE_SCALE = 1.0 / 127
@@ -570,14 +516,12 @@ def _take_blocks_of_4_bits(stored: _Stored, name: str) -> None:
     stored.add_weight(weight_name, [rows, columns], [pairs, most, values, *nested], fill_weight)
 
 
-def _unpack_gguf(stored: _Stored, settings: Settings) -> None:
+def _take_gguf(stored: _Stored, settings: Settings) -> None:
     """GGUF: blocks with scales of their own, under llama.cpp's names."""
     for name in list(stored.left):
         part = stored.left.pop(name)
-        plain, heads = (
-            rename_tensor(name, settings["architecture"]),
-            settings["rotary_heads"].get(name.split(".")[-2], 0),
-        )
+        plain = rename_tensor(name, settings["architecture"])
+        heads = settings["rotary_heads"].get(name.split(".")[-2], 0)
         kind, shape = part.get_dtype(), part.get_shape()
         if plain is None:
             continue  # factors of the rotary embedding, which the configuration has
@@ -586,20 +530,8 @@ def _unpack_gguf(stored: _Stored, settings: Settings) -> None:
             continue
         if len(shape) != 2:
             raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
-        matrix = GgufMatrix(part, heads)
+        matrix = GgufMatrix(part, plain, heads)
         stored.add_weight(plain, shape, [part], matrix.fill_weight, matrix)
-
-
-_FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {
-    "compressed-tensors": _unpack_compressed_tensors,
-    "gptq": _unpack_gptq,
-    "awq": _unpack_awq,
-    "fp8": _unpack_fp8,
-    "mxfp4": _unpack_mxfp4,
-    "modelopt": _unpack_modelopt,
-    "bitsandbytes": _unpack_bitsandbytes,
-    "gguf": _unpack_gguf,
-}
 
 
 # Options
@@ -656,12 +588,9 @@ def _read_fp4(pairs: Tensor, chosen: slice) -> Tensor:
     return _FP4_PAIRS[pairs[chosen].int()].flatten(1)
 
 
-def _spread_rows(grid: Tensor, rows: int, scheme: Settings) -> Tensor:
-    """Return the grid with a row for each row of the weight."""
-    if grid.shape[0] == rows:
-        return grid
-    height = _read_block_size(scheme, "block_structure")[0] if scheme["strategy"] == "block" else rows
-    return grid.float().repeat_interleave(height, dim=0)[:rows]
+def _spread_rows(grid: Tensor, rows: int, height: int) -> Tensor:
+    """Return the grid of parts so high with a row for each row of the weight."""
+    return grid if len(grid) == rows else grid.float().repeat_interleave(height, dim=0)[:rows]
 
 
 def _group_columns(columns: int, width: int, order: Tensor | None = None) -> Tensor | None:
@@ -702,3 +631,61 @@ def _fill_weight(
 def _spread_columns(grid: Tensor, grouping: Tensor | None) -> Tensor:
     """Return what each group has for all of its columns."""
     return grid.float().unsqueeze(-1) if grouping is None else grid.float()[:, grouping]
+
+
+# The table
+
+
+_BYTES: Options = {"num_bits": (8,), "type": ("int", "float")}
+_SCHEMES: dict[str, Options] = {
+    "pack-quantized": {"num_bits": (4, 8), "type": ("int",)},
+    "int-quantized": _BYTES, "float-quantized": _BYTES, "naive-quantized": _BYTES,
+    _NVFP4_FORMAT: {"num_bits": (4,), "group_size": (None, _NVFP4_WIDTH)},
+}  # fmt: skip
+"""By format of a group of compressed-tensors."""
+
+
+class _Format(NamedTuple):
+    """How the weights of a checkpoint are quantised."""
+
+    take_weights: Callable[[_Stored, Settings], None]
+    options: Options
+    """What the configuration may say; without a row an option says nothing of the weights."""
+    endings: tuple[str, ...]
+    """Of names: a tensor that is left with one of these has lost the others of its weight."""
+
+
+_FORMATS = {
+    "compressed-tensors": _Format(
+        _take_compressed, {},
+        (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape",
+         ".weight_global_scale"),
+    ),
+    "gptq": _Format(
+        partial(_take_by_inputs, is_awq=False),
+        {"bits": (4, 8), "checkpoint_format": (None, "gptq", "gptq_v2"), "format": (None, "gptq", "gptq_v2"),
+         "pack_dtype": (None, "int32"), "is_marlin_format": (None, False)},
+        (".qweight", ".qzeros", ".scales", ".g_idx"),
+    ),
+    "awq": _Format(
+        partial(_take_by_inputs, is_awq=True),
+        {"bits": (None, 4), "zero_point": (None, True), "version": (None, "gemm", "GEMM"),
+         "format": (None, "gemm", "GEMM")},
+        (".qweight", ".qzeros", ".scales"),
+    ),
+    "fp8": _Format(
+        _take_fp8, {"activation_scheme": (None, "dynamic", "static"), "expert_dtype": (None, "fp8")},
+        ("weight_scale", "weight_scale_inv", "_proj_scale_inv"),
+    ),
+    "mxfp4": _Format(_take_mxfp4, {}, ("_blocks", "_scales")),
+    "modelopt": _Format(
+        _take_modelopt, {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")},
+        ("weight_scale", "weight_scale_inv", "_proj_scale_inv"),
+    ),
+    "bitsandbytes": _Format(
+        _take_bitsandbytes, {},
+        (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
+    ),
+    "gguf": _Format(_take_gguf, {}, ()),
+}  # fmt: skip
+"""By `quant_method`, which for a GGUF file is what `gguf_model.py` writes."""

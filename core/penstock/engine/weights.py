@@ -5,23 +5,23 @@ which all workers of a host share. One that is converted or merged with others i
 are let go as loading goes on, so that the peak is what stays in the end and a little more.
 """
 
-import ctypes
-import logging
-import mmap
-import os
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.files import Progress, to_one_line
 from penstock.engine.gguf_weights import GgufMatrix, map_gguf_tensors
+from penstock.engine.kernels.memory import drop_pages, map_zeros
+from penstock.engine.kernels.packed import GGUF_FORMS
 from penstock.errors import ModelLoadError
-
-log = logging.getLogger("penstock.engine")
 
 _DROP_INTERVAL_BYTES = 8 * 2**20  # how much is read before its pages are let go
 
@@ -34,6 +34,11 @@ class MappedWeights:
         """By name: safetensors' slices, with `get_shape()`, `get_dtype()`, and `[...]` for the view, or packed ones."""
         self.num_bytes = 0
         """Bytes of all tensors as they are stored."""
+        self.keeps_blocks = False
+        """Whether matrices of a GGUF file stay there that are of types with which the kernels compute."""
+        self.group_sizes: set[int] = set()
+        """How many inputs have one scale, of weights that are stored as integers of 4 bits."""
+        self._unread = WeakKeyDictionary[nn.Module, _Unread]()
         self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
         self._num_bytes_read = self._num_bytes_dropped = 0
         for file in files:
@@ -67,7 +72,10 @@ class MappedWeights:
     def map_tensor(self, part: Any, report: Progress) -> Tensor:
         """Return the mapped tensor of a slice, or a packed one unpacked, and report how much of all bytes was read."""
         if isinstance(part, PackedTensor):
-            return part.unpack(*(self.map_tensor(stored, report) for stored in part.parts))
+            out, stored = part.allocate(), [self.map_tensor(one, report) for one in part.parts]
+            if not self.stays_in_file(part):
+                part.fill(out, *stored)
+            return out
         view: Tensor = part[...]
         if self._num_bytes_read - self._num_bytes_dropped > _DROP_INTERVAL_BYTES:
             self.drop_pages()
@@ -78,7 +86,7 @@ class MappedWeights:
     def drop_pages(self) -> None:
         """Drop all pages from memory. Views must be unwritten, because dropped pages are read from the file again."""
         for first, end in self._mappings:
-            _drop_pages(first, end)
+            drop_pages(first, end)
         self._num_bytes_dropped = self._num_bytes_read
 
     def drop_tensor_pages(self, tensor: Tensor) -> None:
@@ -89,7 +97,69 @@ class MappedWeights:
         """
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if any(low <= first and end <= high for low, high in self._mappings):
-            _drop_pages(first, end)
+            drop_pages(first, end)
+
+    # Blocks of a GGUF file
+
+    def stays_in_file(self, part: Any) -> bool:
+        """Return whether a tensor's values are in memory only while a module computes with them."""
+        matrix = part.matrix if isinstance(part, PackedTensor) else None
+        return self.keeps_blocks and matrix is not None and matrix.kind in GGUF_FORMS
+
+    def find_matrices(self, module: nn.Module) -> WeakKeyDictionary[nn.Module, GgufMatrix]:
+        """Return by linear layer and embedding what its weight is in a GGUF file."""
+        found, by_address = WeakKeyDictionary[nn.Module, GgufMatrix](), dict[int, GgufMatrix]()
+        for name, weight in module.named_parameters():
+            stored = self.tensors.get(name)
+            if isinstance(stored, PackedTensor) and stored.matrix is not None:
+                by_address[weight.data_ptr()] = stored.matrix
+        for part in module.modules():
+            if isinstance(part, nn.Linear | nn.Embedding) and part.weight.data_ptr() in by_address:
+                found[part] = by_address[part.weight.data_ptr()]
+        return found
+
+    def read_when_used(self, module: nn.Module) -> None:
+        """Let the parts of a module whose weights stay in a file read them at each call, and drop them behind it."""
+        if not self.keeps_blocks:
+            return
+        for part, matrix in self.find_matrices(module).items():
+            if matrix.kind in GGUF_FORMS:
+                self._unread[part] = _Unread(part, matrix, self.drop_pages)
+
+    def read_to_stay(self, *modules: nn.Module) -> None:
+        """Read the weights of these modules where they are in a file, so that they stay in memory."""
+        wanted = {self._unread[part].address: self._unread[part] for part in modules if part in self._unread}
+        for one in wanted.values():
+            one.read_weight()
+            self.drop_pages()
+        for part, one in list(self._unread.items()):
+            if one.address in wanted:
+                self._unread.pop(part).remove_hooks()
+
+
+class _Unread:
+    """A module's weight that stays in a file: it is read before each call, and its memory goes back behind it."""
+
+    def __init__(self, module: nn.Module, matrix: GgufMatrix, drop_file: Callable[[], None]) -> None:
+        assert isinstance(module.weight, Tensor)
+        weight: Tensor = module.weight.detach()
+        self.address = weight.data_ptr()
+        self.read_weight: Callable[..., None] = partial(matrix.fill_weight, weight)
+        drop = partial(drop_pages, self.address, self.address + weight.nbytes)
+
+        def read(module: nn.Module, args: tuple[Any, ...]) -> None:
+            # Of an embedding, what the tokens need.
+            self.read_weight(rows=args[0].unique() if isinstance(module, nn.Embedding) else None)
+            drop_file()
+
+        self._handles = (
+            module.register_forward_pre_hook(read), module.register_forward_hook(lambda *_: drop())
+        )  # fmt: skip
+
+    def remove_hooks(self) -> None:
+        """Let the module compute with what is in memory."""
+        for handle in self._handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -99,10 +169,15 @@ class PackedTensor:
     parts: tuple[Any, ...]
     """The slices of what is stored."""
     shape: list[int]
-    unpack: Callable[..., Tensor]
-    """Returns the tensor, in memory of its own, of the mapped parts."""
+    dtype: torch.dtype
+    fill: Callable[..., None]
+    """Computes it of the mapped parts, into memory that it is given first."""
     matrix: GgufMatrix | None = None
     """What it is stored as in a GGUF file."""
+
+    def allocate(self) -> Tensor:
+        """Return zeros for it, in a mapping of its own: that goes back to the system when the weight is packed."""
+        return map_zeros(math.prod(self.shape), self.dtype).view(self.shape)
 
     def get_shape(self) -> list[int]:
         """Return its shape once it is unpacked."""
@@ -134,14 +209,3 @@ class _LazyTensor:
     def get_dtype(self) -> str:
         dtype: str = self._part.get_dtype()
         return dtype
-
-
-def _drop_pages(first: int, end: int) -> None:
-    """Take the pages of [first, end) out of this process. Pages of an unwritten private mapping lose nothing."""
-    first -= first % mmap.PAGESIZE
-    if _madvise(first, end - first, mmap.MADV_DONTNEED):
-        log.warning("pages of the weights stay in memory: %s", os.strerror(ctypes.get_errno()))
-
-
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes, _madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int

@@ -1,11 +1,16 @@
 """Memory on huge pages for weights and KV blocks, which every step reads. Dumps of a crashed process leave it out."""
 
+import ctypes
+import logging
 import mmap
+import os
 import threading
 from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("penstock.engine")
 
 HUGE_PAGE_BYTES = 2 * 2**20
 _MAPPING_BYTES = 64 * 2**20
@@ -54,3 +59,17 @@ def _map_memory(num_bytes: int) -> Tensor:
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[-whole.data_ptr() % HUGE_PAGE_BYTES :] if huge else whole
+
+
+def drop_pages(first: int, end: int) -> None:
+    """Take the pages of the addresses [first, end) out of this process.
+
+    Those of an unwritten private mapping lose nothing: they are read from its file again. Others are zero from then on.
+    """
+    first -= first % mmap.PAGESIZE
+    if _madvise(first, end - first, mmap.MADV_DONTNEED):
+        log.warning("pages of the weights stay in memory: %s", os.strerror(ctypes.get_errno()))
+
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes, _madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int

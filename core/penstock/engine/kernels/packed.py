@@ -4,7 +4,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from penstock.engine.gguf_weights import GgufMatrix, split_blocks
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.memory import Arena, map_zeros
+from penstock.errors import ModelLoadError
 
 PANEL_COLUMNS = 32
 """Number of output columns in a panel."""
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that the kernels support."""
 
-PACKING_VERSION = 2
+PACKING_VERSION = 3
 """Counts the changes of how packed weights lie in memory: files of packed weights are of one version."""
 
 _ARENA = Arena()
@@ -49,13 +50,15 @@ class WeightForm(IntEnum):
     INT8 = 1
     """8 bits, a scale for each output."""
     INT4 = 2
-    """4 bits, a scale for each output and 128 inputs."""
+    """4 bits, a scale for each output and group of inputs."""
     COMPRESSED = 3
     """bf16 in 12 bits, without loss."""
     GGUF = 4
     """The numbers and scales of a GGUF file's blocks."""
 
 
+_DESCRIBED = ("outputs", "inputs", "num_exceptions", "group_size")
+"""What a packed file says of a group as it is."""
 _TABLES = {WeightForm.COMPRESSED: ("palettes", "exceptions", "first_exception"), WeightForm.GGUF: ("kinds", "places")}
 """By form: what a group has beside its memory, scales and biases."""
 
@@ -84,10 +87,18 @@ GGUF_FORMS = {
 """By GGUF's name of a type."""
 
 
+def count_packed_bytes(matrix: GgufMatrix) -> int:
+    """Return what a matrix of one of these types takes once it is packed."""
+    rows, columns = matrix.part.get_shape()
+    return -(-rows // PANEL_COLUMNS) * GGUF_FORMS[matrix.kind].count_panel_bytes(columns)
+
+
 MAX_EXCEPTIONS = 0.003
 """Share of a group's weights that compression may keep apart: with more it is slow, and all stay as they are."""
 GROUP_INPUTS = 128
-"""Inputs that are made integers with one scale, and with 4 bits the weights of one scale."""
+"""Inputs that are made integers with one scale."""
+INT4_GROUPS = (32, 64, 128)
+"""Of how many inputs the weights may have one scale, with 4 bits."""
 
 
 class PackedLinears:
@@ -107,13 +118,15 @@ class PackedLinears:
         activation: Activation = Activation.NONE,
         form: WeightForm = WeightForm.STORED,
         matrices: Sequence[GgufMatrix] = (),
+        group_size: int = GROUP_INPUTS,
     ) -> None:
-        """`matrices` are what the weights are in a GGUF file, for that form."""
+        """`matrices` are what the weights are in a GGUF file, for that form. `group_size` is one of `INT4_GROUPS`."""
         weights = [weight_of(linear) for linear in linears]
         self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
         self.dtype = weights[0].dtype
         is_compressed = form == WeightForm.COMPRESSED
         self.form = WeightForm.STORED if is_compressed else form
+        self.group_size = group_size
         self._native = native
         width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
         together = 2 if activation else 1  # layers that share panels
@@ -135,16 +148,17 @@ class PackedLinears:
                 self._pack_weight(piece, firsts[i] + row // width, width, column)
                 release(piece)
         self._bias = _pack_bias(linears, firsts, width, num_panels)
-        self._make_arguments(activation)
         if is_compressed:
-            self._compress()
+            self._compress(num_panels)
+        self._make_arguments(activation)
 
     @classmethod
     def restore(cls, native: Library, about: dict[str, Any], tensors: dict[str, Tensor]) -> "PackedLinears":
         """Return the group that was described so, over tensors that may lie in a mapped file."""
         group = cls.__new__(cls)
-        group.outputs, group.inputs, group.dtype = about["outputs"], about["inputs"], getattr(torch, about["dtype"])
-        group.form, group.num_exceptions = WeightForm(about["form"]), about["num_exceptions"]
+        for name in _DESCRIBED:
+            setattr(group, name, about[name])
+        group.dtype, group.form = getattr(torch, about["dtype"]), WeightForm(about["form"])
         group._native = native  # noqa: SLF001 - this is a constructor
         group._memory, group._scales = tensors["memory"], tensors["scales"]  # noqa: SLF001
         group._bias = tensors.get("bias")  # noqa: SLF001
@@ -154,9 +168,9 @@ class PackedLinears:
 
     def describe(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what `restore` makes the group of again: a JSON object, and tensors by name."""
-        about = {
-            "outputs": self.outputs, "inputs": self.inputs, "dtype": str(self.dtype).removeprefix("torch."),
-            "form": int(self.form), "num_exceptions": self.num_exceptions, "activation": int(self._args.activation),
+        about = {name: getattr(self, name) for name in _DESCRIBED} | {
+            "dtype": str(self.dtype).removeprefix("torch."), "form": int(self.form),
+            "activation": int(self._args.activation),
         }  # fmt: skip
         tables = dict(zip(_TABLES.get(self.form, ()), self._tables, strict=True))
         tensors = {"memory": self._memory, "scales": self._scales, **tables}
@@ -168,7 +182,7 @@ class PackedLinears:
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(
             self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, self.form,
-            self._scales.data_ptr(),
+            self.group_size, self._scales.data_ptr(),
         )  # fmt: skip
         for name, table in zip(_TABLES.get(self.form, ()), self._tables, strict=True):
             setattr(self.packed, name, table.data_ptr())
@@ -186,9 +200,8 @@ class PackedLinears:
         """Bytes of the packed weights, their scales, palettes and exceptions."""
         return self._memory.nbytes + self._scales.nbytes + sum(one.nbytes for one in self._tables)
 
-    def _compress(self) -> None:
+    def _compress(self, num_panels: int) -> None:
         """Compress the packed weights, if they are bf16 and few of them are exceptions."""
-        num_panels = int(self.packed.num_panels)
         if self.dtype != torch.bfloat16 or self.inputs % 4:
             return
         stored = self._memory
@@ -206,9 +219,6 @@ class PackedLinears:
         args.first_exception, args.exceptions = first.data_ptr(), exceptions.data_ptr()
         self._native.compress(ctypes.addressof(args))
         self._memory, self._tables, self.form = data, (palettes, exceptions, first), WeightForm.COMPRESSED
-        self.packed.data, self.packed.form = data.data_ptr(), self.form
-        for name, table in zip(_TABLES[self.form], self._tables, strict=True):
-            setattr(self.packed, name, table.data_ptr())
 
     def _allocate(self, num_panels: int, *, for_long: bool) -> tuple[Tensor, Tensor]:
         """Return memory for the weights, all of them zero, and for their scales."""
@@ -219,7 +229,7 @@ class PackedLinears:
         if self.form == WeightForm.GGUF:
             return _ARENA.allocate_zeros(int(self._tables[1][-1]), torch.uint8), torch.empty(0)
         bits = 8 if self.form == WeightForm.INT8 else 4
-        lines, groups = -(-self.inputs // 4), 1 if bits == 8 else -(-self.inputs // GROUP_INPUTS)
+        lines, groups = -(-self.inputs // 4), 1 if bits == 8 else -(-self.inputs // self.group_size)
         codes = _ARENA.allocate_zeros(num_panels * lines * 16 * bits, torch.uint8)
         codes.fill_(0x80 if bits == 8 else 0x88)  # the code of zero
         return codes, _ARENA.allocate_zeros(num_panels * groups * PANEL_COLUMNS, torch.float32)
@@ -228,7 +238,8 @@ class PackedLinears:
         weight = weight.contiguous()
         args = library.PackArgs(
             weight.data_ptr(), weight.shape[0], self.inputs, weight.stride(0), self._memory.data_ptr(),
-            first_panel, columns, first_column, self.dtype.itemsize, self.form, self._scales.data_ptr(),
+            first_panel, columns, first_column, self.dtype.itemsize, self.form, self.group_size,
+            self._scales.data_ptr(),
         )  # fmt: skip
         self._native.pack(ctypes.addressof(args))
 
@@ -247,6 +258,8 @@ class PackedLinears:
         for row in range(0, len(places), _PACKED_ROWS_PER_RELEASE):
             some = places[row : row + _PACKED_ROWS_PER_RELEASE]
             parts = split_blocks(matrix.read_rows(some), matrix.kind)
+            if not bool(parts.halves.isfinite().all()):
+                raise ModelLoadError(f"{matrix.name} cannot be packed: it has scales that are not finite")
             given = (parts.numbers, parts.halves, parts.scales, parts.minimums)
             whole = [None if part is None else part.contiguous() for part in given]
             args = library.PackGgufArgs(
@@ -337,21 +350,10 @@ def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_
     return columns.flatten()
 
 
-class LinearGroup(Protocol):
-    """Linear layers with the same input that are computed together."""
-
-    inputs: int
-    outputs: list[int]
-    dtype: torch.dtype
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        """Return the output of each layer."""
-
-
 class PackedLinear(nn.Module):
     """Replaces a linear layer, and computes all layers of the group; the others take their outputs from it."""
 
-    def __init__(self, group: LinearGroup) -> None:
+    def __init__(self, group: PackedLinears) -> None:
         super().__init__()
         self.group = group
         self.in_features, self.out_features = group.inputs, group.outputs[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import linear
 
 from penstock.engine.kernels.library import TORCH, Library
@@ -95,11 +95,14 @@ def _describe_slowness(native: Library, product: Product) -> str:
     return f"{product} ({', '.join(slow)})" if slow else ""
 
 
-def compare_times(one: Callable[[], object], other: Callable[[], Tensor]) -> float:
-    """Return the least time of the processor that one takes, to that of the other. They take turns."""
+def compare_times(
+    one: Callable[[], object], other: Callable[[], object], prepare: Callable[[], object] = lambda: None
+) -> float:
+    """Return the least time of the processor that one takes, to that of the other. They take turns, each prepared."""
     spent = [float("inf"), float("inf")]
     for _ in range(1 + NUM_PROBES):
         for number, compute in enumerate((one, other)):
+            prepare()
             begun_s = time.thread_time()
             compute()
             spent[number] = min(spent[number], time.thread_time() - begun_s)

@@ -89,7 +89,7 @@ def address_of(values: "array[int]") -> int:
     return values.buffer_info()[0]
 
 
-def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float) -> library.AttentionArgs:
+def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float) -> ctypes.Structure:
     """Return what is the same in every step of a layer's attention over a pool, without sinks and bound."""
     layout = storage.layout
     shape, (keys, values) = layout.by_layer[layer], storage.addresses[layer]

@@ -181,7 +181,7 @@ template <class F> void multiply_gguf_panel(const Chunk& chunk, const uint8_t* w
 // How chunks are computed whose weights are a file's blocks.
 template <class T> struct FromGguf {
   static void pack(std::vector<Chunk>& chunks) {
-    quantize_rows<T, 16>(chunks);
+    quantize_rows<T>(chunks, 16);
     const int units = chunks[0].quantized.units;
     pack_inputs<float, OneLine>(chunks, units, [&](const Chunk& chunk, int64_t row) {
       return (const float*)chunk.quantized.codes + row * units;

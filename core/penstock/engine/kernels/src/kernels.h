@@ -15,6 +15,7 @@ struct Packed {
   int64_t num_panels;
   int32_t element_bytes;  // of the inputs and outputs, and of stored weights
   int32_t form;
+  int64_t group;                     // inputs of one scale, if they have 4 bits: 32, 64 or 128
   const float* scales;               // of quantized weights: see quantized.h
   const uint8_t* palettes;           // of compressed weights: see compressed.h
   const uint32_t* exceptions;
@@ -218,6 +219,7 @@ struct PackArgs {
   int32_t first_column;
   int32_t element_bytes;
   int32_t form;
+  int64_t group;
   float* scales;
 };
 

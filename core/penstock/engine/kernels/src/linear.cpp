@@ -135,7 +135,7 @@ struct Input {
 struct QuantizedRows {
   int8_t* codes;   // [rows, units * 4]; zeros behind the inputs
   float* scales;   // [rows, groups]
-  int32_t* sums;   // [rows, groups], of the codes; of GGUF [rows, groups * 8], of each 16
+  int32_t* sums;   // [rows, groups * 128 / summed], of `summed` codes each
   int units, groups;
 };
 
@@ -503,7 +503,7 @@ Packed panels_of(const Packed& all, int64_t first, int64_t count) {
   p.data = (const uint32_t*)((const char*)all.data + first * panel_bytes(all));
   p.num_panels = count;
   if (all.bias) p.bias += first * kColumns;
-  if (all.scales) p.scales += first * kColumns * (all.form == kInt4 ? (all.inputs + kGroup - 1) / kGroup : 1);
+  if (all.scales) p.scales += first * kColumns * (all.form == kInt4 ? (all.inputs + all.group - 1) / all.group : 1);
   if (all.palettes) p.palettes += first * 16;
   if (all.first_exception) p.first_exception += first;
   if (all.kinds) p.kinds += first, p.places += first;

@@ -5,7 +5,7 @@
 // column's sum in float, group after group. Nothing depends on the rows beside a row.
 //
 // Weights are stored as codes without a sign: a weight is (code - kOffset) * scale. 8 bits have a scale for each column,
-// 4 bits one for each column and group. A line has four inputs of the panel's 32 columns: with 8 bits 128 bytes, with 4
+// 4 bits one for each column and group of inputs, which may be as large as those of the inputs, a half or a quarter. A line has four inputs of the panel's 32 columns: with 8 bits 128 bytes, with 4
 // bits 64, whose low nibbles are the first 16 columns.
 #pragma once
 
@@ -71,20 +71,20 @@ template <int BITS> INLINE u32xn codes_at(const uint8_t* w, int half, int v) {
 
 // ---- the inputs as int8
 
-// `SUMMED`: of how many codes the sums are.
-template <class T, int SUMMED = kGroup> void quantize_rows(std::vector<Chunk>& chunks) {
-  constexpr int kSums = kGroup / SUMMED;
+// `summed`: of how many codes the sums are.
+template <class T> void quantize_rows(std::vector<Chunk>& chunks, int summed) {
+  const int num_sums = kGroup / summed;
   const int64_t inputs = chunks[0].a->weight->inputs;
   const int units = int((inputs + 3) / 4), groups = int((inputs + kGroup - 1) / kGroup);
   size_t rows = 0;
   for (const Chunk& chunk : chunks) rows += chunk.rows;
   QuantizedRows q{(int8_t*)pool::scratch(4, rows * units * 4), (float*)pool::scratch(5, rows * groups * 4),
-                  (int32_t*)pool::scratch(6, rows * groups * kSums * 4), units, groups};
+                  (int32_t*)pool::scratch(6, rows * groups * num_sums * 4), units, groups};
   for (Chunk& chunk : chunks) {
     chunk.quantized = q;
     q.codes += int64_t(chunk.rows) * units * 4;
     q.scales += chunk.rows * groups;
-    q.sums += chunk.rows * groups * kSums;
+    q.sums += chunk.rows * groups * num_sums;
   }
   run_tasks(chunks, [](const Chunk& chunk) { return chunk.rows; }, [&](const Chunk& chunk, int r) {
     const QuantizedRows& own = chunk.quantized;
@@ -92,13 +92,13 @@ template <class T, int SUMMED = kGroup> void quantize_rows(std::vector<Chunk>& c
     for (int g = 0; g < groups; g++) {
       const int left = int(inputs - int64_t(g) * kGroup);
       const int count = left < kGroup ? left : kGroup;
-      quantize_group(x + g * kGroup, count, (count + 3) / 4 * 4, own.codes + int64_t(r) * units * 4 + g * kGroup,
-                     own.scales + r * groups + g, own.sums + (r * groups + g) * kSums);
-      if (kSums > 1) {
-        for (int i = 0; i < count; i += SUMMED) {
-          const int8_t* codes = own.codes + int64_t(r) * units * 4 + g * kGroup + i;
-          own.sums[(r * groups + g) * kSums + i / SUMMED] = int32_t(sum(load(codes)));
-        }
+      int8_t* codes = own.codes + int64_t(r) * units * 4 + g * kGroup;
+      int32_t* sums = own.sums + (r * groups + g) * num_sums;
+      quantize_group(x + g * kGroup, count, (count + 3) / 4 * 4, codes, own.scales + r * groups + g, sums);
+      for (int i = 0; i < count && num_sums > 1; i += summed) {
+        int32_t total = 0;
+        for (int j = i; j < std::min(i + summed, count); j++) total += codes[j];
+        sums[i / summed] = total;
       }
     }
   });
@@ -110,9 +110,9 @@ struct GroupArgs {
   const uint8_t* w;
   const uint32_t* x;       // [units][lines of a unit][kLineRows]
   int units;
-  const int32_t* sums;     // of the rows' codes, `stride` apart
+  const int32_t* sums;     // of the rows' codes, `sum_stride` apart
   const float* scales;     // of the rows, `stride` apart
-  int stride;
+  int sum_stride, stride;
   const float* columns;    // 4 bits: the weights' scales
   float* out;              // [rows, 32], added to
   bool fetches;            // what follows the group in memory
@@ -122,7 +122,7 @@ template <int BITS, int ROWS> void multiply_group(const GroupArgs& g) {
   constexpr int kTaken = vectors_at_once(ROWS), kLines = CodeLines<BITS>::count, kBytes = Codes<BITS>::kLineBytes;
   for (int first = 0; first < kVectors; first += kTaken) {
     i32xn sums[ROWS * kTaken];
-    unroll<ROWS * kTaken>([&](int i) INLINED { sums[i] = i32xn{} - Codes<BITS>::kOffset * g.sums[i / kTaken * g.stride]; });
+    unroll<ROWS * kTaken>([&](int i) INLINED { sums[i] = i32xn{} - Codes<BITS>::kOffset * g.sums[i / kTaken * g.sum_stride]; });
     const uint8_t* w = g.w;
     const uint32_t* x = g.x;
     // Add the products of so many lines.
@@ -175,15 +175,17 @@ template <class T, int BITS> void quantized_panel(const Chunk& chunk, int64_t pa
   const int rows = input.blocks.rows, count = input.blocks.count;
   memset(sums, 0, sizeof(float) * rows * kColumns);
   const uint8_t* w = (const uint8_t*)weight.data + panel * q.units * Codes<BITS>::kLineBytes;
-  const float* columns = weight.scales + panel * kColumns * (BITS == 4 ? q.groups : 1);
-  for (int g = 0; g < q.groups; g++) {
-    const int first = g * kGroupUnits, slice = first / input.most_slice_units();
+  const int most_units = BITS == 4 ? int(weight.group / 4) : kGroupUnits, parts = kGroupUnits / most_units;
+  const int groups = (q.units + most_units - 1) / most_units;
+  const float* columns = weight.scales + panel * kColumns * (BITS == 4 ? groups : 1);
+  for (int g = 0; g < groups; g++) {
+    const int first = g * most_units, slice = first / input.most_slice_units();
     const int begin = (first - slice * input.most_slice_units()) * input.blocks.width;
-    const int units = q.units - first < kGroupUnits ? q.units - first : kGroupUnits;
+    const int units = std::min(q.units - first, most_units), stride = q.groups * parts;
     for (int block = 0; block < count; block++) {
       const int row = input.blocks.first(block), size = input.blocks.size(block);
-      const GroupArgs args{w, input.at(slice, block) + begin, units,
-                           q.sums + row * q.groups + g, q.scales + row * q.groups + g, q.groups, columns,
+      const GroupArgs args{w, input.at(slice, block) + begin, units, q.sums + row * stride + g,
+                           q.scales + row * q.groups + g / parts, stride, q.groups, columns,
                            sums + row * kColumns, block == 0};
       choose_group<BITS>(size, std::make_integer_sequence<int, kMaxBlockRows>())(args);
     }
@@ -199,7 +201,7 @@ template <class T, int BITS> void quantized_panel(const Chunk& chunk, int64_t pa
 // How chunks are computed whose weights have BITS bits. Four codes of the input are packed like a float.
 template <class T, int BITS> struct Quantized {
   static void pack(std::vector<Chunk>& chunks) {
-    quantize_rows<T>(chunks);
+    quantize_rows<T>(chunks, BITS == 4 ? int(chunks[0].a->weight->group) : kGroup);
     const int units = chunks[0].quantized.units;
     pack_inputs<float, CodeLines<BITS>>(chunks, units, [&](const Chunk& chunk, int64_t row) {
       return (const float*)chunk.quantized.codes + row * units;
@@ -264,7 +266,7 @@ template <int BITS> INLINE uint8_t* code_at(uint8_t* panel, int64_t input, int c
 }
 
 template <class T, int BITS> void quantize_of(const PackArgs& a) {
-  const int64_t units = (a.inputs + 3) / 4, groups = (a.inputs + kGroup - 1) / kGroup;
+  const int64_t units = (a.inputs + 3) / 4, groups = (a.inputs + a.group - 1) / a.group;
   pool::run(int((a.outputs + a.columns - 1) / a.columns), [&](int number) {
     const int64_t panel = a.first_panel + number;
     uint8_t* data = (uint8_t*)a.data + panel * units * Codes<BITS>::kLineBytes;
@@ -278,9 +280,9 @@ template <class T, int BITS> void quantize_of(const PackArgs& a) {
         a.scales[panel * kColumns + column] = quantize_weights<T, BITS>(w, a.inputs, codes);
       } else {
         for (int64_t g = 0; g < groups; g++) {
-          const int64_t left = a.inputs - g * kGroup;
+          const int64_t first = g * a.group;
           a.scales[(panel * groups + g) * kColumns + column] =
-              quantize_weights<T, BITS>(w + g * kGroup, left < kGroup ? left : kGroup, codes + g * kGroup);
+              quantize_weights<T, BITS>(w + first, std::min(a.inputs - first, a.group), codes + first);
         }
       }
       for (int64_t i = 0; i < a.inputs; i++) {
@@ -294,7 +296,7 @@ template <class T, int BITS> void quantize_of(const PackArgs& a) {
 
 template <class T, int BITS> void quantized_lookup_of(const LookupArgs& a) {
   const Packed& p = *a.weight;
-  const int64_t units = (p.inputs + 3) / 4, groups = (p.inputs + kGroup - 1) / kGroup;
+  const int64_t units = (p.inputs + 3) / 4, groups = (p.inputs + p.group - 1) / p.group;
   pool::run(int(a.rows), [&](int row) {
     const int64_t panel = a.ids[row] / kColumns;
     const int column = int(a.ids[row] % kColumns);
@@ -308,7 +310,7 @@ template <class T, int BITS> void quantized_lookup_of(const LookupArgs& a) {
         const int code = *code_at<BITS>(data, i + j, column);
         v[j] = float((BITS == 8 ? code : column < 16 ? code & 15 : code >> 4) - Codes<BITS>::kOffset);
       }
-      store_first(out + i, v * scales[BITS == 4 ? i / kGroup * kColumns : 0], count);
+      store_first(out + i, v * scales[BITS == 4 ? i / p.group * kColumns : 0], count);
     }
   });
 }
