@@ -175,34 +175,34 @@ class RankArgs(Structure):
 
 
 class ConvolveArgs(Structure):
-    """A token of each row through a depthwise convolution."""
+    """Tokens of sequences through a depthwise convolution."""
 
     _fields_: ClassVar = [
-        ("state", c_void_p), ("rows", c_void_p), ("x", c_void_p), ("x_stride", c_int64), ("x_channel_stride", c_int64),
-        ("weight", c_void_p), ("bias", c_void_p), ("out", c_void_p), ("batch", c_int64), ("channels", c_int64),
+        ("state", c_void_p), ("runs", c_void_p), ("x", c_void_p), ("x_stride", c_int64), ("x_channel_stride", c_int64),
+        ("weight", c_void_p), ("bias", c_void_p), ("out", c_void_p), ("num_runs", c_int64), ("channels", c_int64),
         ("row_stride", c_int64), ("width", c_int32), ("length", c_int32), ("has_silu", c_int32),
         ("element_bytes", c_int32),
     ]  # fmt: skip
 
 
 class DeltaArgs(Structure):
-    """A token of each row through a delta rule."""
+    """Tokens of sequences through a delta rule."""
 
     _fields_: ClassVar = [
-        ("state", c_void_p), ("rows", c_void_p), ("query", c_void_p), ("key", c_void_p), ("value", c_void_p),
-        ("decay", c_void_p), ("beta", c_void_p), ("out", c_void_p), ("batch", c_int64), ("heads", c_int64),
+        ("state", c_void_p), ("runs", c_void_p), ("query", c_void_p), ("key", c_void_p), ("value", c_void_p),
+        ("decay", c_void_p), ("beta", c_void_p), ("out", c_void_p), ("num_runs", c_int64), ("heads", c_int64),
         ("key_heads", c_int64), ("keys", c_int64), ("values", c_int64), ("row_stride", c_int64),
         ("is_normed", c_int32), ("has_key_decays", c_int32),
     ]  # fmt: skip
 
 
 class SpaceArgs(Structure):
-    """A token of each row through a state space."""
+    """Tokens of sequences through a state space."""
 
     _fields_: ClassVar = [
-        ("state", c_void_p), ("rows", c_void_p), ("x", c_void_p), ("steps", c_void_p), ("step_bias", c_void_p),
+        ("state", c_void_p), ("runs", c_void_p), ("x", c_void_p), ("steps", c_void_p), ("step_bias", c_void_p),
         ("rates", c_void_p), ("b", c_void_p), ("c", c_void_p), ("skip", c_void_p), ("gate", c_void_p),
-        ("out", c_void_p), ("batch", c_int64), ("heads", c_int64), ("parts", c_int64), ("size", c_int64),
+        ("out", c_void_p), ("num_runs", c_int64), ("heads", c_int64), ("parts", c_int64), ("size", c_int64),
         ("groups", c_int64), ("row_stride", c_int64), ("has_rates", c_int32), ("has_softplus", c_int32),
         ("element_bytes", c_int32),
     ]  # fmt: skip
