@@ -1,7 +1,7 @@
 """Single tokens of sequences through what keeps a state, in one native call that changes the states in place.
 
 A state is that of all rows of a storage, [rows, ...]; `Runs` say which the tokens read. Each function raises
-`Unsupported` for what the kernels do not compute.
+`NotImplementedError` for what the kernels do not compute.
 """
 
 import ctypes
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.engine.kernels import library
 from penstock.engine.kernels.packed import DTYPES
-from penstock.engine.masks import Unsupported
 
 
 class Run(NamedTuple):
@@ -60,7 +59,7 @@ def convolve_tokens(
     native, dtype = library.load_library(), x.dtype
     is_known = activation in (None, "silu", "swish") and dtype in DTYPES and state.dtype == weight.dtype == dtype
     if native is None or not is_known or not _has_whole_rows(state) or not weight.is_contiguous():
-        raise Unsupported("the kernels compute no such convolution")
+        raise NotImplementedError("the kernels compute no such convolution")
     batch, channels, _ = x.shape
     out = torch.empty(batch, channels, 1, dtype=dtype)
     args = library.ConvolveArgs(
@@ -80,7 +79,7 @@ def apply_delta_rule(runs: Runs, state: Tensor, parts: tuple[Tensor, ...], logs:
     """
     native, dtype = library.load_library(), parts[2].dtype
     if native is None or state.dtype != torch.float32 or not _has_whole_rows(state):
-        raise Unsupported("the kernels compute no such delta rule")
+        raise NotImplementedError("the kernels compute no such delta rule")
     query, key, value, beta, logs = kept = tuple(_make_plain(part) for part in (*parts, logs))
     out = torch.empty_like(value)
     args = library.DeltaArgs(
@@ -105,11 +104,11 @@ def update_state_space(
     has_parts = x.dim() == 3
     if has_parts:
         if any(one is not None and one.stride(-1) for one in (steps, rates, rates[..., 0], *of_heads)):
-            raise Unsupported("the parts of a state space's head have steps and rates of their own")
+            raise NotImplementedError("the parts of a state space's head have steps and rates of their own")
         steps, rates = steps[..., 0], rates[:, 0, 0]
         of_heads = tuple(one if one is None else one[:, 0] for one in of_heads)
     if native is None or state.dtype not in DTYPES or not _has_whole_rows(state):
-        raise Unsupported("the kernels compute no such state space")
+        raise NotImplementedError("the kernels compute no such state space")
     dtype, shape = x.dtype, x.shape
     kept = [one if one is None else _make_plain(one) for one in (x, steps, of_heads[0], rates, b, c, of_heads[1], gate)]
     out = torch.empty(shape)
