@@ -151,20 +151,22 @@ def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
     a_token_each = dict.fromkeys(range(NUM_PROBE_TOKENS), 1)
 
     def read(max_together: int) -> tuple[StateStorage, Tensor]:
-        return _read_answers(model, together if max_together else parts, rows, [a_token_each] * 2)
+        return _read_answers(model, parts, rows if max_together else None, [a_token_each] * 2)
 
     right = choose_together(model.module, model.dtype, read)
     if right is None:
         return parts
     two_tokens_each = dict.fromkeys(range(1, NUM_PROBE_TOKENS), 2)
-    states, logits = _read_answers(model, together, rows, [{0: 1}, {0: 1, **two_tokens_each}])
+    states, logits = _read_answers(model, parts, rows, [{0: 1}, {0: 1, **two_tokens_each}])
     is_same = torch.equal(states.data, right[0].data) and torch.equal(logits, right[1])
     has_attention = parts.layers == model.layout.by_layer.keys()
-    return replace(together, keeps_rows_apart=is_same and has_attention and rows.is_exact)
+    if not (is_same and has_attention and rows.is_exact):
+        return together
+    return replace(together, keeps_rows_apart=True, has_uneven_rows=rows.has_split)
 
 
 def _read_answers(
-    model: LoadedModel, parts: NativeParts, rows: RowsApart, steps: list[dict[int, int]]
+    model: LoadedModel, parts: NativeParts, rows: RowsApart | None, steps: list[dict[int, int]]
 ) -> tuple[StateStorage, Tensor]:
     """Read prompts, and two tokens of answers to them, in steps; return their states, and the logits of the last ones.
 

@@ -22,8 +22,8 @@ ROW_WISE_FUNCTIONS = frozenset({
     "_softmax", "_to_copy", "_unsafe_view", "add", "alias", "as_strided", "bitwise_not", "cat", "chunk", "clone",
     "concatenate", "contiguous", "copy_", "detach", "div", "div_", "embedding", "empty", "empty_like", "expand",
     "flatten", "gather", "index", "masked_fill", "max", "mean", "mul", "mul_", "neg", "permute", "pow", "relu",
-    "repeat", "reshape", "scatter_", "select", "slice", "softmax", "split", "split_with_sizes", "square", "squeeze",
-    "sub", "sum", "t", "to", "topk", "transpose", "type_as", "unbind", "unsqueeze", "view", "zeros_like",
+    "repeat", "reshape", "rsqrt", "scatter_", "select", "slice", "softmax", "split", "split_with_sizes", "square",
+    "squeeze", "sub", "sum", "t", "to", "topk", "transpose", "type_as", "unbind", "unsqueeze", "view", "zeros_like",
 })  # fmt: skip
 """torch's functions that give a row the same bits in any batch.
 

@@ -24,13 +24,13 @@ class ModelRunner:
     def __init__(
         self, module: Any, storage: KVStorage, native: NativeParts | None, rows: RowsApart | None = None
     ) -> None:
-        """`rows` keeps rows apart, in place of what does so without watching."""
+        """`rows` keeps them apart in the whole step, in place of what does so where need be."""
         self.storage = storage
         """The memory of the pool's blocks."""
         self.is_row_exact = native is not None and (native.body is not None or native.keeps_rows_apart)
         """Whether a token's logits are the same to the last bit whatever else is in the batch."""
         self._module, self._native = module, native
-        self._rows = (rows or RowsApart()) if native is not None and native.has_states else None
+        self._rows = rows or (RowsApart() if native is not None and native.has_uneven_rows else None)
         self._gathers = native is None or native.layers != storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         if not storage.layout.attends_internally:
@@ -68,9 +68,10 @@ class ModelRunner:
         """Run the model's forward pass and return the logits that the step's batch keeps: [rows, vocabulary]."""
         rows = step.batch.logits_to_keep
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
-        if self._rows is not None:
-            step.rows, self._rows.num_rows = self._rows, step.batch.num_tokens
-        with self._rows or nullcontext():
+        apart = None if step.batch.num_tokens == 1 else self._rows
+        if apart is not None:
+            step.rows, step.is_within_rows, apart.num_rows = apart, True, step.batch.num_tokens
+        with apart or nullcontext():
             logits: Tensor = hooks.run_module(self._module, step, **keep).logits[0]
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)  # else the step's time would count as that of a later one

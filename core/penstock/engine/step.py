@@ -4,7 +4,7 @@ A model that attends by itself gets K and V of its one sequence as transformers'
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 
@@ -38,7 +38,9 @@ class Step:
         self.state_runs: Runs | None = None
         """The tokens of several sequences that the layer reads at once; None: it reads one sequence."""
         self.rows = RowsApart()
-        """Keeps rows apart where it is entered."""
+        """Keeps rows apart where it is entered: around the whole step, or in groups of tokens."""
+        self.is_within_rows = False
+        """Whether it is around the whole step."""
         self._division: Division | None = None
 
     @cached_property
@@ -89,16 +91,21 @@ class Step:
         A piece's state is as if there was no other; those of a group are among the states of all rows.
         """
         assert self.storage.states is not None
-        pieces, row = [part] if isinstance(part, Piece) else part.pieces, slice(None)
+        row, pieces, apart = slice(None), [part], nullcontext()
+        self.rows.num_rows, self.rows.is_group = len(part.rows), True
         if isinstance(part, Piece):
             row, self.rows.num_rows = slice(part.seq.state_row, part.seq.state_row + 1), 0
         else:
-            self.rows.num_rows, self.state_runs, part.runs.layer = len(part.rows), part.runs, layer
+            pieces, self.state_runs, part.runs.layer = part.pieces, part.runs, layer
+            if len(part.rows) > 1 and not self.is_within_rows:
+                apart = self.rows
         self._open_state = layer, self.storage.states.open_layer(layer, row, is_new=pieces[0].start == 0)
         try:
-            yield
+            with apart:
+                yield
         finally:
-            self._open_state, self.state_runs, self.rows.num_rows = None, None, self.batch.num_tokens
+            self._open_state = self.state_runs = None
+            self.rows.num_rows, self.rows.is_group = self.batch.num_tokens, False
         for piece in pieces:
             snapshot = self.batch.snapshot_rows.get((piece.seq, piece.end))
             if snapshot is not None:
