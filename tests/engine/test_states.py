@@ -33,6 +33,7 @@ SIZES = {
     "qwen3_next": {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
+    "qwen3_5_moe_text": {"head_dim": 256},
 }  # fmt: skip
 LENGTHS = (70, 33, 1, 48, 17, 90)
 
@@ -131,7 +132,7 @@ def test_tokens_of_several_sequences_are_read_at_once(name: str) -> None:
     "name", ["falcon_h1", "granitemoehybrid", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "zamba2"]
 )
 def test_rows_that_depend_on_no_others_are_found(name: str) -> None:
-    model = accelerate_model(make_loaded_model(name, make_tiny(name, 1)))
+    model = accelerate_model(make_loaded_model(name, make_tiny(name, 1, **SIZES.get(name, {}))))
     assert make_engine(model).speculates
 
 

@@ -91,21 +91,20 @@ class Step:
         A piece's state is as if there was no other; those of a group are among the states of all rows.
         """
         assert self.storage.states is not None
-        row, pieces, apart = slice(None), [part], nullcontext()
-        self.rows.num_rows, self.rows.is_group = len(part.rows), True
-        if isinstance(part, Piece):
-            row, self.rows.num_rows = slice(part.seq.state_row, part.seq.state_row + 1), 0
+        rows = self.rows
+        if isinstance(part, Group):
+            pieces, row, rows.num_rows, self.state_runs = part.pieces, slice(None), len(part.rows), part.runs
+            part.runs.layer = layer
         else:
-            pieces, self.state_runs, part.runs.layer = part.pieces, part.runs, layer
-            if len(part.rows) > 1 and not self.is_within_rows:
-                apart = self.rows
+            pieces, row, rows.num_rows = [part], slice(part.seq.state_row, part.seq.state_row + 1), 0
+        rows.is_group = self.state_runs is not None
         self._open_state = layer, self.storage.states.open_layer(layer, row, is_new=pieces[0].start == 0)
         try:
-            with apart:
+            with rows if rows.num_rows > 1 and not self.is_within_rows else nullcontext():
                 yield
         finally:
             self._open_state = self.state_runs = None
-            self.rows.num_rows, self.rows.is_group = self.batch.num_tokens, False
+            rows.num_rows, rows.is_group = self.batch.num_tokens, False
         for piece in pieces:
             snapshot = self.batch.snapshot_rows.get((piece.seq, piece.end))
             if snapshot is not None:
