@@ -90,7 +90,7 @@ class Division:
         group = Group(pieces[: len(runs)], rows, Runs(runs))
         self.parts.append(group)
         for piece, run in zip(group.pieces, runs, strict=True):
-            if run.kept < run.count:
+            if run.kept < run.length:
                 guess = Guess(piece.start + run.kept, group.runs, run.first + run.kept)
                 self._storage.guesses[piece.seq.state_row] = guess
         return pieces[len(runs) :]

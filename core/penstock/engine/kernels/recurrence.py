@@ -23,7 +23,7 @@ class Run(NamedTuple):
     row: int
     """Where its state is."""
     first: int
-    count: int
+    length: int
     kept: int
     """So many tokens change the state. Those behind them are guessed, and read into a copy."""
 
