@@ -152,13 +152,18 @@ STATES = """\
 ## States
 
 Some layers keep a recurrent or convolution state instead of keys and values (`linear_attention`, `conv`, Mamba). They
-are served on a CPU, by transformers' modules as they are; their linear layers and norms run on the native kernels. The
-state of each running sequence and the snapshots share `PENSTOCK_ENGINE_POOL_MB` with the KV blocks. Where it has no
-room for the states of `PENSTOCK_ENGINE_MAX_BATCH` sequences, fewer run, and a warning says so.
+are served on a CPU, by transformers' modules as they are; their linear layers and norms run on the native kernels, and
+so do convolution and recurrence of single tokens. Tokens of all sequences of a batch are read at once if a comparison
+at load shows that this changes no bit. The state of each running sequence and the snapshots share
+`PENSTOCK_ENGINE_POOL_MB` with the KV blocks. Where it has no room for the states of `PENSTOCK_ENGINE_MAX_BATCH`
+sequences, fewer run, and a warning says so.
 
 Snapshots go to the store with the KV, so a decode worker goes on where the prompt ended, and a worker that takes a
 request over at the last snapshot. A prefix that is found counts up to its last snapshot; answers are no part of it.
-Nothing is drafted. `PENSTOCK_KV_STORE_REDIS_CODEC=int8` is refused. Models without keys and values (Mamba, RWKV, xLSTM)
+Tokens are guessed where no token's bits depend on other tokens of the step, which is looked at at load, too (not so
+with latent attention, or experts on PyTorch's operators). Guesses are read into a copy of the state, and those that
+were right once more, into the state itself: it is what single tokens give.
+`PENSTOCK_KV_STORE_REDIS_CODEC=int8` is refused. Models without keys and values (Mamba, RWKV, xLSTM)
 are refused, and so are states that a module keeps to itself (RecurrentGemma, MiniMax).
 """
 """The page's section about layers that keep a state."""

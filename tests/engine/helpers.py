@@ -1,6 +1,7 @@
 """Shared by the engine's tests: sequences, running them, and the tokens of transformers itself."""
 
 import hashlib
+import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from penstock.engine import hooks
+from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
 from penstock.engine.kernels import library
@@ -21,6 +23,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import StagedPoolBlocks
 from penstock.errors import SettingsError
+from penstock.grammar.state import GrammarState
 from penstock.messages import Sampling
 from tools.compatibility_cases import KEYWORDS, SIZES
 from tools.handover import export_blocks, import_blocks
@@ -69,6 +72,23 @@ def make_tiny(architecture: str, seed: int = 0, **sizes: int) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
     small = shrink_config(config, {**SIZES.get(architecture, {}), **sizes})
     return build_tiny_model(auto._model_mapping[type(config)], small, seed, torch.device("cpu"))
+
+
+class GivenDrafts(Drafter):
+    """Drafts the sequence's own answer, known from elsewhere, with wrong tokens in it."""
+
+    def __init__(self, num_prompt_tokens: int, answer: list[int], chance: random.Random, most: int = 900) -> None:
+        """Wrong tokens are below `most`."""
+        super().__init__()
+        self._num_prompt_tokens, self._answer, self._chance, self._most = num_prompt_tokens, answer, chance, most
+
+    def propose_tokens(
+        self, token_ids: list[int], grammar: GrammarState | None, max_tokens: int
+    ) -> tuple[list[int], list[float]]:
+        first = len(token_ids) - self._num_prompt_tokens
+        tokens = self._answer[first : first + self._chance.randrange(max_tokens + 1)]
+        draft = [self._chance.randrange(3, self._most) if self._chance.random() < 0.15 else token for token in tokens]
+        return draft, [1.0] * len(draft)
 
 
 def make_block_keys(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:

@@ -6,7 +6,6 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
@@ -19,7 +18,7 @@ from penstock.grammar.state import GrammarState
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES
 from penstock.worker.grammars import GrammarCompiler
-from tests.engine.helpers import GREEDY, sequence
+from tests.engine.helpers import GREEDY, GivenDrafts, sequence
 from tools.handover import export_blocks
 from tools.tool_corpus import Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation
@@ -39,22 +38,6 @@ SAMPLINGS = (
     Sampling(temperature=1.3, min_p=0.05, logit_bias={17: 4.0, 30: -100.0}, repetition_penalty=1.1),
 )
 Answer = list[tuple[int, Logprobs | None]]
-
-
-class GivenDrafts(Drafter):
-    """Drafts the sequence's own answer, known from elsewhere, with wrong tokens in it."""
-
-    def __init__(self, num_prompt_tokens: int, answer: list[int], chance: random.Random) -> None:
-        super().__init__()
-        self._num_prompt_tokens, self._answer, self._chance = num_prompt_tokens, answer, chance
-
-    def propose_tokens(
-        self, token_ids: list[int], grammar: GrammarState | None, max_tokens: int
-    ) -> tuple[list[int], list[float]]:
-        first = len(token_ids) - self._num_prompt_tokens
-        tokens = self._answer[first : first + self._chance.randrange(max_tokens + 1)]
-        draft = [self._chance.randrange(3, 900) if self._chance.random() < 0.15 else token for token in tokens]
-        return draft, [1.0] * len(draft)
 
 
 @pytest.fixture(scope="module", params=[("float32", "auto"), ("bfloat16", "int8")], ids=" KV ".join)

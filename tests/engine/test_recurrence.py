@@ -1,4 +1,4 @@
-"""One token through what keeps a state: the kernels give what transformers' functions give, in place and row by row."""
+"""Tokens through what keeps a state: the kernels give what transformers' functions give, in place and row by row."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from penstock.engine.kernels import build
-from penstock.engine.kernels.recurrence import apply_delta_rule, convolve_token, update_state_space
+from penstock.engine.kernels.recurrence import Run, Runs, apply_delta_rule, convolve_tokens, update_state_space
 from tests.engine.helpers import needs_kernels, use_instruction_set
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -32,9 +32,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def check(states: Tensor, new: Tensor, out: Tensor | None, expected: Tensor, alone: Any) -> None:
+def check(states: Tensor, new: Tensor, out: Tensor, expected: Tensor, alone: Any) -> None:
     """Check states and output against the expected ones; `alone` computes a row of states by itself."""
-    assert out is not None
     before = states.clone()
     limit = TOLERANCE[out.dtype]
     assert out.dtype == expected.dtype
@@ -45,18 +44,35 @@ def check(states: Tensor, new: Tensor, out: Tensor | None, expected: Tensor, alo
         assert torch.equal(states, before), "a row's bits depend on no other"
 
 
-def run_in_rows(states: Tensor, compute: Any) -> tuple[Tensor | None, Any]:
+def run_in_rows(states: Tensor, compute: Any) -> tuple[Tensor, Any]:
     """Return the output for all rows, and what computes one of them alone with the state it had before."""
     start = states.clone()
-    out = compute(torch.tensor(ROWS), states, slice(None))
+    check_runs(start, compute)
+    out = compute(Runs(Run(row, at, 1, 1) for at, row in enumerate(ROWS)), states, slice(None))
     assert all(torch.equal(states[row], start[row]) for row in range(NUM_STATES) if row not in ROWS)
 
     def compute_alone(at: int, row: int, states: Tensor) -> Tensor:
         mine = start.clone()
-        assert torch.equal(compute(torch.tensor([row]), mine, slice(at, at + 1))[0], out[at])
+        assert torch.equal(compute(Runs([Run(row, 0, 1, 1)]), mine, slice(at, at + 1))[0], out[at])
         return mine[row]
 
     return out, compute_alone
+
+
+def check_runs(start: Tensor, compute: Any) -> None:
+    """Check that tokens of one sequence have the bits that they have one by one, and guesses change no state."""
+    alone, after = start.clone(), list[Tensor]()
+    outputs = []
+    for at in range(len(ROWS)):
+        outputs.append(compute(Runs([Run(5, 0, 1, 1)]), alone, slice(at, at + 1)))
+        after.append(alone.clone())
+    for kept in range(len(ROWS) + 1):
+        states, runs = start.clone(), Runs([Run(5, 0, len(ROWS), kept)])
+        assert torch.equal(compute(runs, states, slice(None)), torch.cat(outputs))
+        assert torch.equal(states, after[kept - 1] if kept else start)
+        for right in range(kept, len(ROWS)):
+            runs.repeat_part(0, Runs([Run(5, right, 1, 1)]))
+            assert torch.equal(states, after[right])
 
 
 @DTYPES
@@ -67,7 +83,7 @@ def test_convolutions(dtype: torch.dtype, channels: int, width: int, activation:
     weight, bias = torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)
     new = states[ROWS]
     expected = modeling_lfm2.causal_conv1d_update(x, new, weight, bias, activation)
-    out, alone = run_in_rows(states, lambda rows, s, of: convolve_token(rows, s, x[of], weight, bias, activation))
+    out, alone = run_in_rows(states, lambda runs, s, of: convolve_tokens(runs, s, x[of], weight, bias, activation))
     check(states, new, out, expected, alone)
 
 
@@ -90,9 +106,9 @@ def test_delta_rules(dtype: torch.dtype, heads: int, key_heads: int, keys: int, 
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
 
-    def apply(rows: Tensor, states: Tensor, of: slice) -> Tensor | None:
+    def apply(runs: Runs, states: Tensor, of: slice) -> Tensor:
         parts = (query[of], key[of], value[of], beta[of])
-        return apply_delta_rule(rows, states, parts, logs[of], is_normed=True)
+        return apply_delta_rule(runs, states, parts, logs[of], is_normed=True)
 
     out, alone = run_in_rows(states, apply)
     check(states, new, out, expected, alone)
@@ -112,9 +128,9 @@ def test_state_spaces_of_heads(dtype: torch.dtype, size: int) -> None:
         new, x, steps, rates, b, c, skip, dt_bias=bias, dt_softplus=True
     )
 
-    def update(rows: Tensor, states: Tensor, of: slice) -> Tensor | None:
+    def update(runs: Runs, states: Tensor, of: slice) -> Tensor:
         inputs = (steps[of], rates, b[of], c[of])
-        return update_state_space(rows, states, x[of], inputs, (bias, skip), None, has_softplus=True)
+        return update_state_space(runs, states, x[of], inputs, (bias, skip), None, has_softplus=True)
 
     out, alone = run_in_rows(states, update)
     check(states, new, out, expected, alone)
@@ -132,18 +148,20 @@ def test_state_spaces_of_channels(dtype: torch.dtype, size: int) -> None:
         new, x, steps, rates, b, c, skip, z=gate, dt_bias=bias, dt_softplus=True
     )
 
-    def update(rows: Tensor, states: Tensor, of: slice) -> Tensor | None:
+    def update(runs: Runs, states: Tensor, of: slice) -> Tensor:
         inputs = (steps[of], rates, b[of], c[of])
-        return update_state_space(rows, states, x[of], inputs, (bias, skip), gate[of], has_softplus=True)
+        return update_state_space(runs, states, x[of], inputs, (bias, skip), gate[of], has_softplus=True)
 
     out, alone = run_in_rows(states, update)
     check(states, new, out, expected, alone)
 
 
-def test_what_kernels_do_not_compute_is_left() -> None:
-    states, x, rows = torch.zeros(2, 4, 4), torch.zeros(1, 4, 1), torch.tensor([1])
-    assert convolve_token(rows, states, x, torch.zeros(4, 4), None, "gelu") is None
-    assert convolve_token(rows, states.double(), x.double(), torch.zeros(4, 4).double(), None, None) is None
-    parts = (torch.zeros(1, 1, 1, 4),) * 3
-    half = states[:, None].half()
-    assert apply_delta_rule(rows, half, (*parts, torch.zeros(1, 1, 1)), torch.zeros(1, 1, 1), is_normed=True) is None
+def test_what_kernels_do_not_compute_is_refused() -> None:
+    states, x, runs = torch.zeros(2, 4, 4), torch.zeros(1, 4, 1), Runs([Run(1, 0, 1, 1)])
+    with pytest.raises(NotImplementedError):
+        convolve_tokens(runs, states, x, torch.zeros(4, 4), None, "gelu")
+    with pytest.raises(NotImplementedError):
+        convolve_tokens(runs, states.double(), x.double(), torch.zeros(4, 4).double(), None, None)
+    parts, logs = (torch.zeros(1, 1, 1, 4),) * 3, torch.zeros(1, 1, 1)
+    with pytest.raises(NotImplementedError):
+        apply_delta_rule(runs, states[:, None].half(), (*parts, logs), logs, is_normed=True)

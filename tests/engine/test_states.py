@@ -1,5 +1,6 @@
 """Models whose layers keep a state: its bits depend on the tokens alone, and it travels with the KV."""
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,11 +18,12 @@ from penstock.engine.mixers import MAX_TOGETHER, DividedForward
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
+from penstock.engine.state_runs import Group, Piece
 from penstock.engine.states import StateLayout, StatePart
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
-from tests.engine.helpers import GREEDY, drain, make_block_keys, make_tiny, needs_kernels
+from tests.engine.helpers import GREEDY, GivenDrafts, drain, make_block_keys, make_tiny, needs_kernels
 from tests.engine_contract.engines import Caller, serve
 from tools.compatibility import make_loaded_model
 
@@ -31,6 +33,7 @@ SIZES = {
     "qwen3_next": {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
+    "qwen3_5_moe_text": {"head_dim": 256},
 }  # fmt: skip
 LENGTHS = (70, 33, 1, 48, 17, 90)
 
@@ -78,14 +81,14 @@ def run_alone(model: LoadedModel, prompt: list[int], number: int) -> tuple[list[
     return seq.output_token_ids, read_state(engine, seq)
 
 
-def run_together(engine: Engine, seqs: list[Sequence]) -> list[tuple[list[int], bytes]]:
+def run_together(engine: Engine, seqs: list[Sequence], num_new: int = NUM_NEW) -> list[tuple[list[int], bytes]]:
     """Run sequences, and return the tokens of each and its state when it had said the last of them."""
     states: dict[Sequence, bytes] = {}
     for seq in seqs:
         engine.add_sequence(seq)
     while engine.has_work():
         for item in engine.step():
-            if item.seq.num_output_tokens == NUM_NEW:
+            if item.seq.num_output_tokens == num_new:
                 states[item.seq] = read_state(engine, item.seq)
                 engine.remove_sequence(item.seq)
         engine.scheduler.check_integrity()
@@ -125,17 +128,34 @@ def test_tokens_of_several_sequences_are_read_at_once(name: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", "granitemoehybrid", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "zamba2"]
+)
+def test_rows_that_depend_on_no_others_are_found(name: str) -> None:
+    model = accelerate_model(make_loaded_model(name, make_tiny(name, 1, **SIZES.get(name, {}))))
+    assert make_engine(model).speculates
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["kimi_linear", "nemotron_h"])
+def test_nothing_is_drafted_where_torch_sums_over_rows(name: str) -> None:
+    """Attention or experts run on its operators."""
+    model = accelerate_model(make_loaded_model(name, make_tiny(name, 1)))
+    assert not make_engine(model).speculates
+
+
+@needs_kernels
 @pytest.mark.parametrize("least", [1, 2], ids=["other than transformers", "other for several"])
 def test_what_tokens_read_at_once_would_change_stays_apart(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_tokens = DividedForward._read_tokens
+    read_part = DividedForward._read_part
 
-    def read_wrongly(self: DividedForward, step: Any, tokens: list[Any], *rest: Any) -> torch.Tensor:
-        found: torch.Tensor = read_tokens(self, step, tokens, *rest)
-        if len(tokens) >= least:
+    def read_wrongly(self: DividedForward, step: Any, part: Piece | Group, *rest: Any) -> torch.Tensor:
+        found: torch.Tensor = read_part(self, step, part, *rest)
+        if isinstance(part, Group) and len(part.rows) >= least:
             step.storage.states.data[step.batch.plan[0][0].state_row, :4] += 1
         return found
 
-    monkeypatch.setattr(DividedForward, "_read_tokens", read_wrongly)
+    monkeypatch.setattr(DividedForward, "_read_part", read_wrongly)
     assert list_limits(accelerate_model(make_loaded_model("bamba", make_tiny("bamba", 1)))) == {0}
 
 
@@ -179,6 +199,55 @@ def test_after_a_failed_step_states_are_computed_again(model: LoadedModel) -> No
     assert left == [0]
     assert len(failed) == 1, "the one that failed alone, too"
     assert all(seq in failed or seq.output_token_ids == tokens for seq, tokens in zip(seqs, alone, strict=True))
+
+
+@pytest.fixture(scope="module", params=["lfm2", "bamba", "jamba", "qwen3_next"])
+def drafting(request: pytest.FixtureRequest) -> LoadedModel:
+    """Tiny models with all kinds of states whose rows depend on no others, and a snapshot every 64 tokens."""
+    tiny = make_tiny(request.param, 1, **SIZES.get(request.param, {}))
+    model = accelerate_model(make_loaded_model(request.param, tiny))
+    assert model.layout.states is not None
+    return replace(model, layout=replace(model.layout, states=replace(model.layout.states, interval_tokens=64)))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("max_batch", "step_tokens", "num_blocks"), [(1, 256, 0), (8, 70, 0), (6, 256, 12)])
+def test_drafts_change_no_token_and_no_state(
+    drafting: LoadedModel, max_batch: int, step_tokens: int, num_blocks: int
+) -> None:
+    """In batches, where sequences are preempted, and where they go on from a log and from snapshots behind drafts."""
+    num_new, chance = 40, random.Random(max_batch)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [
+        torch.randint(drafting.vocab_size, (length,), generator=generator).tolist()
+        for length in (70, 33, 1, 58, 60, 62, 88)
+    ]
+
+    def make(number: int, known: list[int], num_said: int = 0) -> Sequence:
+        prompt, sampling = prompts[number], SAMPLED if number % 2 else GREEDY
+        seq = Sequence(
+            f"seq-{number}", prompt, sampling=sampling, seed=number, max_new_tokens=num_new,
+            output_token_ids=known[:num_said], block_keys=make_block_keys(prompt + known), is_suspect=number == 6,
+        )  # fmt: skip
+        seq.prompt_key = repr(prompt).encode()
+        if known:  # the last step has no drafts, so that the state has read all
+            seq.drafter = GivenDrafts(len(prompt), known[: num_new - 2], chance, drafting.vocab_size)
+        return seq
+
+    def run(engine: Engine, seqs: list[Sequence]) -> list[tuple[list[int], bytes]]:
+        return run_together(engine, seqs, num_new)
+
+    plain = make_engine(drafting, speculate=False)
+    right = [answer for number in range(len(prompts)) for answer in run(plain, [make(number, [])])]
+    engine = make_engine(drafting, max_batch=max_batch, max_step_tokens=step_tokens)
+    if num_blocks:
+        engine.pool.allocate_blocks(engine.pool.num_blocks - num_blocks)  # they belong to no sequence
+    assert run(engine, [make(number, known) for number, (known, _) in enumerate(right)]) == right
+    assert 0 < engine.num_accepted_tokens < engine.num_drafted_tokens
+    assert not num_blocks or engine.scheduler.num_preemptions
+    resumed = [make(number, known, 5 * number) for number, (known, _) in enumerate(right)]
+    assert run(engine, resumed) == right
+    assert num_blocks or [seq.num_cached_tokens for seq in resumed] == [64, 32, 0, 58, 60, 62, 80]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ An original's weights are freed as soon as they are packed, so that memory never
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, ha
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
+from penstock.engine.rows import RowsApart, WatchedRows
 from penstock.engine.runner import ModelRunner
 from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
@@ -135,22 +135,49 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
     parts = NativeParts(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
     if model.layout.states is not None:
-        has_states = choose_together(model.module, model.dtype, partial(_read_answers, model, parts))
-        parts = replace(parts, has_states=has_states)
+        parts = _read_together(model, parts)
     form = weights if is_quantized else GGUF if is_from_gguf else ""
     return replace(model, native=parts, weight_form=form)
 
 
-def _read_answers(model: LoadedModel, parts: NativeParts) -> tuple[StateStorage, Tensor]:
-    """Read two tokens of answers to several prompts, and return their states and the logits of the last ones."""
+def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
+    """Return the parts, and with them whether states read single tokens at once, and rows do not depend on others."""
+    torch.set_num_threads(1)  # as it will be beside the kernels
+    together, rows = replace(parts, has_states=True), WatchedRows()
+    a_token_each = dict.fromkeys(range(NUM_PROBE_TOKENS), 1)
+
+    def read(max_together: int) -> tuple[StateStorage, Tensor]:
+        return _read_answers(model, parts, rows if max_together else None, [a_token_each] * 2)
+
+    right = choose_together(model.module, model.dtype, read)
+    if right is None:
+        return parts
+    two_tokens_each = dict.fromkeys(range(1, NUM_PROBE_TOKENS), 2)
+    states, logits = _read_answers(model, parts, rows, [{0: 1}, {0: 1, **two_tokens_each}])
+    is_same = torch.equal(states.data, right[0].data) and torch.equal(logits, right[1])
+    has_attention = parts.layers == model.layout.by_layer.keys()
+    if not (is_same and has_attention and rows.is_exact):
+        return together
+    return replace(together, keeps_rows_apart=True, has_uneven_rows=rows.has_split)
+
+
+def _read_answers(
+    model: LoadedModel, parts: NativeParts, rows: RowsApart | None, steps: list[dict[int, int]]
+) -> tuple[StateStorage, Tensor]:
+    """Read prompts, and two tokens of answers to them, in steps; return their states, and the logits of the last ones.
+
+    A step has a number of tokens by prompt.
+    """
     storage = KVStorage(model.layout, NUM_PROBE_TOKENS, model.device, 3 * NUM_PROBE_TOKENS)
-    runner, logits = ModelRunner(model.module, storage, parts), torch.empty(0)
+    runner, logits = ModelRunner(model.module, storage, parts, rows), torch.empty(0)
+    tokens = [_draw_probe(model, seed) for seed in range(NUM_PROBE_TOKENS)]
     seqs = [
-        make_trial_sequence(_draw_probe(model, seed), blocks=[seed], state_row=2 * seed + 1)
-        for seed in range(NUM_PROBE_TOKENS)
+        make_trial_sequence(some[:-2], some[-2:], blocks=[seed], state_row=2 * seed + 1)
+        for seed, some in enumerate(tokens)
     ]
-    for num_tokens in (seqs[0].num_prompt_tokens - 2, 1, 1):
-        logits = compute_tokens(runner, [(seq, num_tokens) for seq in seqs])
+    prompts = {number: seq.num_prompt_tokens for number, seq in enumerate(seqs)}
+    for step in (prompts, *steps):
+        logits = compute_tokens(runner, [(seqs[number], num_tokens) for number, num_tokens in step.items()])
     assert storage.states is not None
     return storage.states, logits
 

@@ -107,9 +107,8 @@ class Engine:
         if self.storage.states is not None:
             self.states = StateRows(self.storage.states, num_state_rows, settings.max_batch, settings.block_size)
         self.scheduler = Scheduler(self.pool, self.states)
-        self.speculates = settings.speculate and self.runner.is_row_exact and self.states is None
-        """Whether steps compute drafts. Where a draw depended on the batch, drafts would change tokens, and a state
-        cannot go back to where it was before a draft that was wrong."""
+        self.speculates = settings.speculate and self.runner.is_row_exact
+        """Whether steps compute drafts. Where a draw depended on the batch, drafts would change tokens."""
         self.staging = BlockStaging(self.pool, self.storage)
         self.num_drafted_tokens = 0
         """Tokens that were computed as drafts."""

@@ -19,9 +19,11 @@ from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.packed import Activation, PackedLinears, Release, keep_weight, make_linear
 
 ROW_WISE_FUNCTIONS = frozenset({
-    "_softmax", "_to_copy", "_unsafe_view", "add", "bitwise_not", "clone", "contiguous", "copy_", "detach", "div",
-    "div_", "empty", "empty_like", "expand", "gather", "masked_fill", "max", "mul", "mul_", "reshape", "scatter_",
-    "select", "slice", "softmax", "squeeze", "sum", "to", "topk", "type_as", "unsqueeze", "view", "zeros_like",
+    "_softmax", "_to_copy", "_unsafe_view", "add", "alias", "as_strided", "bitwise_not", "cat", "chunk", "clone",
+    "concatenate", "contiguous", "copy_", "detach", "div", "div_", "embedding", "empty", "empty_like", "expand",
+    "flatten", "gather", "index", "masked_fill", "max", "mean", "mul", "mul_", "neg", "permute", "pow", "relu",
+    "repeat", "reshape", "rsqrt", "scatter_", "select", "slice", "softmax", "split", "split_with_sizes", "square",
+    "squeeze", "sub", "sum", "t", "to", "topk", "transpose", "type_as", "unbind", "unsqueeze", "view", "zeros_like",
 })  # fmt: skip
 """torch's functions that give a row the same bits in any batch.
 
@@ -193,7 +195,7 @@ def pack_experts(native: Library, parts: ExpertsParts, pack: Any, release: Relea
     return NativeExperts(native, gate_up, pack(parts.down, release), parts.gate)
 
 
-class _FunctionNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FunctionNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the names of torch's functions that are called."""
 
     def __init__(self) -> None:
@@ -208,7 +210,7 @@ class _FunctionNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def keeps_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether torch computes nothing in the module whose bits depend on how many rows there are."""
-    called = _FunctionNames()
+    called = FunctionNames()
     with called:
         module(*args, **kwargs)
     return called.names <= ROW_WISE_FUNCTIONS

@@ -1,6 +1,7 @@
 """A model over one pool of KV blocks: it computes the steps of an engine."""
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine import hooks
 from penstock.engine.kernels.step import NativeParts, NativeStep
+from penstock.engine.rows import RowsApart
 from penstock.engine.step import SingleSequenceStep, Step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
@@ -19,12 +21,16 @@ class ModelRunner:
     One thread calls its methods.
     """
 
-    def __init__(self, module: Any, storage: KVStorage, native: NativeParts | None) -> None:
+    def __init__(
+        self, module: Any, storage: KVStorage, native: NativeParts | None, rows: RowsApart | None = None
+    ) -> None:
+        """`rows` keeps them apart in the whole step, in place of what does so where need be."""
         self.storage = storage
         """The memory of the pool's blocks."""
-        self.is_row_exact = native is not None and native.body is not None
+        self.is_row_exact = native is not None and (native.body is not None or native.keeps_rows_apart)
         """Whether a token's logits are the same to the last bit whatever else is in the batch."""
         self._module, self._native = module, native
+        self._rows = rows or (RowsApart() if native is not None and native.has_uneven_rows else None)
         self._gathers = native is None or native.layers != storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         if not storage.layout.attends_internally:
@@ -62,7 +68,11 @@ class ModelRunner:
         """Run the model's forward pass and return the logits that the step's batch keeps: [rows, vocabulary]."""
         rows = step.batch.logits_to_keep
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
-        logits: Tensor = hooks.run_module(self._module, step, **keep).logits[0]
+        apart = None if step.batch.num_tokens == 1 else self._rows
+        if apart is not None:
+            step.rows, step.is_within_rows, apart.num_rows = apart, True, step.batch.num_tokens
+        with apart or nullcontext():
+            logits: Tensor = hooks.run_module(self._module, step, **keep).logits[0]
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)  # else the step's time would count as that of a later one
         return logits if keep else logits[rows]

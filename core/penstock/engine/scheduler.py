@@ -378,8 +378,11 @@ class Scheduler:
     def reserve_draft_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Return for how many of `num_tokens` drafted tokens a planned sequence has blocks, or gets them now.
 
-        Drafts preempt nothing, and leave a block for each running sequence that still grows.
+        Drafts preempt nothing, and leave a block for each running sequence that still grows. None of them is one behind
+        which a snapshot of the state is kept.
         """
+        if self._states is not None:
+            num_tokens = min(num_tokens, self._states.layout.count_until_kept(len(seq.token_ids)))
         num_missing = self._tables.count_missing_blocks(seq, len(seq.token_ids) + num_tokens)
         if num_missing > 0 and self.pool.num_free_blocks >= num_missing + self._tables.count_growing(self.running):
             seq.block_table += self.pool.allocate_blocks(num_missing)

@@ -87,6 +87,7 @@ class StateRows:
     def free_row(self, seq: Sequence) -> None:
         """Take back the row of a sequence that stops running."""
         self.pool.free_blocks([seq.state_row])
+        self._storage.guesses.pop(seq.state_row, None)
         self._num_held -= 1
         seq.state_row = 0
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.kernels.memory import map_zeros
+from penstock.engine.kernels.recurrence import Runs
 from penstock.kvstore.block import find_last_scan_chunk
 
 MIN_CELL_TOKENS = 64
@@ -87,6 +88,10 @@ class StateLayout:
             yield start, stop
             start = stop
 
+    def count_until_kept(self, position: int) -> int:
+        """Return how many tokens of an answer there are behind `position` before the next that a snapshot follows."""
+        return self.interval_tokens - 1 - position % self.interval_tokens
+
     def is_kept_at(self, position: int, num_prompt_tokens: int) -> bool:
         """Return whether a snapshot of the state after `position` tokens is kept.
 
@@ -109,6 +114,17 @@ def choose_interval_tokens(row_bytes: int, bytes_per_token: float, scan_chunk_to
     return -int(-wanted // scan_chunk_tokens) * scan_chunk_tokens
 
 
+class Guess(NamedTuple):
+    """Guessed tokens that a step has read, but for their state."""
+
+    start: int
+    """How many tokens the state has read."""
+    runs: Runs
+    """They are in what was read with these."""
+    first: int
+    """Where the first one is in it."""
+
+
 class StateStorage:
     """`num_rows` rows of one layout, in host memory."""
 
@@ -118,6 +134,8 @@ class StateStorage:
         self._bytes = self.data.numpy()
         self._parts: dict[int, list[tuple[StatePart, Tensor]]] = {}
         """By layer: its states of all rows, [rows, *shape]."""
+        self.guesses: dict[int, Guess] = {}
+        """By row: what was read last of the sequence that has it, if some of that was guessed."""
         offset = 0
         for part in layout.parts:
             mine = self.data[:, offset : offset + prod(part.shape) * part.dtype.itemsize]
@@ -125,14 +143,14 @@ class StateStorage:
             self._parts.setdefault(part.layer, []).append((part, view))
             offset += part.num_bytes
 
-    def open_layer(self, layer: int, row: int | None = None, *, is_new: bool = False) -> LinearAttentionLayer:
-        """Return a layer's states in a row, or in all of them, as transformers' cache has them.
+    def open_layer(self, layer: int, rows: slice, *, is_new: bool = False) -> LinearAttentionLayer:
+        """Return a layer's states in some rows, as transformers' cache has them.
 
         `is_new`: no token was read yet.
         """
         work = LinearAttentionLayer(number_of_states=self.layout.num_parts_by_layer[layer])
         for part, states in self._parts[layer]:
-            view = states if row is None else states[row : row + 1]
+            view = states[rows]
             if part.kind == "conv":
                 work.conv_states[part.index], work.conv_kernel_size[part.index] = view, part.shape[-1]
                 work.is_conv_states_initialized[part.index] = True

@@ -4,17 +4,18 @@ A model that attends by itself gets K and V of its one sequence as transformers'
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.attention import GatheredRows, LayerAttention, attend_gathered
+from penstock.engine.kernels.recurrence import Runs
 from penstock.engine.masks import OwnAttention, Unsupported, make_masks
-from penstock.engine.sequence import Sequence
+from penstock.engine.rows import RowsApart
+from penstock.engine.state_runs import Division, Group, Piece
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage, number_index_keys
 
@@ -34,9 +35,13 @@ class Step:
         """By layer: the K and V that `write_kv` returned."""
         self._open_state: tuple[int, LinearAttentionLayer] | None = None
         """The layer with a state that is computed now, and its state of the sequence that it reads, or all states."""
-        self._row_tensors: dict[tuple[int, ...], Tensor] = {}
-        self.state_rows: Tensor | None = None
-        """The rows of the states of the sequences of which the layer reads a token each; None: it reads one alone."""
+        self.state_runs: Runs | None = None
+        """The tokens of several sequences that the layer reads at once; None: it reads one sequence."""
+        self.rows = RowsApart()
+        """Keeps rows apart where it is entered: around the whole step, or in groups of tokens."""
+        self.is_within_rows = False
+        """Whether it is around the whole step."""
+        self._division: Division | None = None
 
     @cached_property
     def gathered(self) -> GatheredRows:
@@ -80,40 +85,43 @@ class Step:
         return attend_gathered(self.gathered, (query, key, value), masks, how)
 
     @contextmanager
-    def open_state(self, layer: int, seq: Sequence, num_before: int) -> Iterator[None]:
-        """Let a layer within the context read and write its state of a sequence, which has read `num_before` tokens."""
-        assert self.storage.states is not None
-        self._open_state = layer, self.storage.states.open_layer(layer, seq.state_row, is_new=num_before == 0)
-        try:
-            yield
-        finally:
-            self._open_state = None
+    def open_states(self, layer: int, part: Piece | Group) -> Iterator[None]:
+        """Let a layer within the context read a part of the batch into its states, and keep the snapshots behind it.
 
-    @contextmanager
-    def open_rows(self, layer: int, rows: tuple[int, ...]) -> Iterator[None]:
-        """Let a layer within the context read and write its states in some rows, in those of all rows."""
+        A piece's state is as if there was no other; those of a group are among the states of all rows.
+        """
         assert self.storage.states is not None
-        if rows not in self._row_tensors:  # all layers have the same
-            self._row_tensors[rows] = torch.tensor(rows)
-        self._open_state = layer, self.storage.states.open_layer(layer)
-        self.state_rows = self._row_tensors[rows]
+        rows = self.rows
+        if isinstance(part, Group):
+            pieces, row, rows.num_rows, self.state_runs = part.pieces, slice(None), len(part.rows), part.runs
+            part.runs.layer = layer
+        else:
+            pieces, row, rows.num_rows = [part], slice(part.seq.state_row, part.seq.state_row + 1), 0
+        rows.is_group = self.state_runs is not None
+        self._open_state = layer, self.storage.states.open_layer(layer, row, is_new=pieces[0].start == 0)
         try:
-            yield
+            with rows if rows.num_rows > 1 and not self.is_within_rows else nullcontext():
+                yield
         finally:
-            self._open_state = self.state_rows = None
+            self._open_state = self.state_runs = None
+            rows.num_rows, rows.is_group = self.batch.num_tokens, False
+        for piece in pieces:
+            snapshot = self.batch.snapshot_rows.get((piece.seq, piece.end))
+            if snapshot is not None:
+                self.storage.states.copy_layer(piece.seq.state_row, snapshot, layer)
+
+    def divide(self, max_together: int) -> Division:
+        """Return how layers with a state read the batch; all of a model have the same limit."""
+        if self._division is None:
+            assert self.storage.states is not None
+            self._division = Division(self.batch, self.storage.states, max_together)
+        return self._division
 
     def find_state(self, layer: int) -> LinearAttentionLayer:
         """Return the state of the layer and the sequence that are computed now."""
         if self._open_state is None or self._open_state[0] != layer:
             raise Unsupported("a layer's state is used outside of the layer")
         return self._open_state[1]
-
-    def keep_snapshot(self, layer: int, seq: Sequence, position: int) -> None:
-        """Copy the layer's state, which has read `position` tokens, if a snapshot is to be kept there."""
-        row = self.batch.snapshot_rows.get((seq, position))
-        if row is not None:
-            assert self.storage.states is not None
-            self.storage.states.copy_layer(seq.state_row, row, layer)
 
 
 class SingleSequenceStep(Step):

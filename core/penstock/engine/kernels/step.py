@@ -131,6 +131,10 @@ class NativeParts:
     """Whether attention runs on latents that K and V would be made from, which rounds otherwise."""
     has_states: bool = False
     """Whether they read single tokens into the states of layers, which rounds otherwise."""
+    keeps_rows_apart: bool = False
+    """Whether torch computes no row otherwise because of others, where there is no body."""
+    has_uneven_rows: bool = False
+    """Whether that takes `RowsApart` around the whole step."""
 
     @property
     def name(self) -> str:

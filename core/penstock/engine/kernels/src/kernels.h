@@ -306,39 +306,43 @@ struct RankArgs {
   int32_t element_bytes;
 };
 
-// One token of each row of a batch through a layer that keeps a state. The state of row i is the one in `rows[i]` of the
-// states, which are `row_stride` elements apart; no two rows have the same one.
+// Tokens through a layer that keeps a state. A run is `count` rows of a batch from `first` on, one token behind the other of
+// one sequence, whose state is the one in `row` of the states, which are `row_stride` elements apart. The first `kept`
+// tokens change it. The others are read into a copy, as nobody knows yet whether they come.
+struct Run {
+  int64_t row, first, count, kept;
+};
 
 // A depthwise convolution whose state is the last `length` inputs of each channel: at least `width`.
 struct ConvolveArgs {
   void* state;  // [.., channels, length]
-  const int64_t* rows;
+  const Run* runs;
   const void* x;  // [batch, channels]
   int64_t x_stride, x_channel_stride;
   const void* weight;  // [channels, width]
   const void* bias;    // [channels], or null
   void* out;           // [batch, channels]
-  int64_t batch, channels, row_stride;
+  int64_t num_runs, channels, row_stride;
   int32_t width, length, has_silu, element_bytes;
 };
 
 // A delta rule with decay. All is contiguous.
 struct DeltaArgs {
   float* state;  // [.., heads, keys, values]
-  const int64_t* rows;
+  const Run* runs;
   const float *query, *key;  // [batch, key_heads, keys]: each for as many consecutive heads
   const float* value;        // [batch, heads, values]
   const float* decay;        // logarithms of it, [batch, heads], or [batch, heads, keys] with `has_key_decays`
   const float* beta;         // [batch, heads]
   float* out;                // [batch, heads, values]
-  int64_t batch, heads, key_heads, keys, values, row_stride;
+  int64_t num_runs, heads, key_heads, keys, values, row_stride;
   int32_t is_normed, has_key_decays;
 };
 
 // A selective state space: state = state exp(step rate) + step x b, out = c state + skip x, times silu(gate).
 struct SpaceArgs {
   void* state;  // [.., heads, parts, size]
-  const int64_t* rows;
+  const Run* runs;
   const float* x;          // [batch, heads, parts]
   const float* steps;      // [batch, heads]
   const float* step_bias;  // [heads], or null
@@ -347,7 +351,7 @@ struct SpaceArgs {
   const float* skip;       // [heads], or null
   const float* gate;       // [batch, heads, parts], or null
   float* out;              // [batch, heads, parts]
-  int64_t batch, heads, parts, size, groups, row_stride;
+  int64_t num_runs, heads, parts, size, groups, row_stride;
   int32_t has_rates, has_softplus, element_bytes;  // of the state
 };
 

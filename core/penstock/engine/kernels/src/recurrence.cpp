@@ -1,7 +1,8 @@
-// One token of layers that keep a state: a depthwise convolution, a gated delta rule, and a state space. Each row of the
-// batch has a state of its own, which is changed in place.
+// Single tokens of layers that keep a state: a depthwise convolution, a gated delta rule, and a state space. A sequence's
+// tokens are read one after the other, as each alone, and its state is changed in place.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "functions.h"
 #include "pool.h"
@@ -30,35 +31,43 @@ INLINE f32xn all_n(float x) { return f32xn{} + x; }
 
 INLINE f32x16 silu(f32x16 v) { return v / (1.0f + exp(-v)); }
 
-// WIDTH: of the convolution, or 0 for any.
-template <class T, int WIDTH> void convolve_row(const ConvolveArgs& a, int64_t row, int64_t first, int64_t end) {
-  const int width = WIDTH ? WIDTH : a.width, length = a.length;
-  T* state = (T*)a.state + a.rows[row] * a.row_stride;
-  const T* x = (const T*)a.x + row * a.x_stride;
-  const T* weight = (const T*)a.weight;
-  for (int64_t c = first; c < end; c += 16) {
-    const int count = int(std::min<int64_t>(16, end - c));
-    float sums[16] = {};
-    for (int i = 0; i < count; i++) {
-      T* window = state + (c + i) * length;
-      for (int at = 0; at < length - 1; at++) window[at] = window[at + 1];
-      window[length - 1] = x[(c + i) * a.x_channel_stride];
-      const T* w = weight + (c + i) * width;
-      for (int tap = 0; tap < width; tap++) sums[i] += scalar(window[length - width + tap]) * scalar(w[tap]);
-    }
-    f32x16 v = load(sums);
-    if (a.bias) v += load_first((const T*)a.bias + c, count);
-    if (a.has_silu) v = silu(rounded<T>(v));
-    store_first((T*)a.out + row * a.channels + c, v, count);
+// Call read(row, state) for each row of a run, with a part of its state, or a copy of what it was behind the kept ones.
+template <class S, class F> INLINE void read_run(const Run& run, S* state, int64_t size, const F& read) {
+  for (int64_t i = 0; i < run.count; i++) {
+    if (i == run.kept) state = (S*)memcpy(pool::scratch(1, size * sizeof(S)), state, size * sizeof(S));
+    read(run.first + i, state);
   }
+}
+
+// Convolve the `count` channels from `c` on of a row. WIDTH: of the convolution, or 0 for any.
+template <class T, int WIDTH> void convolve_row(const ConvolveArgs& a, int64_t row, T* window, int64_t c, int count) {
+  const int width = WIDTH ? WIDTH : a.width, length = a.length;
+  const T *x = (const T*)a.x + row * a.x_stride + c * a.x_channel_stride, *w = (const T*)a.weight + c * width;
+  float sums[16] = {};
+  for (int i = 0; i < count; i++, window += length, w += width) {
+    for (int at = 0; at < length - 1; at++) window[at] = window[at + 1];
+    window[length - 1] = x[i * a.x_channel_stride];
+    for (int tap = 0; tap < width; tap++) sums[i] += scalar(window[length - width + tap]) * scalar(w[tap]);
+  }
+  f32x16 v = load(sums);
+  if (a.bias) v += load_first((const T*)a.bias + c, count);
+  if (a.has_silu) v = silu(rounded<T>(v));
+  store_first((T*)a.out + row * a.channels + c, v, count);
 }
 
 template <class T> void convolve_of(const ConvolveArgs& a) {
   constexpr int64_t kTask = 2048;
   const int64_t tasks = (a.channels + kTask - 1) / kTask;
-  pool::run(int(a.batch * tasks), [&](int task) {
+  pool::run(int(a.num_runs * tasks), [&](int task) {
+    const Run& run = a.runs[task / tasks];
     const int64_t first = task % tasks * kTask, end = std::min(a.channels, first + kTask);
-    (a.width == 4 ? convolve_row<T, 4> : convolve_row<T, 0>)(a, task / tasks, first, end);
+    for (int64_t c = first; c < end; c += 16) {
+      const int count = int(std::min<int64_t>(16, end - c));
+      T* state = (T*)a.state + run.row * a.row_stride + c * a.length;
+      read_run(run, state, count * a.length, [&](int64_t row, T* window) {
+        (a.width == 4 ? convolve_row<T, 4> : convolve_row<T, 0>)(a, row, window, c, count);
+      });
+    }
   });
 }
 
@@ -150,9 +159,8 @@ INLINE float space_line(S* s, const float* b, const float* c, int64_t size, cons
   return sum(sums);
 }
 
-template <class S> void space_head(const SpaceArgs& a, int64_t row, int64_t head) {
+template <class S> void space_head(const SpaceArgs& a, int64_t row, int64_t head, S* state) {
   const int64_t at = row * a.heads + head, group = row * a.groups + head / (a.heads / a.groups);
-  S* state = (S*)a.state + a.rows[row] * a.row_stride + head * a.parts * a.size;
   float step = a.steps[at] + (a.step_bias ? a.step_bias[head] : 0.0f);
   if (a.has_softplus && step <= 20.0f) step = std::log1p(std::exp(step));
   const float *b = a.b + group * a.size, *c = a.c + group * a.size;
@@ -172,37 +180,45 @@ template <class S> void space_head(const SpaceArgs& a, int64_t row, int64_t head
 void convolve(const ConvolveArgs* a) { a->element_bytes == 4 ? convolve_of<float>(*a) : convolve_of<bf16>(*a); }
 
 void delta(const DeltaArgs* a) {
-  pool::run(int(a->batch * a->heads), [&](int task) {
-    const int64_t row = task / a->heads, head = task % a->heads;
-    const int64_t key_head = row * a->key_heads + head / (a->heads / a->key_heads);
+  const int64_t size = a->keys * a->values;
+  pool::run(int(a->num_runs * a->heads), [&](int task) {
+    const Run& run = a->runs[task / a->heads];
+    const int64_t head = task % a->heads;
     float* const memory = (float*)pool::scratch(0, 3 * a->keys * sizeof(float));
     float *key = memory, *query = key + a->keys, *decay = query + a->keys;
-    scale_head(a->key + key_head * a->keys, a->keys, a->is_normed, 1.0f, key);
-    scale_head(a->query + key_head * a->keys, a->keys, a->is_normed, 1.0f / std::sqrt(float(a->keys)), query);
-    const float* logs = a->decay + (a->has_key_decays ? int64_t(task) * a->keys : task);
-    for (int64_t k = 0; k < a->keys; k += 16) {
-      const int count = int(a->keys - k);
-      store_first(decay + k, exp(a->has_key_decays ? load_first(logs + k, count) : all(*logs)), count);
-    }
-    const Head h{key, query, decay, a->keys, a->values};
-    float* state = a->state + a->rows[row] * a->row_stride + head * a->keys * a->values;
-    const float *value = a->value + task * a->values, beta = a->beta[task];
-    float* out = a->out + task * a->values;
-    int64_t v = 0;
-    for (; v + kColumns <= a->values; v += kColumns) delta_columns<kVectors>(h, state + v, value + v, beta, out + v);
-    for (; v + kLanes <= a->values; v += kLanes) delta_columns<1>(h, state + v, value + v, beta, out + v);
-    for (; v < a->values; v++) delta_column(h, state + v, value[v], beta, out + v);
+    read_run(run, a->state + run.row * a->row_stride + head * size, size, [&](int64_t row, float* state) {
+      const int64_t at = row * a->heads + head, key_head = row * a->key_heads + head / (a->heads / a->key_heads);
+      scale_head(a->key + key_head * a->keys, a->keys, a->is_normed, 1.0f, key);
+      scale_head(a->query + key_head * a->keys, a->keys, a->is_normed, 1.0f / std::sqrt(float(a->keys)), query);
+      const float* logs = a->decay + (a->has_key_decays ? at * a->keys : at);
+      for (int64_t k = 0; k < a->keys; k += 16) {
+        const int count = int(a->keys - k);
+        store_first(decay + k, exp(a->has_key_decays ? load_first(logs + k, count) : all(*logs)), count);
+      }
+      const Head h{key, query, decay, a->keys, a->values};
+      const float *value = a->value + at * a->values, beta = a->beta[at];
+      float* out = a->out + at * a->values;
+      int64_t v = 0;
+      for (; v + kColumns <= a->values; v += kColumns) delta_columns<kVectors>(h, state + v, value + v, beta, out + v);
+      for (; v + kLanes <= a->values; v += kLanes) delta_columns<1>(h, state + v, value + v, beta, out + v);
+      for (; v < a->values; v++) delta_column(h, state + v, value[v], beta, out + v);
+    });
   });
 }
 
-void space(const SpaceArgs* a) {
+template <class S> static void space_of(const SpaceArgs& a) {
   constexpr int64_t kTask = 8192;  // numbers of a state
-  const int64_t per_task = std::max<int64_t>(1, kTask / (a->parts * a->size)), tasks = (a->heads + per_task - 1) / per_task;
-  pool::run(int(a->batch * tasks), [&](int task) {
-    const int64_t row = task / tasks, first = task % tasks * per_task;
-    for (int64_t head = first; head < std::min<int64_t>(a->heads, first + per_task); head++)
-      a->element_bytes == 4 ? space_head<float>(*a, row, head) : space_head<bf16>(*a, row, head);
+  const int64_t size = a.parts * a.size, per_task = std::max<int64_t>(1, kTask / size);
+  const int64_t tasks = (a.heads + per_task - 1) / per_task;
+  pool::run(int(a.num_runs * tasks), [&](int task) {
+    const Run& run = a.runs[task / tasks];
+    const int64_t first = task % tasks * per_task, end = std::min<int64_t>(a.heads, first + per_task);
+    S* state = (S*)a.state + run.row * a.row_stride;
+    for (int64_t head = first; head < end; head++)
+      read_run(run, state + head * size, size, [&](int64_t row, S* mine) { space_head(a, row, head, mine); });
   });
 }
+
+void space(const SpaceArgs* a) { a->element_bytes == 4 ? space_of<float>(*a) : space_of<bf16>(*a); }
 
 }  // namespace ISA
