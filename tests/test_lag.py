@@ -357,6 +357,18 @@ def test_short_prompts_are_taken_while_a_long_one_waits_behind_another(line_of: 
 
 
 @pytest.mark.in_memory
+def test_a_prompt_that_no_store_has_is_computed_in_the_turn_that_reads_it(line_of: LineOf) -> None:
+    line = line_of(max_step_tokens=64)
+    send(line, [ask("a0", 960, 1)])
+    run_until(line.prefill, lambda: "a0" in line.prefill.running, "the long prompt is taken")
+    send(line, [ask("b1", 20, 1)])
+    assert line.prefill.run_once(), "the short prompt is read"
+    assert "a0" in line.prefill.running
+    task = line.prefill.running.get("b1")  # None once it is handed off
+    assert task is None or (task.seq is not None and task.seq.num_computed_tokens == 20)
+
+
+@pytest.mark.in_memory
 def test_decode_takes_no_more_jobs_than_it_has_blocks_for(line_of: LineOf) -> None:
     """A pool for five such jobs and places for 32: the others wait in the topic. All are answered."""
     line, work = line_of(), [ask(f"a{n}", 200, 12) for n in range(14)]

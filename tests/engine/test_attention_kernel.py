@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ class Layer:
         )  # fmt: skip
         self.native.write(ctypes.addressof(args))
 
-    def _attend(self, q: Tensor, segments: list[Segment], first_seen: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, segments: list[Any], first_seen: Tensor) -> Tensor:
         case = self.case
         array = (Segment * len(segments))(*segments)
         out = torch.full((len(q), self.heads, case.v_size), math.nan, dtype=self.dtype)

@@ -211,10 +211,8 @@ class Worker:
                 elif not task.is_in_flight:  # else its token is refused
                     self._end_with(task, Outcome.of_error(Cancelled("the request was cancelled")))
 
-    def _collect_events(self) -> list[Task]:
-        """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
-        claimed.
-        """
+    def _collect_engine_events(self) -> None:
+        """Handle what the engine has loaded, stored and ended."""
         for event in self.engine.collect_events():
             match event:
                 case Loaded():
@@ -226,6 +224,12 @@ class Worker:
                 case Ended(task, outcome):
                     with self._confine(task):
                         self._end_told(task, outcome)
+
+    def _collect_events(self) -> list[Task]:
+        """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
+        claimed.
+        """
+        self._collect_engine_events()
         self._finish_settled(self.settler.collect())
         read = []
         for reading in self.reader.collect_read():
@@ -247,7 +251,9 @@ class Worker:
         read = self._collect_events()
         self._take_over(accept=accept)
         deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
-        self._claim_messages([*read, *self._read_messages(deliveries)])
+        if claimed := [*read, *self._read_messages(deliveries)]:
+            self._claim_messages(claimed)
+            self._collect_engine_events()  # where nothing was to be loaded the next step has their prompts
         return len(deliveries)
 
     def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:

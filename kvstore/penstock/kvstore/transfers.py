@@ -214,9 +214,9 @@ class Transfers:
 
     def _is_nowhere(self, load: LoadOperation, staged: StagedBlocks) -> bool:
         """Return whether it is known without waiting that there is nothing to read: no thread is woken for that, as a
-        first token would wait for it.
+        first token would wait for it. A tail is read behind all full blocks alone.
         """
-        is_simple = load.tail_key is None and load.states is None and not staged.num_cached
+        is_simple = bool(load.keys) and load.states is None and not staged.num_cached
         is_nowhere = is_simple and self._store.lacks_block(load.keys[0])
         for tier in self._store.tiers if is_nowhere else ():
             self._store.count_misses(tier, len(staged.views))
