@@ -60,6 +60,7 @@ from penstock.client.aio import AsyncClient
 from penstock.client.core import make_request
 from penstock.config.settings import BusSettings
 from penstock.engine.cost import StepCost
+from penstock.errors import PenstockError
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, encode_request
@@ -172,8 +173,10 @@ class Site:
 
     async def find_partitions(self) -> None:
         """Note a partition of each worker, once each reads some that no other one does."""
-        read: list[list[int]] = []
+        read, until_s = list[list[int]](), time.monotonic() + TIMEOUT_S
         while not read or not all(read) or len(set().union(*read)) < sum(map(len, read)):
+            if time.monotonic() > until_s:
+                raise PenstockError(f"the workers read {read}: each has to read a partition that no other one does")
             await asyncio.sleep(1.0)  # after a start they may still be dealt out
             read = [beat.get("load", NOTHING)["interactive"]["partitions"] for beat in self.read_beats()]
         self.partitions = [mine[0] for mine in read]

@@ -5,7 +5,7 @@ python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 25
 What is there already stays; what cannot be installed is reported and left out of the benchmark. uv fetches packages;
 llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes. Where its environment is for
 other instruction sets (`llamacpp_avx2`, `llamacpp_avx512`), only the library that has its products is compiled again: a
-minute with `--only llamacpp_avx512`.
+minute with `--only llamacpp_avx512`, where `llamacpp` is there.
 """
 
 import argparse

@@ -174,11 +174,18 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     assert 32 >= max(sizes) > 12
 
 
+def _let_steps_grow(engine: Engine) -> None:
+    """Have the engine believe that a step of any size is in time."""
+    engine.scheduler.cost = StepCost(fixed_s=0.0, row_s=0.0, context_s=0.0, chunk_s=0.0, token_s=1e-9)
+    engine.scheduler.max_step_s = 1e9
+
+
 @pytest.mark.parametrize("limit", [1000, 60])
 def test_steps_that_are_larger_while_prompts_wait_change_no_token_and_become_smaller_without_memory(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    engine.scheduler.cost = StepCost(fixed_s=0.0, row_s=0.0, context_s=0.0, chunk_s=0.0, token_s=1e-6)
+    run_all(engine, make_sequences(1))  # so the speed of prompts is known
+    _let_steps_grow(engine)
     seqs, sizes = make_sequences(), list[int]()
 
     def exceed(batch: StepBatch) -> Exception | None:
@@ -189,7 +196,8 @@ def test_steps_that_are_larger_while_prompts_wait_change_no_token_and_become_sma
     assert sum(seq.num_pending_tokens for seq in seqs) > 4 * 32
     assert run_all(engine, seqs) == {}
     assert [seq.output_token_ids for seq in seqs] == expected
-    assert max(sizes) > 32
+    assert any(32 < size <= limit for size in sizes), "a larger step was computed"
+    assert (max(sizes) > limit) == (limit == 60)
     assert not any(seq.is_suspect for seq in seqs)
 
 

@@ -79,21 +79,37 @@ def _queue_prompts(lengths: list[int], cost: StepCost | None = COST, num_decodes
     return scheduler
 
 
-@pytest.mark.parametrize(("lengths", "num_decodes", "max_tokens", "expected"), [
-    ([], 8, 1024, 256),
-    ([1024], 8, 1024, 256),
-    ([1000, 1000], 8, 1024, 500),
-    ([8192], 8, 1024, 1024),
-    ([8192], 130, 1024, 600),  # 0.2 s, less 0.01 and a thousandth for each row
-    ([8192], 190, 1024, 256),
-    ([8192], 0, 100, 100),  # what fits memory
+@pytest.mark.parametrize(("lengths", "max_tokens", "expected"), [
+    ([], 1024, 256),
+    ([1024], 1024, 256),
+    ([1000, 1000], 1024, 500),
+    ([8192], 1024, 1024),
+    ([8192], 600, 600),
+    ([8192], 0, 256),
 ])  # fmt: skip
-def test_a_step_is_larger_while_prompts_wait_as_far_as_it_is_in_time(
-    lengths: list[int], num_decodes: int, max_tokens: int, expected: int
-) -> None:
-    scheduler = _queue_prompts(lengths, num_decodes=num_decodes)
-    assert scheduler.widen_budget(256, max_tokens) == pytest.approx(expected, abs=1)
-    assert _queue_prompts(lengths, None, num_decodes).widen_budget(256, max_tokens) == min(256, max_tokens)
+def test_a_step_is_larger_while_prompts_wait(lengths: list[int], max_tokens: int, expected: int) -> None:
+    assert _queue_prompts(lengths, num_decodes=8).widen_budget(256, max_tokens) == expected
+
+
+def test_what_a_step_computes_in_time_is_what_decoding_sequences_leave() -> None:
+    assert _queue_prompts([8192]).count_tokens_in_time() == pytest.approx(1900, abs=1)
+    assert _queue_prompts([8192], num_decodes=130).count_tokens_in_time() == pytest.approx(600, abs=1)
+    assert _queue_prompts([8192], num_decodes=200).count_tokens_in_time() <= 0
+    assert _queue_prompts([8192], None).count_tokens_in_time() == 0
+
+
+def test_prompts_that_the_pool_has_make_no_step_larger() -> None:
+    scheduler, shared = _queue_prompts([], num_decodes=1), list(range(1000, 1640))
+    first = sequence(shared, 99, block_keys=make_block_keys(shared, 16))
+    scheduler.add_sequence(first)
+    while first.num_pending_tokens > 1:
+        for seq, num in _step(scheduler, 256):
+            scheduler.register_blocks(seq, seq.num_computed_tokens - num)
+    chats = [[*shared, *range(9000 + 100 * one, 9040 + 100 * one)] for one in range(4)]
+    for tokens in chats:
+        scheduler.add_sequence(sequence(tokens, 4, block_keys=make_block_keys(tokens, 16)))
+    assert sum(map(len, chats)) > 4 * 256
+    assert scheduler.widen_budget(256, 1024) == 256
 
 
 def test_a_queue_of_batch_prompts_makes_no_step_larger_beside_interactive_answers() -> None:
@@ -109,7 +125,8 @@ def test_a_queue_ends_in_a_third_of_the_steps_and_no_step_takes_too_long() -> No
     lengths = [900] * 30
     scheduler, num_steps = _queue_prompts(lengths, num_decodes=8), 0
     while any(seq.num_pending_tokens > 1 for seq in scheduler.running) or scheduler.num_waiting:
-        plan = _step(scheduler, scheduler.widen_budget(256, WAITING_STEPS * 256))
+        max_tokens = min(scheduler.count_tokens_in_time(), WAITING_STEPS * 256)
+        plan = _step(scheduler, scheduler.widen_budget(256, max_tokens))
         assert COST.fixed_s + sum(COST.estimate_seconds(seq, num) for seq, num in plan) <= MAX_STEP_S
         num_steps += 1
     assert num_steps <= sum(lengths) / 256 / 3

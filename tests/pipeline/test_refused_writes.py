@@ -18,16 +18,19 @@ from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
-from sim.workload import compute_answers
+from sim.workload import ENGINE_SETTINGS, compute_answers
 from tests.record.play import alive, end, prefill, say
 
 SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
-WORK = [Request(id=name, prompt="In the beginning", sampling=SAMPLING) for name in ("a", "bad", "z")]
+PROMPT = "In the beginning was the word, and it was long enough for several steps of prefill. " * 2
+WORK = [Request(id=name, prompt=PROMPT, sampling=SAMPLING) for name in ("a", "bad", "z")]
 
 
 @pytest.fixture
 def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
-    return make_line(record=RecordSettings(lease_s=0.4))
+    return make_line(
+        record=RecordSettings(lease_s=0.4), engine=ENGINE_SETTINGS.model_copy(update={"max_step_tokens": 16})
+    )
 
 
 def spoil(line: InProcessPipeline, what: str) -> None:

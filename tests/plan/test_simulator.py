@@ -45,10 +45,12 @@ def test_steps_take_what_they_cost() -> None:
     assert done.end_s == pytest.approx(1.132)
 
 
-def test_what_comes_during_a_step_is_read_behind_it_and_begins_a_step_later() -> None:
+def test_what_comes_during_a_step_is_read_behind_it() -> None:
     requests = [PlacedRequest("busy", 0.0, 100, 5), PlacedRequest("late", 0.05, 50, 1)]
     _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()]).run(requests)
-    assert late.first_s == pytest.approx(0.11 + 0.011 + 0.061), "one step of a row passes, then both share one"
+    assert late.first_s == pytest.approx(0.11 + 0.061), "both share the next step"
+    _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()]).run([FIRST, replace(LATER, at_s=0.05)])
+    assert late.first_s == pytest.approx(0.074 + 0.011 + 0.067), "a row's step passes while its 64 tokens are found"
     _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()]).run([requests[0], replace(requests[1], at_s=1.0)])
     assert late.ttft_s == pytest.approx(0.06), "nobody else is there"
     _, late = Simulation({"auto": (1, SPEC)}, [RoundRobin()], way_s=0.02).run(

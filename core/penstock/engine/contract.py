@@ -66,7 +66,7 @@ class EngineLimits(NamedTuple):
     max_batch: int
     """Requests that it computes at the same time."""
     max_step_tokens: int
-    """Tokens that it computes in one step."""
+    """Tokens that it computes in one step at most, beside those that decode now."""
     max_length: int
     """Most tokens of one request, prompt and output together: what fits the context and the engine's memory."""
 

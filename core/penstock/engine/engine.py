@@ -345,7 +345,8 @@ class Engine:
         removed before the step is finished.
         """
         self._step_begun_s = time.perf_counter()
-        token_budget = self.scheduler.widen_budget(self._usual_step_tokens, self._step_tokens_in_memory)
+        max_tokens = min(self.max_step_tokens, self._step_tokens_in_memory)
+        token_budget = self.scheduler.widen_budget(self._usual_step_tokens, max_tokens)
         self._plan = self.scheduler.schedule(token_budget, self.settings.max_batch)
         self._record_time_outside()
         return bool(self._plan)
@@ -396,9 +397,12 @@ class Engine:
 
     @property
     def max_step_tokens(self) -> int:
-        """How many tokens a step has at most: while many wait, and none decodes."""
-        cost, usual = self.scheduler.cost, self.settings.max_step_tokens
-        num_in_time = 0 if cost is None else cost.count_prompt_tokens(self.scheduler.max_step_s)
+        """How many tokens a step has at most now, beside those that decode, while many prompt tokens wait.
+
+        By the measured cost, and by how fast prompts were computed lately: that has the time for what came before them.
+        """
+        usual, rate = self.settings.max_step_tokens, self._rate.tokens_per_s or 0.0
+        num_in_time = min(self.scheduler.count_tokens_in_time(), int(rate * self.scheduler.max_step_s))
         return max(usual, min(num_in_time, WAITING_STEPS * usual))
 
     @property

@@ -319,8 +319,8 @@ def _load_checkpoint(found: _Description, phases: Phases, *, is_whole: bool = Fa
     report, skeleton, native = found.report, found.skeleton, load_library()
     weights = MappedWeights(found.files)
     unpack_weights(weights, found.quantization, found.dtype)
-    may_pack = native is not None and can_pack(found.device, found.dtype) and not is_whole
-    weights.keeps_blocks = may_pack and native is not None and can_use_blocks(native, found.settings.weights)
+    if native is not None and can_pack(found.device, found.dtype) and not is_whole:
+        weights.keeps_blocks = can_use_blocks(native, found.settings.weights)
     check_memory(count_bytes(skeleton, weights), found.settings.pool_mb, found.device)
     check_weight_sizes(skeleton, weights)
     with phases.measure("hashes"):

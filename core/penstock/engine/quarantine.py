@@ -21,7 +21,7 @@ from penstock.errors import ModelError, OutOfMemory, RequestError, SequenceFaile
 
 log = logging.getLogger(__name__)
 
-GROWTH_DIVISOR = 16
+GROWTH_DIVISOR = 64
 """A step that succeeds makes the next one larger by the maximum divided by this."""
 
 

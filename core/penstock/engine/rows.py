@@ -47,8 +47,10 @@ class RowsApart(TorchFunctionMode):
                 return func(*args, **kwargs)
             has_rows = [isinstance(one, Tensor) and one.dim() > 2 and len(one) == self.num_rows for one in args]
             if any(has_rows):
+                self.has_split |= not self.is_group
                 pairs, rows = list(zip(args, has_rows, strict=True)), range(self.num_rows)
-                return torch.cat([func(*(one[row : row + 1] if has else one for one, has in pairs)) for row in rows])
+                some = [[one[row : row + 1] if has else one for one, has in pairs] for row in rows]
+                return torch.cat([func(*of_row, **kwargs) for of_row in some])
         return self._compute(func, args, kwargs)
 
     def _find_rows(self, x: Tensor) -> int | None:

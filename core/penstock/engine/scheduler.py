@@ -247,26 +247,33 @@ class Scheduler:
 
     # The step
 
-    def widen_budget(self, token_budget: int, max_tokens: int) -> int:
-        """Return how many tokens the next step may have: `token_budget` as a rule, never more than `max_tokens`.
-
-        It may have the `WAITING_STEPS`th part of the prompt tokens that wait or are being computed, if that is more,
-        as far as the step takes `max_step_s` by the measured cost, beside all that decode. Only the highest class that
-        has sequences counts.
+    def count_tokens_in_time(self) -> int:
+        """Return how many prompt tokens a step computes in `max_step_s` by the measured cost, beside all that decode; 0
+        where the cost was not measured. The time for what comes before a prompt's tokens is not in it.
         """
-        cost, tokens = self.cost, min(token_budget, max_tokens)
-        if cost is None:
-            return tokens
+        if self.cost is None:
+            return 0
+        rows_s = sum(self.cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
+        return self.cost.count_prompt_tokens(self.max_step_s - rows_s)
+
+    def widen_budget(self, token_budget: int, max_tokens: int) -> int:
+        """Return how many tokens the next step may have: `token_budget` as a rule.
+
+        It may have the `WAITING_STEPS`th part of the prompt tokens that are still to be computed, if that is more, and
+        `max_tokens` at most. Only the highest class that has sequences counts.
+        """
+        if max_tokens <= token_budget:
+            return token_budget
         alive = [seq for seq in chain(self.running, *self._queues) if seq.state is not State.DONE]
         first = min((seq.priority for seq in alive), default=0)
-        num_waiting = sum(
-            seq.num_pending_tokens for seq in alive if seq.priority == first and seq.num_pending_tokens > 1
+        prompts = [seq for seq in alive if seq.priority == first and seq.num_pending_tokens > 1]
+        if sum(seq.num_pending_tokens for seq in prompts) <= token_budget * WAITING_STEPS:
+            return token_budget
+        num_left = sum(  # fewer, as what the pool has of those that wait is not computed
+            self._tables.count_tokens_to_compute(seq) if seq.state is State.WAITING else seq.num_pending_tokens
+            for seq in prompts
         )
-        if num_waiting <= tokens * WAITING_STEPS:
-            return tokens
-        rows_s = sum(cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
-        num_in_time = cost.count_prompt_tokens(self.max_step_s - rows_s)
-        return max(tokens, min(num_waiting // WAITING_STEPS, num_in_time, max_tokens))
+        return max(token_budget, min(num_left // WAITING_STEPS, max_tokens))
 
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
         """Plan the next step: for each class the running sequences, then the waiting ones that can be admitted.

@@ -2,10 +2,10 @@
 
 Each worker plans its steps with `penstock.engine.scheduler`, and a step takes as long as `StepCost` says. Requests come
 at their times, whatever the pipeline does. A request goes to the worker that the rule of its placer chooses. That reads
-its messages between two steps, and looks for their KV during the next one, so a prompt that meets other work begins a
-step later. The beginning of a prompt is fetched from the tier where this is quicker than to compute it, one fetch after
-the other. A prefill worker's job goes to the decode worker that follows from its id; an `auto` worker answers what it
-reads. `LEFT_OUT` says what a real pipeline has beside that.
+its messages between two steps, and loads the KV of prompts of which it has something during the next one, so they begin
+a step later where they meet other work. The beginning of a prompt is fetched from the tier where this is quicker than
+to compute it, one fetch after the other. A prefill worker's job goes to the decode worker that follows from its id; an
+`auto` worker answers what it reads. `LEFT_OUT` says what a real pipeline has beside that.
 """
 
 import heapq
@@ -78,12 +78,18 @@ class SimulatedWorker:
         self.plan: Plan = []
         """The step that is under way."""
 
+    def add_sequence(self, seq: EngineSequence) -> None:
+        """Add a sequence, which the next step may have."""
+        self.sequences[seq] = None
+        self.scheduler.add_sequence(seq)
+
     def begin_step(self) -> float:
         """Plan a step; return its seconds, 0 without work. The plan is in `plan`."""
         spec, cost = self.spec, self.spec.cost
         for _ in range(MAX_STANDSTILL_STEPS if self.sequences else 0):
-            max_tokens = self.scheduler.widen_budget(spec.max_step_tokens, WAITING_STEPS * spec.max_step_tokens)
-            self.plan = self.scheduler.schedule(max_tokens, spec.max_batch)
+            max_tokens = min(self.scheduler.count_tokens_in_time(), WAITING_STEPS * spec.max_step_tokens)
+            token_budget = self.scheduler.widen_budget(spec.max_step_tokens, max_tokens)
+            self.plan = self.scheduler.schedule(token_budget, spec.max_batch)
             if self.plan:
                 chunk_s = cost.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in self.plan) else 0.0
                 seconds = cost.fixed_s + chunk_s + sum(cost.estimate_seconds(seq, num) for seq, num in self.plan)
@@ -250,8 +256,7 @@ class Simulation:
         return seq
 
     def _add_sequence(self, worker: SimulatedWorker, seq: EngineSequence) -> None:
-        worker.sequences[seq] = None
-        worker.scheduler.add_sequence(seq)
+        worker.add_sequence(seq)
         if not worker.plan:
             self._begin_step(worker)
 
@@ -267,10 +272,22 @@ class Simulation:
                 self._note_first_token(worker, outcome, view, seq)
             if seq.state is State.DONE:
                 self._end_sequence(worker, seq, outcome, view)
-        self._begin_step(worker)
         messages, worker.messages = worker.messages, []
-        for _, load in messages:
+        loads = []
+        for seq, load in messages:
+            if seq.num_output_tokens or self._has_first_block(worker, seq):
+                loads.append(load)
+            else:  # nothing is looked for
+                worker.add_sequence(seq)
+        self._begin_step(worker)
+        for load in loads:
             load()
+
+    def _has_first_block(self, worker: SimulatedWorker, seq: EngineSequence) -> bool:
+        """Return whether the pool or a tier has a prompt's first block."""
+        if worker.scheduler.pool.count_cached_prefix(seq.block_keys[:1]):
+            return True
+        return plan_fetch(self._tiers, worker.number, seq.block_keys[:1], 0)[0] > 0
 
     def _note_first_token(self, worker: SimulatedWorker, outcome: Outcome, view: View, seq: EngineSequence) -> None:
         outcome.first_s = self._now_s

@@ -62,8 +62,8 @@ MAX_INLINE_BYTES = 8192
 step of the engine.
 """
 MAX_WAITING_STEPS = 4
-"""How many steps' worth of prompt tokens may wait beside those that are being computed. A prompt counts for at most
-half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
+"""So many of the engine's largest steps may wait in prompt tokens beside those that are being computed. A prompt counts
+for at most half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
 """
 
 

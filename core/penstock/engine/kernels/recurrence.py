@@ -67,7 +67,7 @@ def convolve_tokens(
         out.data_ptr(), 0, channels, state.stride(0), weight.shape[1], state.shape[2], activation is not None,
         dtype.itemsize,
     )  # fmt: skip
-    runs.compute(native.convolve, args, x, weight, out)
+    runs.compute(native.convolve, args, x, weight, bias, out)
     return out
 
 

@@ -5,8 +5,8 @@
 // column's sum in float, group after group. Nothing depends on the rows beside a row.
 //
 // Weights are stored as codes without a sign: a weight is (code - kOffset) * scale. 8 bits have a scale for each column,
-// 4 bits one for each column and group of inputs, which may be as large as those of the inputs, a half or a quarter. A line has four inputs of the panel's 32 columns: with 8 bits 128 bytes, with 4
-// bits 64, whose low nibbles are the first 16 columns.
+// 4 bits one for each column and group of 128, 64 or 32 inputs. A line has four inputs of the panel's 32 columns: with 8
+// bits 128 bytes, with 4 bits 64, whose low nibbles are the first 16 columns.
 #pragma once
 
 constexpr int kGroup = 128, kGroupUnits = kGroup / 4;
