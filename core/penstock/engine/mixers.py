@@ -94,7 +94,7 @@ class DividedForward:
                 raise Unsupported("a layer with a state gets arguments without a name")
         rows = {name: value for name, value in kwargs.items() if name in _BY_TOKEN and value is not None}
         _refuse_rows(step, [value for name, value in kwargs.items() if name not in rows])
-        division = step.divide(self.max_together)
+        division = step.divide_tokens(self.max_together)
         for read, right in division.right_guesses:
             read.repeat_part(self.layer, right)
         outputs = [self._read_part(step, part, kwargs, rows) for part in division.parts]

@@ -110,7 +110,7 @@ class Step:
             if snapshot is not None:
                 self.storage.states.copy_layer(piece.seq.state_row, snapshot, layer)
 
-    def divide(self, max_together: int) -> Division:
+    def divide_tokens(self, max_together: int) -> Division:
         """Return how layers with a state read the batch; all of a model have the same limit."""
         if self._division is None:
             assert self.storage.states is not None

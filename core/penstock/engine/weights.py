@@ -72,7 +72,7 @@ class MappedWeights:
     def map_tensor(self, part: Any, report: Progress) -> Tensor:
         """Return the mapped tensor of a slice, or a packed one unpacked, and report how much of all bytes was read."""
         if isinstance(part, PackedTensor):
-            out, stored = part.allocate(), [self.map_tensor(one, report) for one in part.parts]
+            out, stored = part.allocate_tensor(), [self.map_tensor(one, report) for one in part.parts]
             if not self.stays_in_file(part):
                 part.fill(out, *stored)
             return out
@@ -175,7 +175,7 @@ class PackedTensor:
     matrix: GgufMatrix | None = None
     """What it is stored as in a GGUF file."""
 
-    def allocate(self) -> Tensor:
+    def allocate_tensor(self) -> Tensor:
         """Return zeros for it, in a mapping of its own: that goes back to the system when the weight is packed."""
         return map_zeros(math.prod(self.shape), self.dtype).view(self.shape)
 

@@ -39,7 +39,7 @@ class Runs:
         self.layer = 0
         """The layer that reads now."""
 
-    def compute(self, function: Callable[[int], object], args: Any, *memory: object) -> None:
+    def call_kernel(self, function: Callable[[int], object], args: Any, *memory: object) -> None:
         """Call a native function for these runs. `memory` has what the arguments name."""
         args.runs, args.num_runs = self._numbers.buffer_info()[0], len(self._numbers) // 4
         function(ctypes.addressof(args))
@@ -49,7 +49,7 @@ class Runs:
     def repeat_part(self, layer: int, runs: "Runs") -> None:
         """Read a part of the layer's tokens once more, into the states: guesses that were right."""
         for function, args, memory in self._calls.get(layer, ()):
-            runs.compute(function, args, *memory)
+            runs.call_kernel(function, args, *memory)
 
 
 def convolve_tokens(
@@ -67,7 +67,7 @@ def convolve_tokens(
         out.data_ptr(), 0, channels, state.stride(0), weight.shape[1], state.shape[2], activation is not None,
         dtype.itemsize,
     )  # fmt: skip
-    runs.compute(native.convolve, args, x, weight, bias, out)
+    runs.call_kernel(native.convolve, args, x, weight, bias, out)
     return out
 
 
@@ -86,7 +86,7 @@ def apply_delta_rule(runs: Runs, state: Tensor, parts: tuple[Tensor, ...], logs:
         state.data_ptr(), None, query.data_ptr(), key.data_ptr(), value.data_ptr(), logs.data_ptr(), beta.data_ptr(),
         out.data_ptr(), 0, state.shape[1], key.shape[2], *state.shape[2:], state.stride(0), is_normed, logs.dim() == 4,
     )  # fmt: skip
-    runs.compute(native.delta, args, *kept, out)
+    runs.call_kernel(native.delta, args, *kept, out)
     return out.to(dtype)
 
 
@@ -117,7 +117,7 @@ def update_state_space(
         shape[2] if has_parts else 1, state.shape[-1], b.shape[1] if has_parts else 1, state.stride(0), not has_parts,
         has_softplus, state.element_size(),
     )  # fmt: skip
-    runs.compute(native.space, args, *kept, out)
+    runs.call_kernel(native.space, args, *kept, out)
     return out.to(dtype)
 
 
