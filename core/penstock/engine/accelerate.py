@@ -146,10 +146,10 @@ def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
     together, rows = replace(parts, has_states=True), WatchedRows()
     a_token_each = dict.fromkeys(range(NUM_PROBE_TOKENS), 1)
 
-    def read(max_together: int) -> tuple[StateStorage, Tensor]:
+    def read_answers(max_together: int) -> tuple[StateStorage, Tensor]:
         return _read_answers(model, parts, rows if max_together else None, [a_token_each] * 2)
 
-    right = choose_together(model.module, model.dtype, read)
+    right = choose_together(model.module, model.dtype, read_answers)
     if right is None:
         return parts
     two_tokens_each = dict.fromkeys(range(1, NUM_PROBE_TOKENS), 2)

@@ -147,13 +147,13 @@ class _Unread:
         self.read_weight: Callable[..., None] = partial(matrix.fill_weight, weight)
         drop = partial(drop_pages, self.address, self.address + weight.nbytes)
 
-        def read(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def read_before_call(module: nn.Module, args: tuple[Any, ...]) -> None:
             # Of an embedding, what the tokens need.
             self.read_weight(rows=args[0].unique() if isinstance(module, nn.Embedding) else None)
             drop_file()
 
         self._handles = (
-            module.register_forward_pre_hook(read), module.register_forward_hook(lambda *_: drop())
+            module.register_forward_pre_hook(read_before_call), module.register_forward_hook(lambda *_: drop())
         )  # fmt: skip
 
     def remove_hooks(self) -> None:
