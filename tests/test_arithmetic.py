@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,7 +25,7 @@ from sim.waiting import wait_for
 
 Start = Callable[..., Heartbeat]
 FLOAT, HALF = "float32", "bfloat16 on avx2"
-INTERVAL_S = 0.05
+INTERVAL_S = 60.0  # so a worker that lives keeps its lease, however slow the machine is
 
 
 @pytest.fixture(params=["real", "double"])
@@ -50,8 +50,10 @@ def start(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Start]:
     """Starts heartbeats: `start(name)`. They end after the test."""
     with ExitStack() as stack:
 
-        def make(name: str, stage: str = "decode", is_alive: bool = True) -> Heartbeat:
-            beat = Heartbeat("", pipeline, stage, name, INTERVAL_S)
+        def make(
+            name: str, stage: str = "decode", is_alive: bool = True, interval_s: float = INTERVAL_S
+        ) -> Heartbeat:
+            beat = Heartbeat("", pipeline, stage, name, interval_s)
             beat.take_name()
             return stack.enter_context(beat) if is_alive else beat
 
@@ -62,16 +64,31 @@ def read_words(client: "redis.Redis", pipeline: Pipeline) -> dict[str, Any]:
     return {beat["name"]: beat.get("arithmetic") for beat in read_heartbeats(client, pipeline)}
 
 
+def renew_until_done(living: list[Heartbeat], *declared: "Future[Any]") -> None:
+    """Let workers that live renew their leases until others have heard whether they may start."""
+    while wait(declared, timeout=0.05).not_done:
+        for beat in living:
+            beat.update_status(now=True)
+
+
+def declare_beside(living: list[Heartbeat], beat: Heartbeat, words: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        declared = pool.submit(beat.declare_arithmetic, words)
+        renew_until_done(living, declared)
+    declared.result()
+
+
 def test_one_that_computes_otherwise_is_refused_by_name(
     start: Start, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    start("first", "prefill").declare_arithmetic(HALF)
-    start("same").declare_arithmetic(HALF)
+    living = [start("first", "prefill"), start("same")]
+    for beat in living:
+        beat.declare_arithmetic(HALF)
     other = start("other")
     with pytest.raises(
         ArithmeticDiffers, match=rf"other computes in {FLOAT}, and (first|same) of .* in {HALF}: .*MIXED"
     ):
-        other.declare_arithmetic(FLOAT)
+        declare_beside(living, other, FLOAT)
     wait_for(lambda: read_words(client, pipeline) == {"first": HALF, "same": HALF, "other": None}, "it still beats")
     start("elsewhere").declare_arithmetic(HALF)
 
@@ -89,13 +106,15 @@ def test_of_two_that_start_at_once_one_is_refused(start: Start, client: "redis.R
         return words
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(declare, beats, (FLOAT, HALF)))
+        declared = [pool.submit(declare, beat, words) for beat, words in zip(beats, (FLOAT, HALF), strict=True)]
+        renew_until_done(beats, *declared)
+    found = [future.result() for future in declared]
     assert sorted(map(bool, found)) == [False, True]
     assert [words for words in read_words(client, pipeline).values() if words] == [words for words in found if words]
 
 
 def test_one_that_died_is_waited_for_no_longer_than_its_lease(start: Start, client: "redis.Redis") -> None:
-    killed = start("killed", is_alive=False)  # its thread is not started: nothing renews it
+    killed = start("killed", is_alive=False, interval_s=0.05)  # its thread is not started: nothing renews it
     killed._status["arithmetic"] = FLOAT
     killed.write_beat()
     start("next").declare_arithmetic(HALF)
@@ -115,11 +134,13 @@ def test_one_whose_name_was_taken_while_it_loaded_is_told(
 
 
 def test_a_server_that_forgot_all_is_told_again(start: Start, client: "redis.Redis", pipeline: Pipeline) -> None:
-    start("first").declare_arithmetic(HALF)
+    first = start("first")
+    first.declare_arithmetic(HALF)
     client.delete(*client.keys(f"{pipeline.worker_prefix}*"))
+    first.update_status(now=True)
     wait_for(lambda: read_words(client, pipeline) == {"first": HALF}, "the next beat says it")
     with pytest.raises(ArithmeticDiffers):
-        start("other").declare_arithmetic(FLOAT)
+        declare_beside([first], start("other"), FLOAT)
 
 
 def test_heartbeats_without_words_and_of_other_pipelines_differ_from_none(

@@ -54,7 +54,8 @@ def test_endpoint_and_gateway_are_killed_and_come_back(tmp_path: Path, redis_url
             chat = sdk.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "count"}], max_tokens=4
             )
-            assert [model.id for model in sdk.models.list()] == [MODEL]
+            # Tests before this one have left heartbeats of their pipelines on the server.
+            assert MODEL in {model.id for model in sdk.models.list()}
         assert chat.choices[0].message.content == write_numbers(4)
         assert chat.usage is not None
         assert chat.usage.completion_tokens == 4
