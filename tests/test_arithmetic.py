@@ -66,7 +66,7 @@ def read_words(client: "redis.Redis", pipeline: Pipeline) -> dict[str, Any]:
 
 def renew_until_done(living: list[Heartbeat], *declared: "Future[Any]") -> None:
     """Let workers that live renew their leases until others have heard whether they may start."""
-    while wait(declared, timeout=0.05).not_done:
+    while wait(declared, timeout=0.3).not_done:
         for beat in living:
             beat.update_status(now=True)
 
