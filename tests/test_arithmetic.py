@@ -50,9 +50,7 @@ def start(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Start]:
     """Starts heartbeats: `start(name)`. They end after the test."""
     with ExitStack() as stack:
 
-        def make(
-            name: str, stage: str = "decode", is_alive: bool = True, interval_s: float = INTERVAL_S
-        ) -> Heartbeat:
+        def make(name: str, stage: str = "decode", is_alive: bool = True, interval_s: float = INTERVAL_S) -> Heartbeat:
             beat = Heartbeat("", pipeline, stage, name, interval_s)
             beat.take_name()
             return stack.enter_context(beat) if is_alive else beat
