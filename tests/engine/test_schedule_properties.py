@@ -164,6 +164,13 @@ class Scheduling(RuleBasedStateMachine):
         assert self.num_blocks - self.dummy.pool.num_free_blocks == len(held)
 
     @invariant()
+    def the_bound_of_growth_holds(self) -> None:
+        scheduler = self.dummy.scheduler
+        tables, waiting = scheduler._tables, [seq for queue in scheduler._queues for seq in queue]
+        for seqs in (scheduler.running, [*scheduler.running, *waiting]):
+            assert tables.bound_growth(seqs) >= max(tables.count_growing(seqs), tables.estimate_growth(seqs))
+
+    @invariant()
     def what_is_pinned_stays(self) -> None:
         for pin in self.pins:
             assert bytes(pin.block.payload) == pin.content

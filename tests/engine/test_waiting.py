@@ -235,4 +235,4 @@ def test_capacity_ends_where_the_growth_of_those_that_run_takes_the_pool() -> No
     running = [seq for seq in seqs if not seq.is_waiting]
     assert 1 <= len(running) < 6
     assert dummy.pool.num_free_blocks > 20  # for what runs, not for more
-    assert dummy.scheduler.count_fitting_sequences(0, 8) == 0
+    assert dummy.scheduler.count_fitting_sequences(0, 8, 8) == 0

@@ -42,11 +42,11 @@ class Outgoing:
     """What a request's prompt begins with, by which its worker is chosen if the bus has partitions
     (`penstock.bus.placement`). Without it a message goes by its key. It is not part of the written message."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """The size that `MAX_MESSAGE_BYTES` limits."""
         words = (self.key or "", *self.headers, *self.headers.values())
-        return len(self.value) + sum(len(as_bytes(word)) for word in words)
+        return len(self.value) + len(as_bytes("".join(words)))
 
 
 def as_text(raw: bytes) -> str:

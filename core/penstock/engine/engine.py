@@ -164,7 +164,7 @@ class Engine:
         num_slots = max(0, self.settings.max_batch - self.scheduler.count_sequences_ahead(klass))
         if klass == "batch":
             num_slots = int(min(num_slots, self.scheduler.count_batch_slots_beside_interactive()))
-        return min(num_slots, self.scheduler.count_fitting_sequences(CLASSES.index(klass), num_tokens))
+        return self.scheduler.count_fitting_sequences(CLASSES.index(klass), num_tokens, num_slots)
 
     def has_work(self) -> bool:
         """Return whether any sequence is running or waiting."""

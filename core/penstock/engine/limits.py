@@ -53,12 +53,11 @@ def max_length(model: ModelCard, layout: PoolLayout, num_blocks: int) -> int:
 
 
 def cut_max_tokens(sampling: Sampling, num_prompt_tokens: int, max_length: int) -> Sampling:
-    """Return the sampling with `max_tokens` cut so that prompt and answer fit `max_length` tokens, if it asks for that.
+    """Return the sampling of a request that may fill the context (`fit_context`), with `max_tokens` cut so that prompt
+    and answer fit `max_length` tokens.
 
     At least one new token remains: `check_sequence` refuses a prompt that leaves no room even for that.
     """
-    if not sampling.fit_context:
-        return sampling
     max_tokens = min(sampling.max_tokens, max(1, max_length - num_prompt_tokens))
     # The cut sampling travels in the job, where `min_tokens` above `max_tokens` is refused.
     min_tokens = None if sampling.min_tokens is None else min(sampling.min_tokens, max_tokens)

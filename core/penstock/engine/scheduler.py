@@ -202,19 +202,24 @@ class Scheduler:
         num_batch = sum(seq.klass == "batch" and seq.state is not State.DONE for seq in everybody)
         return max(0, 1 + BatchBudget(self.cost, self.running).count_affordable_rows() - num_batch)
 
-    def count_fitting_sequences(self, priority: int, num_tokens: int) -> int:
-        """Return for how many more sequences of a priority there are blocks, at `num_tokens` tokens each.
+    def count_fitting_sequences(self, priority: int, num_tokens: int, max_sequences: int) -> int:
+        """Return for how many more sequences of a priority there are blocks, at `num_tokens` tokens each, and no more
+        than `max_sequences`.
 
         At least 1 while any block is left over, because the sequence may share cached blocks; 0 if none is.
         """
         ahead = [seq for seq in self.running if seq.priority <= priority and seq.state is State.RUNNING]
         waiting = list(chain(*self._queues[: priority + 1]))
         num_displaced = sum(len(seq.block_table) for seq in self.running if seq.priority > priority)
+        num_left = self.pool.num_free_blocks + num_displaced - self._count_admission_blocks(priority)
+        num_each = -(-num_tokens // self.pool.block_size)
+        if num_left - self._tables.bound_growth([*self.running, *waiting]) >= max_sequences * num_each:
+            return max_sequences
         num_growth = max(self._tables.count_growing(self.running), self._tables.estimate_growth([*ahead, *waiting]))
-        num_available = self.pool.num_free_blocks + num_displaced - self._count_admission_blocks(priority) - num_growth
+        num_available = num_left - num_growth
         if num_available <= 0 and self.has_sequences(priority):
             return 0
-        return max(1, num_available // -(-num_tokens // self.pool.block_size))
+        return min(max_sequences, max(1, num_available // num_each))
 
     def has_sequences(self, priority: int) -> bool:
         """Return whether there is any sequence of this or a higher priority."""

@@ -52,7 +52,7 @@ class BlockTables:
         num_free = self.pool.count_free_blocks_besides(cached)
         if num_wanted > num_free and not candidates:
             return None
-        if not running:
+        if not running or num_wanted + self.bound_growth([*running, seq]) <= num_free:
             return 0
         num_staying = len(running) - len(candidates)
         if num_staying:
@@ -114,6 +114,11 @@ class BlockTables:
         answers = [(seq.max_new_tokens - seq.num_output_tokens - 1, self._count_own_blocks(seq)) for seq in seqs]
         peak = self.growth.estimate_peak_blocks(answers, self.pool.block_size)
         return math.ceil(peak) - sum(num_held for _, num_held in answers)
+
+    def bound_growth(self, seqs: list[Sequence]) -> int:
+        """Return a number of blocks that neither `estimate_growth` nor `count_growing` exceeds, in far less time."""
+        num_tokens = sum([seq.max_new_tokens for seq in seqs])
+        return max(len(seqs), -(-num_tokens // self.pool.block_size))
 
     def _count_own_blocks(self, seq: Sequence) -> int:
         """Return how many of its blocks no other sequence holds."""

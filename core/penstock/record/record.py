@@ -270,9 +270,9 @@ class Record:
 
     def _complete_end(self, claim: Claim, end: EndEvent) -> tuple[EndEvent, int]:
         """Return the end event with the number of tokens, and how long the record is kept from now on, in ms."""
-        if end.pieces is None:
+        if end.pieces is None and end.usage.completion_tokens != claim.num_tokens:
             end = end.model_copy(update={"usage": end.usage.model_copy(update={"completion_tokens": claim.num_tokens})})
-        else:
+        elif end.pieces not in (None, claim.num_tokens):
             end = end.model_copy(update={"pieces": claim.num_tokens})
         times = end.timings
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import hiredis
 import redis
 import redis.asyncio
 import redis.asyncio.retry
@@ -141,8 +142,9 @@ def execute_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> li
     pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:
-        packed = [part for command in commands for part in connection.pack_command(*command)]
-        connection.send_packed_command([b"".join(packed)], check_health=False)
+        # What redis-py does before it asks hiredis is for words that may be several in one, and for buffers.
+        packed = b"".join(hiredis.pack_command(tuple(command)) for command in commands)
+        connection.send_packed_command([packed], check_health=False)
         replies = [_read_reply(connection) for _ in commands]
     except BaseException:  # replies that were not read must not be taken for the replies to other commands
         connection.disconnect()

@@ -1,5 +1,6 @@
 """The telemetry of a worker's or gateway's process, from its settings."""
 
+import os
 import socket
 import threading
 import time
@@ -69,10 +70,11 @@ def _format_line(span: ReadableSpan) -> str:
 @contextmanager
 def record_spans(service: str, settings: TraceSettings, keep_in: str = "", instance: str = "") -> Iterator[None]:
     """Record this process's spans: in the settings' file, by OTLP if configured, and in the Redis `keep_in` for as long
-    as the settings say. Without any of the three nothing is recorded.
+    as the settings say. Without any of the three nothing is recorded, nor where OpenTelemetry is switched off.
     """
     with ExitStack() as stack:
-        processors = list(_make_processors(settings, keep_in, stack))
+        is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        processors = [] if is_off else list(_make_processors(settings, keep_in, stack))
         if processors:
             about = {"service.name": service, "service.instance.id": instance, "host.name": socket.gethostname()}
             resource = Resource.create({name: value for name, value in about.items() if value})

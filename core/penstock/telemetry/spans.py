@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from pydantic_core import to_json
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_SPANS_PER_REQUEST = 512
 """How many spans of a request are kept: the first ones."""
+_WHOSE = (PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE)
 OUTAGE_PAUSE_S = 5.0
 """How long a Redis that was away is not written to."""
 
@@ -37,13 +39,18 @@ class RedisSpanExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write spans, in one round trip for each server. Spans that belong to no request are ignored."""
-        lists: dict[_SpanWriter, dict[str, list[bytes]]] = {server: {} for server in self._servers.parts}
+        by_request: dict[tuple[Any, Any], list[bytes]] = {}
+        resource, process = None, dict[str, Any]()
         for span in spans:
             about = span.attributes or {}
-            if PIPELINE_ATTRIBUTE in about and REQUEST_ID_ATTRIBUTE in about:
-                request_id = str(about[REQUEST_ID_ATTRIBUTE])
-                key = Pipeline(str(about[PIPELINE_ATTRIBUTE])).trace_key(request_id)
-                lists[self._servers[request_id]].setdefault(key, []).append(to_json(_encode_span(span)))
+            whose = about.get(PIPELINE_ATTRIBUTE), about.get(REQUEST_ID_ATTRIBUTE)
+            if None not in whose:
+                if span.resource is not resource:  # all spans of a process have one
+                    resource, process = span.resource, _describe_process(span.resource)
+                by_request.setdefault(whose, []).append(to_json(_encode_span(span, about, process)))
+        lists: dict[_SpanWriter, dict[str, list[bytes]]] = {server: {} for server in self._servers.parts}
+        for (pipeline, request_id), texts in by_request.items():
+            lists[self._servers[request_id]][Pipeline(pipeline).trace_key(request_id)] = texts
         are_kept = [server.append_spans(found, self._keep_ms) for server, found in lists.items()]
         return SpanExportResult.SUCCESS if all(are_kept) else SpanExportResult.FAILURE
 
@@ -64,12 +71,14 @@ class _SpanWriter:
         """Append encoded spans to their lists. Returns whether they were written."""
         if time.monotonic() < self._away_until:
             return False
+        commands = list[list[str | int | bytes]]()
+        for key, texts in lists.items():
+            commands += ["RPUSH", key, *texts], ["PEXPIRE", key, keep_ms]
         try:
-            commands = list[list[str | int | bytes]]()
-            for key, texts in lists.items():
-                commands += ["RPUSH", key, *texts], ["LTRIM", key, 0, MAX_SPANS_PER_REQUEST - 1]
-                commands.append(["PEXPIRE", key, keep_ms])
-            raise_first_error(execute_all(self._redis, commands))
+            lengths = raise_first_error(execute_all(self._redis, commands))[::2]
+            too_long = [key for key, length in zip(lists, lengths, strict=True) if length > MAX_SPANS_PER_REQUEST]
+            trims = [["LTRIM", key, 0, MAX_SPANS_PER_REQUEST - 1] for key in too_long]
+            raise_first_error(execute_all(self._redis, trims))
         except redis.RedisError as error:
             log.debug("spans are lost: %s", error)
             self._away_until = time.monotonic() + OUTAGE_PAUSE_S
@@ -81,20 +90,21 @@ class _SpanWriter:
         self._redis.close()
 
 
-def _encode_span(span: ReadableSpan) -> dict[str, Any]:
-    attributes = {
-        name: value
-        for name, value in (span.attributes or {}).items()
-        if name not in {PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE}
+def _describe_process(resource: Resource) -> dict[str, Any]:
+    return {
+        "service": resource.attributes.get("service.name", ""),
+        "instance": resource.attributes.get("service.instance.id", ""),
     }
+
+
+def _encode_span(span: ReadableSpan, about: Mapping[str, Any], process: dict[str, Any]) -> dict[str, Any]:
     context = span.get_span_context()
     return {
         "name": span.name,
-        "service": span.resource.attributes.get("service.name", ""),
-        "instance": span.resource.attributes.get("service.instance.id", ""),
+        **process,
         "start_s": (span.start_time or 0) / 1e9,
         "end_s": (span.end_time or 0) / 1e9,
         "id": "" if context is None else f"{context.span_id:016x}",
         "parent": None if span.parent is None else f"{span.parent.span_id:016x}",
-        "attributes": attributes,
+        "attributes": {name: about[name] for name in about if name not in _WHOSE},
     }

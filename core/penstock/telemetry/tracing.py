@@ -19,8 +19,9 @@ from opentelemetry.context import Context, attach, create_key, detach, get_value
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 from penstock.names import Pipeline
@@ -43,28 +44,32 @@ class SpanRecorder(TracerProvider):
             self.add_span_processor(processor)
 
 
-class _ChildSpan(NonRecordingSpan):
-    """A span below a recorded one.
+class _RecordedSpan(NonRecordingSpan):
+    """A span that is recorded.
 
     A request has a dozen. The SDK's own spans take four times as long (45 us), for limits, events, links and locks that
-    are not needed here. Samplers decide at the root, which is an SDK span, and all processes keep to that.
+    are not needed here.
     """
 
     def __init__(
         self,
         name: str,
-        parent: SpanContext,
+        context: SpanContext,
+        parent: SpanContext | None,
         start_ns: int | None,
         attributes: dict[str, AttributeValue],
         to: SpanRecorder,
     ) -> None:
-        context = SpanContext(
-            parent.trace_id, random.getrandbits(64) or 1, False, parent.trace_flags, parent.trace_state
-        )
         super().__init__(context)
         self._name, self._parent, self._to, self._attributes = name, parent, to, attributes
         self._start_ns = time.time_ns() if start_ns is None else start_ns
         self._is_over = False
+
+    def is_recording(self) -> bool:
+        return True
+
+    def set_attribute(self, key: str, value: AttributeValue) -> None:
+        self._attributes[key] = value
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
         self._attributes |= attributes
@@ -137,11 +142,36 @@ def start_span(name: str, parent: Context, start_s: float | None = None, **attri
     """Start a span. `start_s` (seconds since the epoch) is given where its work began earlier."""
     whose = cast("dict[str, AttributeValue]", get_value(_REQUEST_CONTEXT_KEY, parent) or {})
     above, recorder = trace.get_current_span(parent).get_span_context(), trace.get_tracer_provider()
-    if not (isinstance(recorder, SpanRecorder) and above.is_valid):
+    if not isinstance(recorder, SpanRecorder):
         return tracer.start_span(name, parent, start_time=_to_ns(start_s), attributes=whose | attributes)
+    if not above.is_valid:
+        return _start_root(name, parent, start_s, whose | attributes, recorder)
     if not above.trace_flags.sampled:
         return NonRecordingSpan(above)
-    return _ChildSpan(name, above, _to_ns(start_s), whose | attributes, recorder)
+    context = SpanContext(above.trace_id, _draw_span_id(), False, above.trace_flags, above.trace_state)
+    return _RecordedSpan(name, context, above, _to_ns(start_s), whose | attributes, recorder)
+
+
+def _start_root(
+    name: str,
+    parent: Context,
+    start_s: float | None,
+    attributes: dict[str, AttributeValue],
+    recorder: SpanRecorder,
+) -> Span:
+    """Start the first span of a trace. The sampler decides here, and all processes keep to that."""
+    trace_id = random.getrandbits(128) or 1
+    found = recorder.sampler.should_sample(parent, trace_id, name, attributes=attributes)
+    is_sampled = found.decision is Decision.RECORD_AND_SAMPLE
+    flags = TraceFlags(TraceFlags.RANDOM_TRACE_ID | (TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT))
+    context = SpanContext(trace_id, _draw_span_id(), False, flags, found.trace_state)
+    if not is_sampled:
+        return NonRecordingSpan(context)
+    return _RecordedSpan(name, context, None, _to_ns(start_s), dict(found.attributes or {}), recorder)
+
+
+def _draw_span_id() -> int:
+    return random.getrandbits(64) or 1
 
 
 def record_span(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:

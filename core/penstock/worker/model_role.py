@@ -50,9 +50,11 @@ class ModelRole:
         """
         message, model = task.message, self.engine.model
         assert message is not None
-        # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.
-        sampling = cut_max_tokens(message.sampling, len(task.token_ids), self.engine.limits.max_length)
-        task.message = message.model_copy(update={"sampling": sampling})
+        sampling = message.sampling
+        if sampling.fit_context:
+            # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.
+            sampling = cut_max_tokens(sampling, len(task.token_ids), self.engine.limits.max_length)
+            task.message = message.model_copy(update={"sampling": sampling})
         check_prompt_logprobs(sampling, len(task.token_ids))
         task.blocks = self.engine.hash_prompt(task.tenant, task.token_ids)
         task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)

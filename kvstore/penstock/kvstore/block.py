@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 import xxhash
 
@@ -51,6 +52,13 @@ def derive_tenant_tag(salt: bytes) -> bytes:
 def hash_chain_root(fingerprint: str, salt: bytes) -> bytes:
     """Return the parent hash of a sequence's first block. `fingerprint` has 64 hex digits."""
     return hashlib.sha256(b"penstock kv 1" + bytes.fromhex(fingerprint) + salt).digest()
+
+
+@lru_cache(maxsize=1024)
+def derive_tenant_root(secret: str, fingerprint: str, tenant: str) -> tuple[bytes, bytes]:
+    """Return the parent hash of a tenant's first blocks, and the tag that their headers carry."""
+    salt = derive_tenant_salt(secret, tenant)
+    return hash_chain_root(fingerprint, salt), derive_tenant_tag(salt)
 
 
 def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

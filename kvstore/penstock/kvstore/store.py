@@ -21,9 +21,7 @@ from penstock.kvstore.block import (
     BlockKey,
     PromptBlocks,
     ReadRequest,
-    derive_tenant_salt,
-    derive_tenant_tag,
-    hash_chain_root,
+    derive_tenant_root,
 )
 from penstock.kvstore.codec import Element, PayloadShape, make_codecs
 from penstock.kvstore.cost import CostModel
@@ -177,11 +175,8 @@ class KVStore:
 
     def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
         """Return a hasher for one sequence of a tenant, whose prompt has so many tokens."""
-        salt, layout = derive_tenant_salt(self._salt_secret, tenant), self.layout
-        root = hash_chain_root(self._fingerprint, salt)
-        return BlockHasher(
-            root, derive_tenant_tag(salt), layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens
-        )
+        layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self._fingerprint, tenant)
+        return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens)
 
     def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
         """Return the names of the blocks of a tenant's prompt."""

@@ -23,9 +23,15 @@ def sampling_seed(request: Request) -> int:
     return int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big") >> 1
 
 
-def prefill_timings(task: Task) -> Timings:
+def prefill_timings(task: Task, *, handed_off: float = 0.0, finished: float = 0.0) -> Timings:
     """Return the timings of the stages that the request has been through in prefill."""
-    return Timings(published=task.delivery.timestamp_s, prefill_started=task.started_s, first_token=task.first_token_s)
+    return Timings(
+        published=task.delivery.timestamp_s,
+        prefill_started=task.started_s,
+        first_token=task.first_token_s,
+        handed_off=handed_off,
+        finished=finished,
+    )
 
 
 def build_end_event(task: Task) -> EndEvent:
@@ -34,7 +40,7 @@ def build_end_event(task: Task) -> EndEvent:
     # With a token in the log, this or an earlier attempt has computed all of the prompt.
     prompt_tokens = len(task.token_ids) if num_tokens else task.num_prefilled_tokens
     usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.num_cached_tokens, completion_tokens=num_tokens)
-    timings = prefill_timings(task).model_copy(update={"finished": now_s()})
+    timings = prefill_timings(task, finished=now_s())
     reason, stop = task.finish_reason, task.find_stop()
     return EndEvent(finish_reason=reason, stop=stop, usage=usage, timings=timings, error=task.wire_error)
 
@@ -42,7 +48,7 @@ def build_end_event(task: Task) -> EndEvent:
 def build_job(task: Task, fingerprint: str) -> Job:
     """Return the job reference, with a new name and stamped now."""
     request, job_id = task.message, uuid.uuid4().hex
-    timings = prefill_timings(task).model_copy(update={"handed_off": now_s()})
+    timings = prefill_timings(task, handed_off=now_s())
     error = task.wire_error
     if not isinstance(request, Request):
         return Job(id=task.id, job=job_id, klass=task.klass, timings=timings, error=error)
