@@ -247,10 +247,10 @@ def draw_load(shape: Shape, rate: float, length_s: float, seed: int = 0) -> Coar
         goes_on &= (rng.random(len(at_s)) < shape.continued_share) & (at_s < length_s)
         at_s, chat, system, earlier = at_s[goes_on], chat[goes_on], system[goes_on], (prompt + answer)[goes_on]
         message = shape.later_message
-    at_s, prompt, answer, chat, earlier, system = (np.concatenate(one) for one in zip(*turns, strict=True))
-    order = np.argsort(at_s, kind="stable")
-    system_tokens = np.full(len(at_s), shape.system_tokens if shape.num_systems else 0)
-    return CoarseLoad(*(one[order] for one in (at_s, prompt, answer, chat, earlier, system)), system_tokens)
+    arrays: list[NDArray[Any]] = [np.concatenate(one) for one in zip(*turns, strict=True)]
+    arrays.append(np.full(len(arrays[0]), shape.system_tokens if shape.num_systems else 0))
+    order = np.argsort(arrays[0], kind="stable")
+    return CoarseLoad(*[one[order] for one in arrays])
 
 
 def list_requests(load: CoarseLoad, block_size: int) -> list[PlacedRequest]:
