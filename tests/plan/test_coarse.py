@@ -15,7 +15,7 @@ from penstock.names import CLASSES
 from penstock.plan import plan
 from penstock.plan.coarse import CoarseLoad, CoarseOutcome, CoarseSimulation, Ints, share_tokens
 from penstock.plan.placing import WorkerSpec
-from penstock.plan.plan import Goals, make_plan, measure_waits, play_trace, render_plan
+from penstock.plan.plan import Goals, make_plan, play_trace, render_plan
 from penstock.plan.rates import DecodeBatch, WorkerRates
 from penstock.plan.simulator import Simulation
 from penstock.plan.trace import Arrival, compute_quantile
@@ -159,11 +159,16 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
     trace = sorted(Arrival(at_s, int(prompt), int(output)) for at_s, prompt, output in rows)
     goals = Goals(ttft_s=1.0)
     real = make_plan(trace, RATES, goals)
-    waits = measure_waits(play_trace(trace, RATES, RATES.batches[1], 2, 6))
+    waits = play_trace(trace, RATES, RATES.batches[1], 2, 6)
     with mock.patch.object(plan, "MAX_SIMULATED_TOKENS", 1000):
         made = make_plan(trace, RATES, goals)
-        coarse = measure_waits(play_trace(trace, RATES, RATES.batches[1], 2, 6))
-    assert vars(coarse) == pytest.approx(vars(waits), rel=0.1), "requests go where they go in the simulation"
+        coarse = play_trace(trace, RATES, RATES.batches[1], 2, 6)
+    for told, simulated in (
+        ([one.ttft_s for one in coarse], [one.ttft_s for one in waits]),
+        ([one.itl_s for one in coarse], [one.itl_s for one in waits]),
+    ):
+        off_s = np.abs(np.array(told) - np.array(simulated)).mean()
+        assert off_s < 0.03 * np.mean(simulated), "each request goes where it goes in the simulation"
     assert (made.prefill, made.decode) == (real.prefill, real.decode)
     assert made.goodput == pytest.approx(real.goodput, rel=0.1)
     said = [line for _, line in render_plan(made, trace)]

@@ -141,14 +141,14 @@ class CoarseSimulation:
         self._written = np.zeros(num_workers, np.int64)
         self._chat_worker = np.full(num_chats, -1)
         self._chat_written, self._chat_tokens = np.zeros((2, num_chats), np.int64)
-        self._num_systems = int(load.system.max()) + 1 if load.system_tokens.any() else 0
-        self._system_written = np.full((num_workers, self._num_systems), -NEVER // 2)
+        num_systems = int(load.system.max()) + 1
+        self._system_written = np.full((num_workers, num_systems), -NEVER // 2)
         # Of placers: the tokens that each takes to be left, all that it has sent, and where it sent what and when.
         self._left, self._sent = np.zeros((2, NUM_PLACERS, num_workers), np.int64)
         self._beats: list[tuple[slice, Ints, Ints]] = []
         self._sent_worker, self._sent_tokens = np.zeros((2, NUM_PLACERS, num_chats), np.int64)
         self._sent_s = np.full((NUM_PLACERS, num_chats), -np.inf)
-        self._system_s = np.full((NUM_PLACERS, self._num_systems, num_workers), -np.inf)
+        self._system_s = np.full((NUM_PLACERS, num_systems, num_workers), -np.inf)
         self._turns = rng.integers(2**31, size=num_requests)
 
     def run(self) -> CoarseOutcome:
@@ -181,19 +181,15 @@ class CoarseSimulation:
             is_known = now_s - self._sent_s[placer, chat] <= MEMORY_S
             known, last = np.where(is_known, self._sent_tokens[placer, chat], 0), self._sent_worker[placer, chat]
             chosen = self._home[chat]
-            hits = np.where(last == chosen, known, 0)
-            if self._num_systems:
-                has_system = now_s - self._system_s[placer, system, chosen] <= MEMORY_S
-                hits = np.maximum(hits, np.where(has_system, system_tokens, 0))
+            has_system = now_s - self._system_s[placer, system, chosen] <= MEMORY_S
+            hits = np.maximum(np.where(last == chosen, known, 0), np.where(has_system, system_tokens, 0))
             above = left[chosen] - hits - HOME_PROMPTS * prompt
             may_leave = np.nonzero(above > np.minimum(left.min() - system_tokens, left[last] - known))[0]
             uncached = prompt - hits
             uncached[may_leave] = 0
             np.add.at(left, chosen, uncached)
             for one in may_leave:
-                costs = left.copy()
-                if system_tokens[one]:
-                    costs -= np.where(now_s - self._system_s[placer, system[one]] <= MEMORY_S, system_tokens[one], 0)
+                costs = left - system_tokens[one] * (now_s - self._system_s[placer, system[one]] <= MEMORY_S)
                 costs[last[one]] = min(costs[last[one]], left[last[one]] - known[one])
                 if above[one] > costs.min():
                     best = np.nonzero(costs == costs.min())[0]
@@ -203,8 +199,7 @@ class CoarseSimulation:
             np.add.at(self._sent[placer], chosen, uncached)
             self._sent_worker[placer, chat], self._sent_tokens[placer, chat] = chosen, prompt
             self._sent_s[placer, chat] = now_s
-            if self._num_systems:
-                self._system_s[placer, system, chosen] = now_s
+            self._system_s[placer, system, chosen] = now_s
             self._worker[mine] = chosen
 
     def _pass_beats(self, tick: int) -> None:
@@ -257,10 +252,10 @@ class CoarseSimulation:
         chat, system = load.chat[requests], load.system[requests]
         most = np.minimum(self._chat_tokens[chat], load.earlier_tokens[requests])
         kept = np.maximum(0, np.minimum(self._pool_tokens - written + self._chat_written[chat], most))
-        hits = np.where(self._chat_worker[chat] == workers, kept, 0)
-        if self._num_systems:
-            is_kept = self._pool_tokens - written + self._system_written[workers, system] > 0
-            hits = np.maximum(hits, np.where(is_kept, load.system_tokens[requests], 0))
+        is_kept = self._pool_tokens - written + self._system_written[workers, system] > 0
+        hits = np.maximum(
+            np.where(self._chat_worker[chat] == workers, kept, 0), np.where(is_kept, load.system_tokens[requests], 0)
+        )
         size = self._spec.block_size
         return np.minimum(hits, load.prompt_tokens[requests] - 1) // size * size
 
@@ -319,8 +314,7 @@ class CoarseSimulation:
             # 0 where a prompt ends. Jobs have no pending tokens, and end at once.
             equal = np.where(given > 0, (pending - 1) // np.maximum(given, 1), 0 if self._are_jobs else NEVER)
             most[found] = np.minimum(most[found], equal.min(axis=1))
-        repeats = np.maximum(1, np.minimum(most, np.ceil((limit_s - now_s) / seconds)))
-        repeated = repeats.astype(np.int64)
+        repeated = np.maximum(1, np.minimum(most, np.ceil((limit_s - now_s) / seconds))).astype(np.int64)
         self._begun[workers] = now_s + (repeated - 1) * seconds
         self._clock[workers] = now_s + repeated * seconds
         self._steps[workers] += repeated
@@ -374,8 +368,7 @@ class CoarseSimulation:
         """Note what is in pools from now on, until others need the place."""
         chat, written = self._load.chat[requests], self._written[workers]
         self._chat_worker[chat], self._chat_written[chat], self._chat_tokens[chat] = workers, written, num_tokens
-        if self._num_systems:
-            self._system_written[workers, self._load.system[requests]] = written
+        self._system_written[workers, self._load.system[requests]] = written
 
 
 def share_tokens(pending: Ints, budget: Ints) -> Ints:
