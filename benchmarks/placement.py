@@ -14,13 +14,21 @@ the mean.
     hit_share_…                     prompt tokens found in the worker's own pool; this and the rest at hash's goodput
     load_max_over_mean_…            seconds in steps of the busiest worker to the mean
     ttft_p50_s_…, ttft_p99_s_…      time to the first token
+    coarse_error_…                  by what share the coarse model is off the simulation of 16 workers without tiers, on
+                                    the mean over traces and loads (of the hit share: the difference)
+    coarse_error_max_…              the largest of these
+    coarse_1000_workers_hour_s      seconds of one core in which it plays an hour of 1,000 workers with a request a
+                                    second for each; smaller runs play less of it, and the figure is scaled
 
-`--only` names traces and rules. `--file` plays a recorded trace at the rate that it has: no goodput then, but the share
-that is in time by the settings `PENSTOCK_SLO_…`. `penstock topics record` makes one of a pipeline's topics.
+`--only` names traces and rules, or `coarse`. `--file` plays a recorded trace at the rate that it has: no goodput then,
+but the share that is in time by the settings `PENSTOCK_SLO_…`. `penstock topics record` makes one of a pipeline's
+topics.
 """
 
 import math
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -33,12 +41,13 @@ from matplotlib.figure import Figure
 from benchmarks.common import Arguments, run_benchmark, save_plot
 from penstock.config.settings import SloSettings, load_settings
 from penstock.engine.cost import StepCost
+from penstock.plan.coarse import CoarseSimulation
 from penstock.plan.goodput import Slo, Slos, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, Tier, WorkerSpec
 from penstock.plan.simulator import Simulation, compute_imbalance
 from penstock.plan.trace import compute_quantile
 from sim.placement.rules import RULES
-from sim.placement.traces import SHAPES, make_requests, read_requests
+from sim.placement.traces import SHAPES, Shape, draw_load, list_requests, make_requests, read_requests
 
 BLOCK_TOKENS, POOL_TOKENS = 128, 500_000
 TOKEN_BYTES = 114_688
@@ -55,6 +64,11 @@ NUM_PLACERS = 2
 OURS = "ours"
 RATE_STEP = 1.08
 """Goodput is looked for between rates that differ by this factor, and interpolated there."""
+COARSE = "coarse"
+COARSE_LOADS = (0.7, 1.1)
+"""Requests a second of the traces on which the coarse model is compared, to those that the workers carry about."""
+COARSE_TRACE, COARSE_RATE = "one_system_prompt", 1.0
+"""What many workers play, and how many requests a second for each."""
 DETAILS = ("hit_share", "load_max_over_mean", "ttft_p50_s", "ttft_p99_s")
 
 
@@ -68,10 +82,18 @@ class Extent:
     """Requests of so long do not count: the caches fill."""
     num_rates: int
     """How many rates goodput may lie between, half of them above what is estimated."""
+    coarse_s: float
+    """Of the traces on which the coarse model is compared."""
+    coarse_traces: Sequence[str]
+    coarse_workers: int
+    many_workers: int
+    many_workers_s: float
     num_processes: int = len(os.sched_getaffinity(0))
 
 
-FULL, QUICK, SMOKE = Extent(4, 300.0, 100.0, 32), Extent(4, 90.0, 30.0, 16), Extent(2, 6.0, 2.0, 2, 1)
+FULL = Extent(4, 300.0, 100.0, 32, 300.0, [name for name in SHAPES if name != "adversary"], 16, 1000, 3600.0)
+QUICK = Extent(4, 90.0, 30.0, 16, 10.0, ["skewed", "mooncake_conversation"], 16, 1000, 60.0)
+SMOKE = Extent(2, 6.0, 2.0, 2, 2.0, ["skewed"], 2, 20, 4.0, 1)
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,13 @@ def play_requests(rule: str, requests: Sequence[PlacedRequest], num_workers: int
     )
 
 
+def estimate_rate(shape: Shape) -> float:
+    """Return how many requests a second a worker carries about, if it finds nothing."""
+    sample = make_requests(shape, 1.0, 300.0, BLOCK_TOKENS, seed=1)
+    seconds = [SPEC.prompt_seconds(one.prompt_tokens) + one.output_tokens * 2 * COST.row_s for one in sample]
+    return len(seconds) / sum(seconds)
+
+
 class Search:
     """The rates at which one trace was played under one rule. Rate number 0 is what the workers carry about."""
 
@@ -116,9 +145,7 @@ class Search:
         self.trace, self.rule, self._extent = trace, rule, extent
         self.played: dict[int, Played] = {}
         self.goodput = 0.0
-        sample = make_requests(SHAPES[trace], 1.0, 300.0, BLOCK_TOKENS, seed=1)
-        seconds = [SPEC.prompt_seconds(one.prompt_tokens) + one.output_tokens * 2 * COST.row_s for one in sample]
-        self._first_rate = extent.num_workers * len(seconds) / sum(seconds)
+        self._first_rate = extent.num_workers * estimate_rate(SHAPES[trace])
 
     def play_rate(self, number: int) -> Played:
         """Play the trace at the rate of that number, once."""
@@ -193,6 +220,57 @@ def play_file(file: Path, rules: Sequence[str], extent: Extent) -> dict[str, flo
     return figures
 
 
+def compare_coarse(extent: Extent, trace: str, load: float) -> dict[str, float]:
+    """Return by what share the coarse model differs from the simulation, on the same requests."""
+    requests = draw_load(
+        SHAPES[trace], load * extent.coarse_workers * estimate_rate(SHAPES[trace]), extent.coarse_s, seed=1
+    )
+    coarse = CoarseSimulation(extent.coarse_workers, SPEC, requests).run()
+    rules = [RULES[OURS]() for _ in range(NUM_PLACERS)]
+    real = Simulation({"auto": (extent.coarse_workers, SPEC)}, rules).run(list_requests(requests, BLOCK_TOKENS))
+    pairs = {
+        "ttft": (coarse.ttft_s.tolist(), [one.ttft_s for one in real]),
+        "itl": (coarse.itl_s.tolist(), [one.itl_s for one in real]),
+    }
+    found = {
+        f"{name}_p{q}": (compute_quantile(one, q / 100), compute_quantile(other, q / 100))
+        for name, (one, other) in pairs.items()
+        for q in (50, 99)
+    }
+    found["tokens_s"] = (1 / float(coarse.end_s.max()), 1 / max(one.end_s for one in real))
+    num_tokens = int(requests.prompt_tokens.sum())
+    hits = int(coarse.pool_tokens.sum()) / num_tokens, sum(one.pool_tokens for one in real) / num_tokens
+    shown = (found | {"hit_share": hits}).items()
+    told = ", ".join(f"{name} {one:.4g} ({other:.4g})" for name, (one, other) in shown)
+    print(f"coarse (simulated), {trace} at {load:g}, {len(real):,} requests: {told}", flush=True)
+    return {name: abs(one / other - 1) for name, (one, other) in found.items()} | {"hit_share": abs(hits[0] - hits[1])}
+
+
+def measure_coarse(extent: Extent) -> dict[str, float]:
+    """Return how far the coarse model is off, and how long it plays many workers."""
+    jobs = [(extent, trace, load) for trace in extent.coarse_traces for load in COARSE_LOADS]
+    with ExitStack() as exits:
+        run: Callable[..., Iterable[Any]] = map
+        if extent.num_processes > 1:
+            run = exits.enter_context(ProcessPoolExecutor(extent.num_processes)).map
+        errors: list[dict[str, float]] = list(run(compare_coarse, *zip(*jobs, strict=True)))
+    figures = {f"coarse_error_{name}": statistics.fmean(one[name] for one in errors) for name in errors[0]}
+    figures |= {f"coarse_error_max_{name}": max(one[name] for one in errors) for name in errors[0]}
+    num_workers, length_s = extent.many_workers, extent.many_workers_s
+    requests = draw_load(SHAPES[COARSE_TRACE], num_workers * COARSE_RATE, length_s)
+    begun_s = time.process_time()
+    coarse = CoarseSimulation(num_workers, SPEC, requests).run()
+    taken_s = time.process_time() - begun_s
+    ttft, itl = (compute_quantile(one.tolist(), 0.99) for one in (coarse.ttft_s, coarse.itl_s))
+    hits, tokens = coarse.pool_tokens.sum() / requests.prompt_tokens.sum(), requests.output_tokens.sum()
+    print(
+        f"{num_workers:,} workers, {len(requests.at_s):,} requests in {length_s:g} s: played in {taken_s:.1f} s of one "
+        f"core; p99 {ttft:.2f} s to the first token, {itl:.3f} s between tokens; {hits:.0%} of the prompts found, "
+        f"{tokens / coarse.end_s.max():,.0f} tokens/s"
+    )
+    return figures | {"coarse_1000_workers_hour_s": taken_s * 3600.0 / length_s}
+
+
 @dataclass(frozen=True)
 class Options(Arguments):
     """The arguments of all benchmarks; the traces and rules to play, a trace in a file, and the number of workers."""
@@ -209,16 +287,18 @@ def run(given: Options) -> dict[str, float]:
     rules = [rule for rule in RULES if rule in {"hash", *given.only} or not set(given.only) & set(RULES)]
     if given.file is not None:
         return play_file(given.file, rules, extent)
+    if COARSE in given.only:
+        return measure_coarse(extent)
     found, figures = compare_rules([trace for trace in SHAPES if trace in given.only] or list(SHAPES), rules, extent)
     if given.is_full:
         draw_plot(found)
-    return figures
+    return figures | (measure_coarse(extent) if not given.only else {})
 
 
 if __name__ == "__main__":
     run_benchmark(
         __doc__, run, Options,
-        only={"nargs": "+", "default": [], "choices": [*SHAPES, *RULES], "help": "these traces and rules"},
+        only={"nargs": "+", "default": [], "choices": [*SHAPES, *RULES, COARSE], "help": "these traces and rules"},
         file={"type": Path, "help": "play this recorded trace instead"},
         workers={"type": int, "help": "how many workers there are"},
     )  # fmt: skip

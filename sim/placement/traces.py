@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bus.placement import MAX_LINKS, PIECE_TOKENS, PIECES_OF_A_LENGTH, Link, PromptChain
 from penstock.names import PriorityClass
+from penstock.plan.coarse import CoarseLoad
 from penstock.plan.placing import PlacedRequest
 from penstock.plan.trace import HASH_BLOCK_TOKENS, Arrival, read_trace
 
@@ -213,3 +218,52 @@ def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     chat = one.chat or (f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name)
     answer = (f"answer {name}", one.output_tokens)
     return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.klass)
+
+
+def draw_load(shape: Shape, rate: float, length_s: float, seed: int = 0) -> CoarseLoad:
+    """Return requests as `make_requests` makes them, drawn all at once. Sessions are chats, also of an adversary."""
+    rng = np.random.default_rng(seed)
+
+    def draw(lengths: Lengths, count: int) -> NDArray[np.float64]:
+        return lengths.median * np.exp(lengths.sigma * rng.standard_normal(count))
+
+    peak = shape.burst / (1 + BURST_S / BURST_PERIOD_S * (shape.burst - 1))
+    span_s = length_s + CHAT_MEMORY_S
+    at_s = rng.uniform(-CHAT_MEMORY_S, length_s, rng.poisson(rate * (1 - shape.continued_share) * peak * span_s))
+    at_s = at_s[(at_s % BURST_PERIOD_S < BURST_S) | (rng.random(len(at_s)) < 1 / shape.burst)]
+    chat, system = np.arange(len(at_s)), np.zeros(len(at_s), np.int64)
+    if shape.num_systems:
+        weights = np.arange(1, shape.num_systems + 1) ** -shape.skew
+        system = rng.choice(shape.num_systems, size=len(at_s), p=weights / weights.sum())
+    earlier, message = np.full(len(at_s), shape.system_tokens * (shape.num_systems > 0)), shape.first_message
+    turns = list[tuple[NDArray[Any], ...]]()
+    while len(at_s):
+        prompt = earlier + np.maximum(8, np.rint(draw(message, len(at_s)))).astype(np.int64)
+        answer = np.maximum(1, np.rint(draw(shape.answer, len(at_s)))).astype(np.int64)
+        goes_on = prompt <= MAX_PROMPT_TOKENS
+        is_played = goes_on & (at_s >= 0)
+        turns.append(tuple(one[is_played] for one in (at_s, prompt, answer, chat, earlier, system)))
+        at_s = at_s + np.clip(draw(shape.gap, len(at_s)), 1.0, 600.0)
+        goes_on &= (rng.random(len(at_s)) < shape.continued_share) & (at_s < length_s)
+        at_s, chat, system, earlier = at_s[goes_on], chat[goes_on], system[goes_on], (prompt + answer)[goes_on]
+        message = shape.later_message
+    arrays: list[NDArray[Any]] = [np.concatenate(one) for one in zip(*turns, strict=True)]
+    arrays.append(np.full(len(arrays[0]), shape.system_tokens if shape.num_systems else 0))
+    order = np.argsort(arrays[0], kind="stable")
+    return CoarseLoad(*[one[order] for one in arrays])
+
+
+def list_requests(load: CoarseLoad, block_size: int) -> list[PlacedRequest]:
+    """Return the same requests, as the simulation plays them."""
+    segments, found = dict[int, list[Segment]](), list[PlacedRequest]()
+    rows = zip(*(one.tolist() for one in vars(load).values()), strict=True)
+    for number, (at_s, prompt, output, chat, earlier, system, system_tokens) in enumerate(rows):
+        mine = segments.setdefault(chat, [(f"system {system}", system_tokens)] if system_tokens else [])
+        num_told = sum(length for _, length in mine)
+        if num_told < earlier:  # turns before the trace
+            mine.append((f"earlier {chat}", earlier - num_told))
+        mine.append((f"user {number}", prompt - earlier))
+        answer = (f"answer {number}", output)
+        found.append(make_placed_request(f"{number}", at_s, mine, answer, None, f"{chat}", block_size))
+        mine.append(answer)
+    return found

@@ -1,3 +1,3 @@
 """How many workers a load needs: `trace`, `recording` (the load), `rates` (how fast a worker is), `plan`, `goodput`;
-`simulator`, `placing`.
+`simulator`, `placing`, `coarse`.
 """

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from penstock.config.settings import SloSettings
 from penstock.names import CLASSES, PriorityClass
-from penstock.plan.simulator import Outcome
 
 MET_SHARE = 0.9
 """The share of requests that have to be in time."""
@@ -21,6 +21,30 @@ class Slo:
     """The longest time between two tokens, on the mean of its answer."""
 
 
+class Timed(Protocol):
+    """How long a request took."""
+
+    @property
+    def klass(self) -> PriorityClass:
+        """Its class."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to its first token."""
+
+    @property
+    def itl_s(self) -> float:
+        """Mean seconds between two tokens."""
+
+
+class Timing(NamedTuple):
+    """How long a request took that nothing else is known of."""
+
+    klass: PriorityClass
+    ttft_s: float
+    itl_s: float
+
+
 Slos = Mapping[PriorityClass, Slo]
 
 
@@ -29,12 +53,12 @@ def read_slos(settings: SloSettings) -> Slos:
     return {klass: Slo(getattr(settings, f"{klass}_ttft_s"), getattr(settings, f"{klass}_itl_s")) for klass in CLASSES}
 
 
-def compute_met_share(outcomes: Iterable[Outcome], slos: Slos) -> float:
+def compute_met_share(outcomes: Iterable[Timed], slos: Slos) -> float:
     """Return how many requests meet both limits, as a share; of two classes it is the lower one."""
     met: dict[PriorityClass, list[bool]] = {}
     for one in outcomes:
-        slo = slos[one.request.klass]
-        met.setdefault(one.request.klass, []).append(one.ttft_s <= slo.ttft_s and one.itl_s <= slo.itl_s)
+        slo = slos[one.klass]
+        met.setdefault(one.klass, []).append(one.ttft_s <= slo.ttft_s and one.itl_s <= slo.itl_s)
     return min((sum(mine) / len(mine) for mine in met.values()), default=1.0)
 
 

@@ -1,17 +1,22 @@
 """From a trace and measured rates to numbers of workers: each calculation, and the line that shows it."""
 
 import math
+import zlib
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from penstock.config.settings import SloSettings
 from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
-from penstock.plan.goodput import MET_SHARE, Slos, compute_met_share, find_goodput, read_slos
+from penstock.plan import coarse
+from penstock.plan.coarse import CoarseLoad, CoarseSimulation
+from penstock.plan.goodput import MET_SHARE, Slos, Timed, Timing, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
 from penstock.plan.rates import DecodeBatch, WorkerRates
-from penstock.plan.simulator import LEFT_OUT, Outcome, Simulation
+from penstock.plan.simulator import LEFT_OUT, Simulation
 from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
 NOT_SIMULATED = f"prefix hits, and sessions, which go to one worker; the transfer of KV; {LEFT_OUT}"
@@ -21,6 +26,9 @@ STEPS_TO_DOUBLE = 8
 """In about so many steps the number of prefill workers that are tried doubles; few workers are tried one by one."""
 MAX_POOL_BLOCKS = 2**16
 """The pool of a simulated worker whose own is not known."""
+MAX_SIMULATED_TOKENS = 2_000_000
+"""A trace with more tokens in its answers is played by the coarse model: the simulation takes some minutes for so many,
+and a plan plays a trace several times."""
 LOG_REQUEST_BYTES, LOG_TOKEN_BYTES = 6_000, 80
 """Bytes of an ended request in the stream Redis, and of each of its tokens: measured, and rounded up."""
 
@@ -86,10 +94,17 @@ class Plan:
     rates: WorkerRates
     meets_ttft: bool
     """Whether the simulation meets the goal for the time to first token; True without a goal."""
+    is_coarse: bool
+    """Whether the coarse model has played the trace."""
+
+    @property
+    def left_out(self) -> str:
+        """What the figures leave out."""
+        return f"{NOT_SIMULATED}; {coarse.LEFT_OUT}" if self.is_coarse else NOT_SIMULATED
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan for `--json`."""
-        return asdict(self) | {"batch": self.batch._asdict(), "left_out": NOT_SIMULATED}
+        return asdict(self) | {"batch": self.batch._asdict(), "left_out": self.left_out}
 
 
 def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Plan:
@@ -159,19 +174,27 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
         goals=goals,
         rates=rates,
         meets_ttft=meets,
+        is_coarse=is_long(trace),
     )
+
+
+def is_long(trace: Sequence[Arrival]) -> bool:
+    """Return whether the simulation would take too long for a trace."""
+    return sum(one.output_tokens for one in trace) > MAX_SIMULATED_TOKENS
 
 
 def play_trace(
     trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
-) -> list[Outcome]:
+) -> Sequence[Timed]:
     """Return what becomes of the requests with these numbers of workers, to which they go in turn.
 
-    Without decode workers all answers have one token.
+    Without decode workers all answers have one token. A long trace is played by the coarse model.
     """
     token_s = 1 / rates.prefill_tokens_per_s
     prefill = _make_spec(rates, batch, StepCost(0.0, token_s, 0.0, 0.0, token_s))
     decode = _make_spec(rates, batch, rates.fit_cost())
+    if is_long(trace):
+        return play_coarsely(trace, (num_prefill, prefill), (num_decode, decode))
     requests = [
         PlacedRequest(
             str(number),
@@ -188,7 +211,28 @@ def play_trace(
     ).run(requests)
 
 
-def measure_waits(played: Sequence[Outcome]) -> Waits:
+def play_coarsely(
+    trace: Sequence[Arrival], prefill: tuple[int, WorkerSpec], decode: tuple[int, WorkerSpec]
+) -> list[Timing]:
+    """Return what the coarse model says of the requests with so many workers of each kind."""
+    at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
+    prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
+    numbers = np.arange(len(trace))
+    prompts = CoarseLoad.without_chats(at_s, prompt, np.ones_like(output))
+    first_s = CoarseSimulation(*prefill, prompts, workers=numbers % prefill[0]).run().first_s
+    itl_s = np.zeros(len(trace))
+    jobs = numbers[output > 1] if decode[0] else numbers[:0]
+    if len(jobs):
+        jobs = jobs[np.argsort(first_s[jobs], kind="stable")]
+        answers = CoarseLoad.without_chats(first_s[jobs], prompt[jobs], output[jobs] - 1)
+        workers = np.array([zlib.crc32(b"%d" % number) % decode[0] for number in jobs])
+        ended = CoarseSimulation(*decode, answers, workers=workers, are_jobs=True).run()
+        itl_s[jobs] = (ended.end_s - first_s[jobs]) / (output[jobs] - 1)
+    times = zip(trace, (first_s - at_s).tolist(), itl_s.tolist(), strict=True)
+    return [Timing(one.klass, ttft_s, each_s) for one, ttft_s, each_s in times]
+
+
+def measure_waits(played: Sequence[Timed]) -> Waits:
     """Return how long these requests waited."""
     firsts, tokens = [one.ttft_s for one in played], [one.itl_s for one in played]
     return Waits(*(compute_quantile(values, share) for values in (firsts, tokens) for share in (0.5, 0.99)))
@@ -266,7 +310,10 @@ def _format_extra(plan: Plan) -> str:
 
 def _render_simulation(plan: Plan, classes: Container[str]) -> Iterator[tuple[str, str]]:
     waits = plan.waits
-    yield "simulated", f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)"
+    yield (
+        "coarse" if plan.is_coarse else "simulated",
+        f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)",
+    )
     yield "", f"between tokens {waits.itl_p50_s * 1e3:,.0f} ms (p50), {waits.itl_p99_s * 1e3:,.0f} ms (p99)"
     limits = ", ".join(
         f"{klass} {slo.ttft_s:g} s and {slo.itl_s * 1e3:,.0f} ms"
@@ -283,4 +330,6 @@ def _render_simulation(plan: Plan, classes: Container[str]) -> Iterator[tuple[st
             "",
             f"the goal of {plan.goals.ttft_s:g} s is not met by any number of workers: prompts alone take longer",
         )
-    yield "", f"leaves out: {NOT_SIMULATED}"
+    if plan.is_coarse:
+        yield "", f"played by a coarse model, as the trace is long; its error: {coarse.ERROR}"
+    yield "", f"leaves out: {plan.left_out}"

@@ -22,7 +22,7 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.errors import PlanError
 from penstock.messages import Sampling
-from penstock.names import CLASSES, WorkerKind
+from penstock.names import CLASSES, PriorityClass, WorkerKind
 from penstock.plan.placing import Beat, PlacedRequest, Rule, Tier, View, WorkerSpec, plan_fetch
 
 LEFT_OUT = (
@@ -48,6 +48,11 @@ class Outcome:
     """Prompt tokens that were found in that worker's pool."""
     fetched_tokens: int = 0
     """Prompt tokens that were fetched from the tier."""
+
+    @property
+    def klass(self) -> PriorityClass:
+        """The request's class."""
+        return self.request.klass
 
     @property
     def ttft_s(self) -> float:
