@@ -41,7 +41,7 @@ def import_blocks(engine: Engine, seq: Sequence, payloads: Items[Payload]) -> in
     """
     staged = engine.stage_blocks(seq.block_keys[: len(payloads)])
     if staged is None:
-        return engine.count_cached_blocks(seq.block_keys[: len(payloads)])
+        return engine.pool.count_cached_prefix(seq.block_keys[: len(payloads)])
     for view, payload in zip(staged.views, payloads[staged.num_cached :], strict=False):
         view[:] = payload
     count = staged.num_cached + len(staged.views)
