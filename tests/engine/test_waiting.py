@@ -101,7 +101,12 @@ def test_what_a_step_computes_in_time_is_what_decoding_sequences_leave() -> None
 def test_rows_are_timed_only_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _queue_prompts([8192], num_decodes=8)
     timed: list[Sequence] = []
-    monkeypatch.setattr(StepCost, "row_seconds", lambda self, seq: timed.append(seq) or 0.001)
+
+    def time_row(cost: StepCost, seq: Sequence) -> float:
+        timed.append(seq)
+        return cost.row_s
+
+    monkeypatch.setattr(StepCost, "row_seconds", time_row)
     assert scheduler.choose_budget(256) == 1024
     assert len(timed) == 8
     assert scheduler.choose_budget(8192) == 8192

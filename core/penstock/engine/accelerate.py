@@ -56,6 +56,7 @@ from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
 from penstock.engine.rows import RowsApart, WatchedRows
 from penstock.engine.runner import ModelRunner
+from penstock.engine.sequence import Sequence
 from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
@@ -153,8 +154,11 @@ def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
     if right is None:
         return parts
     two_tokens_each = dict.fromkeys(range(1, NUM_PROBE_TOKENS), 2)
-    states, logits = _read_answers(model, parts, rows, [{0: 1}, {0: 1, **two_tokens_each}])
-    is_same = torch.equal(states.data, right[0].data) and torch.equal(logits, right[1])
+    found = [
+        _read_answers(model, parts, rows, [{0: 1}, {0: 1, **two_tokens_each}]),
+        _read_answers(model, parts, rows, [], guesses=True),
+    ]
+    is_same = all(torch.equal(states.data, right[0].data) and torch.equal(rest, right[1]) for states, rest in found)
     has_attention = parts.layers == model.layout.by_layer.keys()
     if not (is_same and has_attention and rows.is_exact):
         return together
@@ -162,13 +166,19 @@ def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
 
 
 def _read_answers(
-    model: LoadedModel, parts: NativeParts, rows: RowsApart | None, steps: list[dict[int, int]]
+    model: LoadedModel,
+    parts: NativeParts,
+    rows: RowsApart | None,
+    steps: list[dict[int, int]],
+    *,
+    guesses: bool = False,
 ) -> tuple[StateStorage, Tensor]:
     """Read prompts, and two tokens of answers to them, in steps; return their states, and the logits of the last ones.
 
-    A step has a number of tokens by prompt.
+    A step has a number of tokens by prompt. With `guesses` one more step has all second tokens as guesses.
     """
     storage = KVStorage(model.layout, NUM_PROBE_TOKENS, model.device, 3 * NUM_PROBE_TOKENS)
+    assert storage.states is not None
     runner, logits = ModelRunner(model.module, storage, parts, rows), torch.empty(0)
     tokens = [_draw_probe(model, seed) for seed in range(NUM_PROBE_TOKENS)]
     seqs = [
@@ -178,8 +188,25 @@ def _read_answers(
     prompts = {number: seq.num_prompt_tokens for number, seq in enumerate(seqs)}
     for step in (prompts, *steps):
         logits = compute_tokens(runner, [(seqs[number], num_tokens) for number, num_tokens in step.items()])
-    assert storage.states is not None
+    if guesses:
+        logits = _read_guesses(runner, seqs, model.vocab_size)
+        storage.states.read_right_guesses()
     return storage.states, logits
+
+
+def _read_guesses(runner: ModelRunner, seqs: list[Sequence], vocab_size: int) -> Tensor:
+    """Read a token of each sequence, its last one as a guess, and a wrong guess; return the logits after the last ones.
+
+    What is left to do is to read the right guesses into the states.
+    """
+    for seq in seqs:
+        last = seq.token_ids.pop()
+        seq.draft = [last, (last + 1) % vocab_size]
+    logits = compute_tokens(runner, [(seq, 1) for seq in seqs])
+    for seq in seqs:
+        seq.token_ids.append(seq.draft[0])
+        seq.num_computed_tokens += 1
+    return logits[1::3]
 
 
 def _absorb_projections(model: LoadedModel) -> None:

@@ -50,7 +50,7 @@ from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import WAITING_STEPS, Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlocks
-from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
+from penstock.engine.state_rows import StateRows, divide_memory
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.trial import make_trial_sequence
 from penstock.errors import GrammarFailed, ModelError, SequenceFailed
@@ -239,11 +239,7 @@ class Engine:
 
     def unpin_block(self, pinned: PinnedPoolBlock) -> None:
         """Unpin a block, or a part of a state, that is not read any more. A second call does nothing."""
-        if isinstance(pinned, PinnedState):
-            assert self.states is not None
-            self.states.unpin_snapshot(pinned)
-        else:
-            self.staging.unpin_block(pinned)
+        pinned.unpin()
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
@@ -366,10 +362,7 @@ class Engine:
         try:
             drawn = self._run_plan(plan)
         except BaseException as error:
-            for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # undo the step
-                seq.num_computed_tokens = num_computed_tokens
-                if self.states is not None:  # it may have read tokens in some layers and not in others
-                    self.scheduler.preempt_sequence(seq)
+            self._undo_step(plan, before)
             if not self._judges_failures or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
                 raise
             self._quarantine.record_failure([(seq, num + len(seq.draft)) for seq, num in plan], error)
@@ -378,7 +371,7 @@ class Engine:
             for seq, _ in plan:
                 self.num_drafted_tokens += len(seq.draft)
                 seq.draft = []
-        sampled = [self._append_token(*item) for item in drawn]
+        sampled = self._append_tokens(drawn)
         self._last_step_ended_s, self._num_last_sampled = time.perf_counter(), len(sampled)
         self._quarantine.record_success()
         for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
@@ -390,6 +383,15 @@ class Engine:
         )
         return sampled
 
+    def _undo_step(self, plan: Plan, before: list[int]) -> None:
+        """Let the sequences of a step have computed the tokens that they had before."""
+        for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
+            seq.num_computed_tokens = num_computed_tokens
+            if self.states is not None:  # a state may have read tokens in some layers and not in others
+                self.scheduler.preempt_sequence(seq)
+        if self.storage.states is not None:
+            self.storage.states.guesses = []
+
     @property
     def max_step_tokens(self) -> int:
         """How many tokens a step has at most now, beside those that decode, while many prompt tokens wait."""
@@ -400,15 +402,19 @@ class Engine:
         """How many tokens a step has as a rule: fewer after one that took too much memory."""
         return min(self.settings.max_step_tokens, self._quarantine.max_tokens)
 
-    def _append_token(self, seq: Sequence, token_id: int, logprobs: Logprobs | None) -> Sampled:
-        if seq.num_pending_tokens == 0:
+    def _append_tokens(self, drawn: list[Drawn]) -> list[Sampled]:
+        """Give the sequences of a step the tokens that were drawn."""
+        sampled = []
+        for seq, token_id, logprobs in drawn:
+            if seq.num_pending_tokens:  # the token before this one was drafted and drawn: the step has computed its KV
+                seq.num_computed_tokens += 1
+                self.num_accepted_tokens += 1
+                self.scheduler.charge_token(seq)
             seq.append_token(token_id)
-        else:  # the token before this one was drafted and drawn, so the step has computed its KV
-            seq.num_computed_tokens += 1
-            seq.append_token(token_id)
-            self.num_accepted_tokens += 1
-            self.scheduler.charge_token(seq)
-        return Sampled(seq, token_id, logprobs, seq.is_grammar_ended)
+            sampled.append(Sampled(seq, token_id, logprobs, seq.is_grammar_ended))
+        if self.storage.states is not None:
+            self.storage.states.read_right_guesses()
+        return sampled
 
     def _record_time_outside(self) -> None:
         """Record the time between two steps, which the tokens of the first one caused."""

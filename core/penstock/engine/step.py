@@ -94,7 +94,6 @@ class Step:
         rows = self.rows
         if isinstance(part, Group):
             pieces, row, rows.num_rows, self.state_runs = part.pieces, slice(None), len(part.rows), part.runs
-            part.runs.layer = layer
         else:
             pieces, row, rows.num_rows = [part], slice(part.seq.state_row, part.seq.state_row + 1), 0
         rows.is_group = self.state_runs is not None
