@@ -51,7 +51,7 @@ from penstock.engine.latent import (
     set_latent_heads,
 )
 from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, has_experts, make_native_model
-from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
+from penstock.engine.masks import MaskRule, Unsupported, sees_interval
 from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
 from penstock.engine.rows import RowsApart, WatchedRows
@@ -261,9 +261,7 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
     finally:
         for handle in handles:
             handle.remove()
-    record.layers = frozenset(
-        layer for layer, how in step.attention_by_layer.items() if sees_interval(get_visibility(how.rule, how.window))
-    )
+    record.layers = frozenset(layer for layer, how in step.attention_by_layer.items() if sees_interval(how.visible))
     return record
 
 
@@ -362,7 +360,7 @@ class _Replacer:
         """Return a module that computes the whole model, if its form allows that and it gives the same logits."""
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
         new = make_native_model(self._root)
-        if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
+        if new is None or not all(isinstance(mask, MaskRule) and mask.visibility is None for mask in masks):
             return None
         mixtures = {
             name: call for name, call in self._record.mixtures.items() if has_experts(self._root.get_submodule(name))

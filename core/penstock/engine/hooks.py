@@ -180,7 +180,6 @@ def paged_attention(
     if attention_mask is None and not getattr(module, "is_causal", True):
         raise Unsupported("its attention is not causal")
     how = LayerAttention(
-        query.shape[1],
         scaling if scaling is not None else query.shape[-1] ** -0.5,
         softcap,
         s_aux if s_aux is not None else getattr(module, "sinks", None),

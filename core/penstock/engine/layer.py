@@ -15,7 +15,7 @@ from penstock.engine.kernels import library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
 from penstock.engine.kernels.step import NativeStep, address_of, describe_attention
-from penstock.engine.masks import Unsupported, find_first_keys
+from penstock.engine.masks import Unsupported, find_visibility
 from penstock.engine.step import current_step
 from penstock.engine.storage import KVStorage
 
@@ -175,7 +175,7 @@ class NativeLayer(nn.Module):
         step = current_step.get()
         assert isinstance(step, NativeStep)
         assert position_embeddings is not None
-        first_key = find_first_keys(step.batch, attention_mask, self.attention.window)
+        first_key = step.find_first_keys(find_visibility(attention_mask, self.attention.window))
         x, (cos, sin) = hidden_states.contiguous(), position_embeddings
         size = step.key_size(self.attention.index)
         if any(table.shape != (*x.shape[:2], size) or table.dtype != x.dtype for table in (cos, sin)):
