@@ -230,8 +230,14 @@ def compute_probe_logits(model: LoadedModel) -> Tensor:
     native = model.native
     assert native is not None
     step = NativeStep(_make_batch(model), _make_storage(model), native.library, native.layers)
-    output = hooks.run_module(model.module, step, compute=native.body, position_ids=_place_probe(model, step.batch))
-    logits: Tensor = output.logits[0].float()
+    return _compute_all_rows(model.module, native.body, step, _place_probe(model, step.batch))
+
+
+def _compute_all_rows(module: Any, body: NativeModel | None, step: NativeStep, position_ids: Tensor) -> Tensor:
+    """Return the logits after each token of a step, computed by a module, or by what computes in its place."""
+    if body is not None:
+        return body.compute_rows(step, position_ids, torch.arange(step.num_rows)).float()
+    logits: Tensor = hooks.run_module(module, step, position_ids=position_ids).logits[0].float()
     return logits
 
 
@@ -378,11 +384,7 @@ class _Replacer:
 
     def _run(self, compute: NativeModel | None) -> Tensor:
         """Return the logits of the module with its replaced parts, or of what computes in its place."""
-        output = hooks.run_module(
-            self._root, self._make_step(), compute=compute, position_ids=self._record.position_ids
-        )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return _compute_all_rows(self._root, compute, self._make_step(), self._record.position_ids)
 
     def _make_step(self) -> NativeStep:
         """Return a step over the recorded batch whose attention the kernels compute."""
