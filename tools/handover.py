@@ -19,11 +19,12 @@ def export_blocks(engine: Engine, seq: Sequence, num_blocks: int | None = None) 
 
 def export_state(engine: Engine, seq: Sequence) -> bytes | None:
     """Return a copy of what layers without KV keep of the sequence's prompt; None if there is none."""
-    pinned = engine.states.pin_snapshot(seq, seq.num_prompt_tokens) if engine.states is not None else None
-    if engine.states is None or pinned is None:
+    if engine.states is None:
         return None
-    state = bytes(pinned.payload)
-    engine.states.unpin_snapshot(pinned)
+    pinned = engine.states.pin_parts(seq, seq.num_prompt_tokens, engine.states.layout.row_bytes)
+    state = bytes(pinned[0].payload) if pinned else None
+    for part in pinned:
+        engine.unpin_block(part)
     return state
 
 
@@ -41,7 +42,7 @@ def import_blocks(engine: Engine, seq: Sequence, payloads: Items[Payload]) -> in
     """
     staged = engine.stage_blocks(seq.block_keys[: len(payloads)])
     if staged is None:
-        return engine.count_cached_blocks(seq.block_keys[: len(payloads)])
+        return engine.pool.count_cached_prefix(seq.block_keys[: len(payloads)])
     for view, payload in zip(staged.views, payloads[staged.num_cached :], strict=False):
         view[:] = payload
     count = staged.num_cached + len(staged.views)

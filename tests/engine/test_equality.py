@@ -150,7 +150,7 @@ def test_a_prefix_hit_changes_nothing(model: LoadedModel, prompts: list[list[int
         assert run_sequences(engine, seqs) == alone
     for seq in seqs:
         keys = make_block_keys(seq.token_ids[: seq.num_prompt_tokens])
-        assert engine.count_cached_blocks(keys) == seq.num_prompt_tokens // 16
+        assert engine.pool.count_cached_prefix(keys) == seq.num_prompt_tokens // 16
         assert seq.num_cached_tokens == (seq.num_prompt_tokens - 1) // 16 * 16  # never the block of the last token
 
 
@@ -304,4 +304,4 @@ def test_a_preempted_prompt_offers_no_blocks_until_they_are_there_again(demo: Lo
                 engine.remove_sequence(item.seq)
     assert engine.count_completed_blocks(batch) == 7
     assert export_blocks(engine, batch, 4) == first
-    assert engine.count_cached_blocks(make_block_keys(batch.token_ids[:120])) == 7
+    assert engine.pool.count_cached_prefix(make_block_keys(batch.token_ids[:120])) == 7

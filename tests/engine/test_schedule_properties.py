@@ -1,5 +1,6 @@
 """After any history of requests, every sequence ends with its tokens, and every block belongs to its owners alone."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -152,11 +153,13 @@ class Scheduling(RuleBasedStateMachine):
         pin = data.draw(st.sampled_from(self.pins))
         self.pins.remove(pin)
         for _ in range(2):
-            self.dummy.staging.unpin_block(pin.block)
+            pin.block.unpin()
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        scheduler, alive, visitors = self.dummy.scheduler, self.dummy.alive, self.dummy.staging.count_pins()
+        scheduler, alive = self.dummy.scheduler, self.dummy.alive
+        staged = (block for one in self.staged for block in one.blocks.cached_blocks + one.blocks.new_blocks)
+        visitors = Counter(staged) + Counter(pin.block.block for pin in self.pins if pin.block.block is not None)
         scheduler.check_integrity(visitors)
         assert scheduler.num_waiting == sum(seq.state is State.WAITING for seq in alive)
         assert scheduler.num_running == sum(seq.state is State.RUNNING for seq in alive)
@@ -182,7 +185,7 @@ class Scheduling(RuleBasedStateMachine):
         for staging in self.staged:
             self.dummy.staging.commit_staged_blocks(staging.blocks, staging.num_filled)
         for pin in self.pins:
-            self.dummy.staging.unpin_block(pin.block)
+            pin.block.unpin()
         rest = list(self.dummy.alive)
         self.dummy.run()
         self.patch.undo()

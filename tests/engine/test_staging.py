@@ -78,11 +78,11 @@ def test_views_are_the_pools_own_memory_and_sequences_find_committed_blocks(
     for block, view, payload in zip(staged.new_blocks, staged.views, payloads, strict=False):
         view[:] = payload
         assert bytes(second.storage.copy_block(block, 16)) == payload
-    assert second.count_cached_blocks(again.block_keys) == 0  # not before they are committed
+    assert second.pool.count_cached_prefix(again.block_keys) == 0  # not before they are committed
     assert staged.is_valid()
     second.commit_staged_blocks(staged, 3)
     second.commit_staged_blocks(staged, 0)
-    assert second.count_cached_blocks(again.block_keys) == 3
+    assert second.pool.count_cached_prefix(again.block_keys) == 3
     assert second.num_free_blocks == second.pool.num_blocks
     further = stage_blocks(second, again.block_keys)
     assert (further.num_cached, len(further.views)) == (3, 1)
@@ -324,7 +324,7 @@ def _say_20(engine: Engine, **given: Any) -> Sequence:
     while seq.num_output_tokens < 20:
         engine.step()
     engine.add_block_keys(seq, make_block_keys(seq.token_ids)[2:])
-    assert engine.count_cached_blocks(make_block_keys(seq.token_ids)) == 3
+    assert engine.pool.count_cached_prefix(make_block_keys(seq.token_ids)) == 3
     return seq
 
 
@@ -334,7 +334,9 @@ def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:
     while len(seq.token_ids) < 64:
         engine.step()
     engine.add_block_keys(seq, make_block_keys(seq.token_ids)[3:])
-    assert engine.count_cached_blocks(make_block_keys(seq.token_ids)) == 3  # the last token is still to be computed
+    assert (
+        engine.pool.count_cached_prefix(make_block_keys(seq.token_ids)) == 3
+    )  # the last token is still to be computed
     drain(engine, engine.scheduler.check_integrity)
     turn = [*seq.token_ids, 7, 8, 9]
     follow_up = sequence(turn, NUM_NEW)

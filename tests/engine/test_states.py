@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine import state_runs
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.contract import Loaded
 from penstock.engine.engine import Engine
+from penstock.engine.kernels.recurrence import Run
 from penstock.engine.mixers import MAX_TOGETHER, DividedForward
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.state_runs import Group, Piece
-from penstock.engine.states import StateLayout, StatePart
+from penstock.engine.states import StateLayout, StatePart, StateStorage
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
@@ -137,6 +139,19 @@ def test_rows_that_depend_on_no_others_are_found(name: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("flaw", ["right guesses are not read", "wrong guesses are kept"])
+def test_a_load_finds_that_guesses_change_a_state(flaw: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flaw == "right guesses are not read":
+        monkeypatch.setattr(StateStorage, "read_right_guesses", lambda self: None)
+    else:
+        monkeypatch.setattr(state_runs, "Run", lambda row, first, length, kept: Run(row, first, length, length))
+    model = accelerate_model(make_loaded_model("lfm2", make_tiny("lfm2", 1)))
+    assert model.native is not None
+    assert model.native.has_states
+    assert not make_engine(model).speculates
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ["kimi_linear", "nemotron_h"])
 def test_nothing_is_drafted_where_torch_sums_over_rows(name: str) -> None:
     """Attention or experts run on its operators."""
@@ -230,8 +245,8 @@ def test_drafts_change_no_token_and_no_state(
             output_token_ids=known[:num_said], block_keys=make_block_keys(prompt + known), is_suspect=number == 6,
         )  # fmt: skip
         seq.prompt_key = repr(prompt).encode()
-        if known:  # the last step has no drafts, so that the state has read all
-            seq.drafter = GivenDrafts(len(prompt), known[: num_new - 2], chance, drafting.vocab_size)
+        if known:
+            seq.drafter = GivenDrafts(len(prompt), known, chance, drafting.vocab_size)
         return seq
 
     def run(engine: Engine, seqs: list[Sequence]) -> list[tuple[list[int], bytes]]:

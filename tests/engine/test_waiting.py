@@ -9,7 +9,7 @@ import pytest
 from penstock.engine.cost import StepCost
 from penstock.engine.growth import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
 from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import MAX_STEP_S, WAITING_STEPS, Scheduler
+from penstock.engine.scheduler import MAX_STEP_S, Scheduler
 from penstock.engine.sequence import Sequence
 from tests.engine.helpers import make_block_keys, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
@@ -79,23 +79,38 @@ def _queue_prompts(lengths: list[int], cost: StepCost | None = COST, num_decodes
     return scheduler
 
 
-@pytest.mark.parametrize(("lengths", "max_tokens", "expected"), [
-    ([], 1024, 256),
-    ([1024], 1024, 256),
-    ([1000, 1000], 1024, 500),
-    ([8192], 1024, 1024),
-    ([8192], 600, 600),
-    ([8192], 0, 256),
+@pytest.mark.parametrize(("lengths", "tokens_per_s", "expected"), [
+    ([], 1e9, 256),
+    ([1024], 1e9, 256),
+    ([1000, 1000], 1e9, 500),
+    ([8192], 1e9, 1024),
+    ([8192], 3000.0, 600),
+    ([8192], 0.0, 256),
 ])  # fmt: skip
-def test_a_step_is_larger_while_prompts_wait(lengths: list[int], max_tokens: int, expected: int) -> None:
-    assert _queue_prompts(lengths, num_decodes=8).widen_budget(256, max_tokens) == expected
+def test_a_step_is_larger_while_prompts_wait(lengths: list[int], tokens_per_s: float, expected: int) -> None:
+    assert _queue_prompts(lengths, num_decodes=8).choose_budget(256, tokens_per_s) == expected
 
 
 def test_what_a_step_computes_in_time_is_what_decoding_sequences_leave() -> None:
-    assert _queue_prompts([8192]).count_tokens_in_time() == pytest.approx(1900, abs=1)
-    assert _queue_prompts([8192], num_decodes=130).count_tokens_in_time() == pytest.approx(600, abs=1)
-    assert _queue_prompts([8192], num_decodes=200).count_tokens_in_time() <= 0
-    assert _queue_prompts([8192], None).count_tokens_in_time() == 0
+    assert _queue_prompts([8192]).find_max_tokens(1000) == pytest.approx(1900, abs=1)
+    assert _queue_prompts([8192], num_decodes=130).find_max_tokens(256) == pytest.approx(600, abs=1)
+    assert _queue_prompts([8192], num_decodes=200).find_max_tokens(256) == 256
+    assert _queue_prompts([8192], None).find_max_tokens(256) == 256
+
+
+def test_rows_are_timed_only_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _queue_prompts([8192], num_decodes=8)
+    timed: list[Sequence] = []
+
+    def time_row(cost: StepCost, seq: Sequence) -> float:
+        timed.append(seq)
+        return cost.row_s
+
+    monkeypatch.setattr(StepCost, "row_seconds", time_row)
+    assert scheduler.choose_budget(256) == 1024
+    assert len(timed) == 8
+    assert scheduler.choose_budget(8192) == 8192
+    assert len(timed) == 8
 
 
 def test_prompts_that_the_pool_has_make_no_step_larger() -> None:
@@ -109,24 +124,23 @@ def test_prompts_that_the_pool_has_make_no_step_larger() -> None:
     for tokens in chats:
         scheduler.add_sequence(sequence(tokens, 4, block_keys=make_block_keys(tokens, 16)))
     assert sum(map(len, chats)) > 4 * 256
-    assert scheduler.widen_budget(256, 1024) == 256
+    assert scheduler.choose_budget(256) == 256
 
 
 def test_a_queue_of_batch_prompts_makes_no_step_larger_beside_interactive_answers() -> None:
     scheduler = _queue_prompts([], num_decodes=4)
     scheduler.add_sequence(sequence(list(range(50_000, 58_192)), 4, klass="batch"))
-    assert scheduler.widen_budget(256, 1024) == 256
+    assert scheduler.choose_budget(256) == 256
     for seq in scheduler.running[:]:
         scheduler.remove_sequence(seq)
-    assert scheduler.widen_budget(256, 1024) == 1024
+    assert scheduler.choose_budget(256) == 1024
 
 
 def test_a_queue_ends_in_a_third_of_the_steps_and_no_step_takes_too_long() -> None:
     lengths = [900] * 30
     scheduler, num_steps = _queue_prompts(lengths, num_decodes=8), 0
     while any(seq.num_pending_tokens > 1 for seq in scheduler.running) or scheduler.num_waiting:
-        max_tokens = min(scheduler.count_tokens_in_time(), WAITING_STEPS * 256)
-        plan = _step(scheduler, scheduler.widen_budget(256, max_tokens))
+        plan = _step(scheduler, scheduler.choose_budget(256))
         assert COST.fixed_s + sum(COST.estimate_seconds(seq, num) for seq, num in plan) <= MAX_STEP_S
         num_steps += 1
     assert num_steps <= sum(lengths) / 256 / 3

@@ -51,11 +51,12 @@ from penstock.engine.latent import (
     set_latent_heads,
 )
 from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, has_experts, make_native_model
-from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
+from penstock.engine.masks import MaskRule, Unsupported, sees_interval
 from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
 from penstock.engine.rows import RowsApart, WatchedRows
 from penstock.engine.runner import ModelRunner
+from penstock.engine.sequence import Sequence
 from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
@@ -153,8 +154,11 @@ def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
     if right is None:
         return parts
     two_tokens_each = dict.fromkeys(range(1, NUM_PROBE_TOKENS), 2)
-    states, logits = _read_answers(model, parts, rows, [{0: 1}, {0: 1, **two_tokens_each}])
-    is_same = torch.equal(states.data, right[0].data) and torch.equal(logits, right[1])
+    found = [
+        _read_answers(model, parts, rows, [{0: 1}, {0: 1, **two_tokens_each}]),
+        _read_answers(model, parts, rows, [], guesses=True),
+    ]
+    is_same = all(torch.equal(states.data, right[0].data) and torch.equal(rest, right[1]) for states, rest in found)
     has_attention = parts.layers == model.layout.by_layer.keys()
     if not (is_same and has_attention and rows.is_exact):
         return together
@@ -162,13 +166,19 @@ def _read_together(model: LoadedModel, parts: NativeParts) -> NativeParts:
 
 
 def _read_answers(
-    model: LoadedModel, parts: NativeParts, rows: RowsApart | None, steps: list[dict[int, int]]
+    model: LoadedModel,
+    parts: NativeParts,
+    rows: RowsApart | None,
+    steps: list[dict[int, int]],
+    *,
+    guesses: bool = False,
 ) -> tuple[StateStorage, Tensor]:
     """Read prompts, and two tokens of answers to them, in steps; return their states, and the logits of the last ones.
 
-    A step has a number of tokens by prompt.
+    A step has a number of tokens by prompt. With `guesses` one more step has all second tokens as guesses.
     """
     storage = KVStorage(model.layout, NUM_PROBE_TOKENS, model.device, 3 * NUM_PROBE_TOKENS)
+    assert storage.states is not None
     runner, logits = ModelRunner(model.module, storage, parts, rows), torch.empty(0)
     tokens = [_draw_probe(model, seed) for seed in range(NUM_PROBE_TOKENS)]
     seqs = [
@@ -178,8 +188,25 @@ def _read_answers(
     prompts = {number: seq.num_prompt_tokens for number, seq in enumerate(seqs)}
     for step in (prompts, *steps):
         logits = compute_tokens(runner, [(seqs[number], num_tokens) for number, num_tokens in step.items()])
-    assert storage.states is not None
+    if guesses:
+        logits = _read_guesses(runner, seqs, model.vocab_size)
+        storage.states.read_right_guesses()
     return storage.states, logits
+
+
+def _read_guesses(runner: ModelRunner, seqs: list[Sequence], vocab_size: int) -> Tensor:
+    """Read a token of each sequence, its last one as a guess, and a wrong guess; return the logits after the last ones.
+
+    What is left to do is to read the right guesses into the states.
+    """
+    for seq in seqs:
+        last = seq.token_ids.pop()
+        seq.draft = [last, (last + 1) % vocab_size]
+    logits = compute_tokens(runner, [(seq, 1) for seq in seqs])
+    for seq in seqs:
+        seq.token_ids.append(seq.draft[0])
+        seq.num_computed_tokens += 1
+    return logits[1::3]
 
 
 def _absorb_projections(model: LoadedModel) -> None:
@@ -203,8 +230,14 @@ def compute_probe_logits(model: LoadedModel) -> Tensor:
     native = model.native
     assert native is not None
     step = NativeStep(_make_batch(model), _make_storage(model), native.library, native.layers)
-    output = hooks.run_module(model.module, step, compute=native.body, position_ids=_place_probe(model, step.batch))
-    logits: Tensor = output.logits[0].float()
+    return _compute_all_rows(model.module, native.body, step, _place_probe(model, step.batch))
+
+
+def _compute_all_rows(module: Any, body: NativeModel | None, step: NativeStep, position_ids: Tensor) -> Tensor:
+    """Return the logits after each token of a step, computed by a module, or by what computes in its place."""
+    if body is not None:
+        return body.compute_rows(step, position_ids, torch.arange(step.num_rows)).float()
+    logits: Tensor = hooks.run_module(module, step, position_ids=position_ids).logits[0].float()
     return logits
 
 
@@ -234,9 +267,7 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
     finally:
         for handle in handles:
             handle.remove()
-    record.layers = frozenset(
-        layer for layer, how in step.attention_by_layer.items() if sees_interval(get_visibility(how.rule, how.window))
-    )
+    record.layers = frozenset(layer for layer, how in step.attention_by_layer.items() if sees_interval(how.visible))
     return record
 
 
@@ -335,7 +366,7 @@ class _Replacer:
         """Return a module that computes the whole model, if its form allows that and it gives the same logits."""
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
         new = make_native_model(self._root)
-        if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
+        if new is None or not all(isinstance(mask, MaskRule) and mask.visibility is None for mask in masks):
             return None
         mixtures = {
             name: call for name, call in self._record.mixtures.items() if has_experts(self._root.get_submodule(name))
@@ -353,11 +384,7 @@ class _Replacer:
 
     def _run(self, compute: NativeModel | None) -> Tensor:
         """Return the logits of the module with its replaced parts, or of what computes in its place."""
-        output = hooks.run_module(
-            self._root, self._make_step(), compute=compute, position_ids=self._record.position_ids
-        )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return _compute_all_rows(self._root, compute, self._make_step(), self._record.position_ids)
 
     def _make_step(self) -> NativeStep:
         """Return a step over the recorded batch whose attention the kernels compute."""

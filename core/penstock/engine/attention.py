@@ -5,7 +5,6 @@ tables, then the chunks of prompts, one call each. The gathered rows have the sa
 `single_padded` rows, then each chunk's.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from penstock.engine.masks import Visibility, find_visibility
 from penstock.engine.scheduler import Plan
 
 # Not cuDNN's, which makes a plan for each number of rows: a decode step has another one than the step before it, and a
@@ -23,9 +23,6 @@ from penstock.engine.scheduler import Plan
 # 0.02 ms of computing. The engine alone reads prompts of one length 1.3 to 1.6 times as fast with it, those of
 # unlike lengths at 0.8 to 0.9; a pipeline has 0.6 to 0.8 of the tokens.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-Visibility = Callable[[Tensor, Tensor], Tensor]
-"""(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal."""
 
 
 class Causal(Enum):
@@ -91,16 +88,14 @@ class GatheredRows:
         """Number of gathered rows."""
         self.block_ids = torch.tensor(table, device=device)
         """The blocks to gather: [blocks]."""
-        self._plain: dict[torch.dtype, Masks] = {}
+        self._masks: dict[tuple[Visibility | None, torch.dtype], Masks] = {}
+        """By kind of layer."""
 
-    def make_masks(self, visible: Visibility | None, dtype: torch.dtype) -> Masks:
-        """Return the masks of layers with this visibility; None: each token sees all tokens before it."""
-        if visible is None and dtype in self._plain:
-            return self._plain[dtype]
-        chunks = [self._chunk_mask(chunk, visible, dtype) for chunk in self.chunks]
-        masks = Masks(self._single_mask(visible, dtype), chunks)
-        if visible is None:
-            self._plain[dtype] = masks
+    def find_masks(self, visible: Visibility | None, dtype: torch.dtype) -> Masks:
+        """Return the masks of layers with this visibility, made for the first of them."""
+        if (masks := self._masks.get((visible, dtype))) is None:
+            chunks = [self._chunk_mask(chunk, visible, dtype) for chunk in self.chunks]
+            masks = self._masks[visible, dtype] = Masks(self._single_mask(visible, dtype), chunks)
         return masks
 
     def _single_mask(self, visible: Visibility | None, dtype: torch.dtype) -> Mask:
@@ -128,8 +123,6 @@ def _make_additive_mask(query: Tensor, key: Tensor, visible: Visibility | None, 
 class LayerAttention(NamedTuple):
     """The parameters of a layer's attention, as its model passed them."""
 
-    num_heads: int
-    """Number of query heads."""
     scale: float
     """What the products of queries and keys are multiplied by."""
     softcap: float | None
@@ -139,15 +132,21 @@ class LayerAttention(NamedTuple):
     rule: object
     """The mask that the model passed."""
     window: int | None
-    """A sliding window besides the mask."""
+    """A sliding window where there is no mask."""
+
+    @property
+    def visible(self) -> Visibility | None:
+        """Which keys a token sees; None: all before it. Raises `OwnAttention` for a mask that the model made itself."""
+        return find_visibility(self.rule, self.window)
 
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_gathered(gathered: GatheredRows, qkv: QKV, masks: Masks, how: LayerAttention) -> Tensor:
+def attend_gathered(gathered: GatheredRows, qkv: QKV, how: LayerAttention) -> Tensor:
     """Compute attention: query [1, heads, T, size], K and V [1, kv heads, rows, size] to [1, T, heads, size of V]."""
     query, key, value = qkv
+    masks = gathered.find_masks(how.visible, query.dtype)
     outputs = []
     with sdpa_kernel(GPU_KERNELS) if query.is_cuda else nullcontext():
         if gathered.num_single:

@@ -50,7 +50,7 @@ from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import WAITING_STEPS, Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlocks
-from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
+from penstock.engine.state_rows import StateRows, divide_memory
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.trial import make_trial_sequence
 from penstock.errors import GrammarFailed, ModelError, SequenceFailed
@@ -115,7 +115,8 @@ class Engine:
         self.num_accepted_tokens = 0
         """Drafted tokens that were drawn, too."""
         min_tokens = max(1, model.layout.scan_chunk_tokens)
-        self._quarantine = Quarantine(WAITING_STEPS * settings.max_step_tokens, min_tokens) if quarantine else None
+        self._quarantine = Quarantine(WAITING_STEPS * settings.max_step_tokens, min_tokens)
+        self._judges_failures = quarantine
         self._num_mask_threads = settings.num_threads - 1
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
@@ -169,10 +170,6 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether any sequence is running or waiting."""
         return self.num_running + self.num_waiting > 0
-
-    def count_cached_blocks(self, keys: list[bytes]) -> int:
-        """Return how many of the leading keys the pool holds now."""
-        return self.pool.count_cached_prefix(keys)
 
     # Sequences
 
@@ -242,11 +239,7 @@ class Engine:
 
     def unpin_block(self, pinned: PinnedPoolBlock) -> None:
         """Unpin a block, or a part of a state, that is not read any more. A second call does nothing."""
-        if isinstance(pinned, PinnedState):
-            assert self.states is not None
-            self.states.unpin_snapshot(pinned)
-        else:
-            self.staging.unpin_block(pinned)
+        pinned.unpin()
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
@@ -345,8 +338,8 @@ class Engine:
         removed before the step is finished.
         """
         self._step_begun_s = time.perf_counter()
-        max_tokens = min(self.max_step_tokens, self._step_tokens_in_memory)
-        token_budget = self.scheduler.widen_budget(self._usual_step_tokens, max_tokens)
+        token_budget = self.scheduler.choose_budget(self._usual_step_tokens, self._rate.tokens_per_s or 0.0)
+        token_budget = min(token_budget, self._quarantine.max_tokens)
         self._plan = self.scheduler.schedule(token_budget, self.settings.max_batch)
         self._record_time_outside()
         return bool(self._plan)
@@ -363,29 +356,24 @@ class Engine:
         self._plan = []
         if not plan:
             return []
-        quarantine = self._quarantine
         if self.speculates:
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:
             drawn = self._run_plan(plan)
         except BaseException as error:
-            for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # undo the step
-                seq.num_computed_tokens = num_computed_tokens
-                if self.states is not None:  # it may have read tokens in some layers and not in others
-                    self.scheduler.preempt_sequence(seq)
-            if quarantine is None or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
+            self._undo_step(plan, before)
+            if not self._judges_failures or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
                 raise
-            quarantine.record_failure([(seq, num + len(seq.draft)) for seq, num in plan], error)
+            self._quarantine.record_failure([(seq, num + len(seq.draft)) for seq, num in plan], error)
             return []
         finally:
             for seq, _ in plan:
                 self.num_drafted_tokens += len(seq.draft)
                 seq.draft = []
-        sampled = [self._append_token(*item) for item in drawn]
+        sampled = self._append_tokens(drawn)
         self._last_step_ended_s, self._num_last_sampled = time.perf_counter(), len(sampled)
-        if quarantine is not None:
-            quarantine.record_success()
+        self._quarantine.record_success()
         for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
             self.scheduler.register_blocks(seq, num_computed_tokens)
         self._rate.record_step(
@@ -395,34 +383,38 @@ class Engine:
         )
         return sampled
 
+    def _undo_step(self, plan: Plan, before: list[int]) -> None:
+        """Let the sequences of a step have computed the tokens that they had before."""
+        for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
+            seq.num_computed_tokens = num_computed_tokens
+            if self.states is not None:  # a state may have read tokens in some layers and not in others
+                self.scheduler.preempt_sequence(seq)
+        if self.storage.states is not None:
+            self.storage.states.guesses = []
+
     @property
     def max_step_tokens(self) -> int:
-        """How many tokens a step has at most now, beside those that decode, while many prompt tokens wait.
-
-        By the measured cost, and by how fast prompts were computed lately: that has the time for what came before them.
-        """
-        usual, rate = self.settings.max_step_tokens, self._rate.tokens_per_s or 0.0
-        num_in_time = min(self.scheduler.count_tokens_in_time(), int(rate * self.scheduler.max_step_s))
-        return max(usual, min(num_in_time, WAITING_STEPS * usual))
-
-    @property
-    def _step_tokens_in_memory(self) -> int:
-        """How many tokens the next step may have: fewer after one that took too much memory."""
-        return self._quarantine.max_tokens if self._quarantine else WAITING_STEPS * self.settings.max_step_tokens
+        """How many tokens a step has at most now, beside those that decode, while many prompt tokens wait."""
+        return self.scheduler.find_max_tokens(self.settings.max_step_tokens, self._rate.tokens_per_s or 0.0)
 
     @property
     def _usual_step_tokens(self) -> int:
-        return min(self.settings.max_step_tokens, self._step_tokens_in_memory)
+        """How many tokens a step has as a rule: fewer after one that took too much memory."""
+        return min(self.settings.max_step_tokens, self._quarantine.max_tokens)
 
-    def _append_token(self, seq: Sequence, token_id: int, logprobs: Logprobs | None) -> Sampled:
-        if seq.num_pending_tokens == 0:
+    def _append_tokens(self, drawn: list[Drawn]) -> list[Sampled]:
+        """Give the sequences of a step the tokens that were drawn."""
+        sampled = []
+        for seq, token_id, logprobs in drawn:
+            if seq.num_pending_tokens:  # the token before this one was drafted and drawn: the step has computed its KV
+                seq.num_computed_tokens += 1
+                self.num_accepted_tokens += 1
+                self.scheduler.charge_token(seq)
             seq.append_token(token_id)
-        else:  # the token before this one was drafted and drawn, so the step has computed its KV
-            seq.num_computed_tokens += 1
-            seq.append_token(token_id)
-            self.num_accepted_tokens += 1
-            self.scheduler.charge_accepted_tokens(seq, 1)
-        return Sampled(seq, token_id, logprobs, seq.is_grammar_ended)
+            sampled.append(Sampled(seq, token_id, logprobs, seq.is_grammar_ended))
+        if self.storage.states is not None:
+            self.storage.states.read_right_guesses()
+        return sampled
 
     def _record_time_outside(self) -> None:
         """Record the time between two steps, which the tokens of the first one caused."""

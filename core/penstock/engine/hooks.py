@@ -49,14 +49,14 @@ def run_with_step(module: Any, step: Step) -> Iterator[None]:
             module.set_attn_implementation(stock)
 
 
-def run_module(module: Any, step: Step, *, compute: Any = None, **given: Any) -> Any:
-    """Return what the module gives for a step, or what `compute` gives in its place.
+def run_module(module: Any, step: Step, **given: Any) -> Any:
+    """Return what the module gives for a step.
 
     The batch is read at its own positions unless `position_ids` are given.
     """
     usual = {"position_ids": step.batch.position_ids, "past_key_values": PagedCache(), "use_cache": True}
     with run_with_step(module, step):
-        return (compute or module)(input_ids=step.batch.input_ids, **{**usual, **given})
+        return module(input_ids=step.batch.input_ids, **{**usual, **given})
 
 
 class _Layers(list[Any]):
@@ -180,7 +180,6 @@ def paged_attention(
     if attention_mask is None and not getattr(module, "is_causal", True):
         raise Unsupported("its attention is not causal")
     how = LayerAttention(
-        query.shape[1],
         scaling if scaling is not None else query.shape[-1] ** -0.5,
         softcap,
         s_aux if s_aux is not None else getattr(module, "sinks", None),

@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from penstock.engine.kernels import library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
 from penstock.engine.kernels.step import NativeStep, address_of, describe_attention
-from penstock.engine.masks import Unsupported, find_first_keys
+from penstock.engine.masks import Unsupported, find_visibility
 from penstock.engine.step import current_step
 from penstock.engine.storage import KVStorage
 
@@ -175,7 +175,7 @@ class NativeLayer(nn.Module):
         step = current_step.get()
         assert isinstance(step, NativeStep)
         assert position_embeddings is not None
-        first_key = find_first_keys(step.batch, attention_mask, self.attention.window)
+        first_key = step.find_first_keys(find_visibility(attention_mask, self.attention.window))
         x, (cos, sin) = hidden_states.contiguous(), position_embeddings
         size = step.key_size(self.attention.index)
         if any(table.shape != (*x.shape[:2], size) or table.dtype != x.dtype for table in (cos, sin)):
@@ -194,12 +194,6 @@ class NativeLayer(nn.Module):
         result = self.mlp(normed)
         out += result[0] if isinstance(result, tuple) else result  # some return the router's weights, too
         return out
-
-
-class Output(NamedTuple):
-    """The part of transformers' model output that the engine reads."""
-
-    logits: Tensor
 
 
 class RotaryTable:
@@ -238,7 +232,7 @@ class RotaryTable:
         return table[0][positions][None], table[1][positions][None]
 
 
-class NativeModel(nn.Module):
+class NativeModel:
     """Embedding, native layers without windows, norm and head, without the model's own forward passes.
 
     With small models and small batches those take longer than the arithmetic, and so one call computes all of it where
@@ -246,7 +240,6 @@ class NativeModel(nn.Module):
     """
 
     def __init__(self, module: Any) -> None:
-        super().__init__()
         inner = module.model
         self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, module.lm_head
         self._rotary = RotaryTable(inner.rotary_emb)
@@ -268,37 +261,28 @@ class NativeModel(nn.Module):
         self._logits: dict[int, tuple[Tensor, int]] = {}
         """By number of rows: the first rows of it, and their address."""
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
-    ) -> Output:
-        """Write K and V to the pool, and map token ids [1, T] to logits [1, T or rows to keep, vocabulary]."""
-        step = current_step.get()
-        assert isinstance(step, NativeStep)
-        kept = torch.arange(step.num_rows) if logits_to_keep is None else logits_to_keep
+    def compute_batch(self, step: NativeStep) -> Tensor:
+        """Write K and V to the pool, and return the logits that the batch keeps: [rows, vocabulary].
+
+        They are valid until the next call.
+        """
+        batch, table = step.batch, self._rotary.get_table(self._like, step.batch.last_position)
+        if self._args is None or table is None:
+            return self.compute_rows(step, batch.position_ids, batch.logits_to_keep)
+        addresses = (step.row_addresses[0], step.row_addresses[1], address_of(batch.kept_values))
+        return self._compute_model(self._args, step, addresses, len(batch.kept_values), table)
+
+    def compute_rows(self, step: NativeStep, position_ids: Tensor, kept: Tensor) -> Tensor:
+        """The same for tokens at any positions, [1, T], and any rows of logits."""
+        ids = step.batch.input_ids
         if self._args is None:
-            return Output(self._compute_stages(step, input_ids, position_ids, kept)[None])
+            return self._compute_stages(step, ids, position_ids, kept)
         table = self._rotary.get_table(self._like, int(position_ids.max()))
         if table is None:
-            table, position_ids = self._compute_step_table(position_ids)
-        addresses = (input_ids.data_ptr(), position_ids.data_ptr(), kept.data_ptr())
-        return Output(self._compute_model(self._args, step, addresses, len(kept), table)[None])
-
-    def compute_batch(self, step: NativeStep) -> Tensor:
-        """Write K and V to the pool, and return the logits that the batch keeps: [rows, vocabulary]."""
-        batch = step.batch
-        if self._args is None:
-            return self._compute_stages(step, batch.input_ids, batch.position_ids, batch.logits_to_keep)
-        kept, table, positions = batch.kept_values, self._rotary.get_table(self._like, batch.last_position), None
-        if table is None:
-            table, positions = self._compute_step_table(batch.position_ids)
-        rows = step.row_addresses[1] if positions is None else positions.data_ptr()
-        addresses = (step.row_addresses[0], rows, address_of(kept))
+            cos, sin = self._rotary.find_rows(self._like, position_ids)
+            table, position_ids = (cos[0].contiguous(), sin[0].contiguous()), torch.arange(position_ids.shape[1])
+        addresses = (ids.data_ptr(), position_ids.data_ptr(), kept.data_ptr())
         return self._compute_model(self._args, step, addresses, len(kept), table)
-
-    def _compute_step_table(self, position_ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the cosines and sines of a step's rows, and which row of them each row of the step has."""
-        cos, sin = self._rotary.find_rows(self._like, position_ids)
-        return (cos[0].contiguous(), sin[0].contiguous()), torch.arange(position_ids.shape[1])
 
     def _compute_stages(self, step: NativeStep, ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
         """Compute the parts one after the other: ids and positions [1, T] to logits [rows to keep, vocabulary]."""

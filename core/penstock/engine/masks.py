@@ -1,5 +1,6 @@
-"""Which keys a layer lets a token see: the model's own mask rule, applied once the rows of a step are known."""
+"""Which keys a layer lets a token see: the model's own mask rule, which a step applies to the rows that it has."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from penstock.engine.attention import GatheredRows, Masks, Visibility
-from penstock.engine.step_batch import StepBatch
+Visibility = Callable[[Tensor, Tensor], Tensor]
+"""(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal."""
 
 _NUM_CHECKED_POSITIONS = 128
 
@@ -22,10 +23,7 @@ class OwnAttention(Unsupported):
 
 
 class MaskRule:
-    """Replaces the model's mask tensor: holds the rule, and the masks made from it for the current step.
-
-    Each forward pass makes new ones, one for each kind of layer.
-    """
+    """Replaces the model's mask tensor by its rule. Each forward pass makes new ones, one for each kind of layer."""
 
     def __init__(self, rule: Callable[..., Any]) -> None:
         self.visibility: Visibility | None = None
@@ -34,8 +32,6 @@ class MaskRule:
             zero = torch.zeros((), dtype=torch.long)
             self.visibility = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
             _check_rule(rule, zero)
-        self._masks: Masks | None = None
-        self._first_keys: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,23 +40,6 @@ class MaskRule:
 
     def __getitem__(self, index: object) -> Any:
         raise OwnAttention("it works on its attention mask itself, as sparse indexers do")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every token sees all tokens before it."""
-        return self.visibility is None
-
-    def get_masks(self, gathered: GatheredRows, dtype: torch.dtype) -> Masks:
-        """Return the masks of this kind of layer, made at its first layer."""
-        if self._masks is None:
-            self._masks = gathered.make_masks(self.visibility, dtype)
-        return self._masks
-
-    def get_first_keys(self, batch: StepBatch) -> Tensor | None:
-        """Return the first position that each row sees, int32 [T]; None if that is 0 for all rows."""
-        if self._first_keys is None and self.visibility is not None:
-            self._first_keys = _find_first_visible(self.visibility, batch.position_ids[0])
-        return self._first_keys
 
 
 def _check_rule(rule: Callable[..., Any], zero: Tensor) -> None:
@@ -78,32 +57,18 @@ def make_mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_f
     return MaskRule(mask_function)
 
 
-def make_masks(gathered: GatheredRows, rule: object, window: int | None, dtype: torch.dtype) -> Masks:
-    """Return the masks of a layer with this rule, or with a sliding window of its own."""
+def find_visibility(rule: object, window: int | None) -> Visibility | None:
+    """Return what a layer lets a token see with this mask, or with a sliding window of its own; None: all before it."""
     if isinstance(rule, MaskRule):
-        return rule.get_masks(gathered, dtype)
+        return rule.visibility
     if rule is not None:
         raise OwnAttention("it makes its attention masks itself")
-    return gathered.make_masks(_make_window_rule(window), dtype)
+    return None if window is None else _make_window_rule(window)
 
 
-def find_first_keys(batch: StepBatch, rule: object, window: int | None) -> Tensor | None:
-    """Return the first position that each row sees, int32 [T]; None if that is 0 for all rows."""
-    if isinstance(rule, MaskRule):
-        return rule.get_first_keys(batch)
-    if rule is not None:
-        raise OwnAttention("it makes its attention masks itself")
-    visible = _make_window_rule(window)
-    return None if visible is None else _find_first_visible(visible, batch.position_ids[0])
-
-
-def get_visibility(rule: object, window: int | None) -> Visibility | None:
-    """Return the visibility of a layer; None: a token sees all tokens before it."""
-    return rule.visibility if isinstance(rule, MaskRule) else _make_window_rule(window)
-
-
-def _make_window_rule(window: int | None) -> Visibility | None:
-    return None if window is None else lambda query, key: key > query - window
+@functools.cache
+def _make_window_rule(window: int) -> Visibility:
+    return lambda query, key: key > query - window
 
 
 def sees_interval(visible: Visibility | None) -> bool:
@@ -112,11 +77,11 @@ def sees_interval(visible: Visibility | None) -> bool:
         return True
     key = torch.arange(_NUM_CHECKED_POSITIONS)
     query = key[:, None]
-    first = _find_first_visible(visible, key)
+    first = find_first_visible(visible, key)
     return torch.equal(visible(query, key) & (key <= query), (key >= first[:, None]) & (key <= query))
 
 
-def _find_first_visible(visible: Visibility, positions: Tensor) -> Tensor:
+def find_first_visible(visible: Visibility, positions: Tensor) -> Tensor:
     """Find the first visible position of each token by bisection: it sees an interval up to its own position."""
     low, high = torch.zeros_like(positions), positions.clone()
     while bool((low < high).any()):

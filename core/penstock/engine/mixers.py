@@ -95,8 +95,6 @@ class DividedForward:
         rows = {name: value for name, value in kwargs.items() if name in _BY_TOKEN and value is not None}
         _refuse_rows(step, [value for name, value in kwargs.items() if name not in rows])
         division = step.divide_tokens(self.max_together)
-        for read, right in division.right_guesses:
-            read.repeat_part(self.layer, right)
         outputs = [self._read_part(step, part, kwargs, rows) for part in division.parts]
         return _join_rows(outputs, division.order)
 

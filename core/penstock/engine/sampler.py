@@ -15,11 +15,10 @@ from penstock.engine.kernels import packed
 from penstock.engine.kernels.sampling import draw_rows, find_library
 from penstock.engine.sampling.allowed import has_mask, make_scores
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
-from penstock.engine.sampling.filters import draw_at_random, scatter_rows
+from penstock.engine.sampling.filters import draw_at_random, set_rows
 from penstock.engine.sampling.logprobs import compute_logprobs, compute_row_logprobs
 from penstock.engine.sampling.penalties import apply_penalties, changes_scores
-from penstock.engine.sampling.ranking import argmax_lowest_id
-from penstock.engine.sampling.shares import select_rows
+from penstock.engine.sampling.ranking import argmax_lowest_id, count_chunk_rows
 
 __all__ = [
     "NOT_FINITE",
@@ -58,14 +57,21 @@ def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
 
 def draw_with_torch(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """Draw as the native sampler does, to the last bit: for devices, and where the kernels were not built."""
-    scores = make_scores(logits, draws) if any(map(_changes_row, draws)) else logits.float()
+    step, tokens = count_chunk_rows(logits), list[int]()
+    for begin in range(0, len(draws), step):
+        tokens += _draw_chunk(logits[begin : begin + step], draws[begin : begin + step])
+    return tokens
+
+
+def _draw_chunk(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
+    scores = make_scores(logits, draws)
     apply_penalties(scores, draws)
     at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else argmax_lowest_id(scores)
+    if len(at_random) == len(draws):
+        return draw_at_random(scores, draws)
+    tokens = argmax_lowest_id(scores)
     if at_random:
-        scatter_rows(
-            tokens, at_random, draw_at_random(select_rows(scores, at_random), [draws[row] for row in at_random])
-        )
+        set_rows(tokens, at_random, draw_at_random(scores[at_random], [draws[row] for row in at_random]))
     return tokens
 
 

@@ -25,7 +25,7 @@ of the interactive class, not all.
 Batch work. In a step that interactive sequences take part in, batch sequences (the promoted one too) get a small share
 of the time (`batch_budget`). Those beyond it pause and keep their blocks.
 
-Long queues. While more prompt tokens wait than `WAITING_STEPS` steps compute, steps are larger (`widen_budget`): the
+Long queues. While more prompt tokens wait than `WAITING_STEPS` steps compute, steps are larger (`choose_budget`): the
 decoding sequences are computed beside more prompt tokens each time, so prompts are through sooner, and answers wait
 longer for each token, `max_step_s` at most.
 
@@ -33,6 +33,7 @@ Suspects. They are admitted like others and then computed alone, one at a time, 
 sequences want the steps between.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from itertools import chain, pairwise
@@ -252,33 +253,34 @@ class Scheduler:
 
     # The step
 
-    def count_tokens_in_time(self) -> int:
-        """Return how many prompt tokens a step computes in `max_step_s` by the measured cost, beside all that decode; 0
-        where the cost was not measured. The time for what comes before a prompt's tokens is not in it.
+    def find_max_tokens(self, usual: int, tokens_per_s: float = math.inf) -> int:
+        """Return how many tokens a step has at most now whose usual number is `usual`: more while many wait.
+
+        By the measured cost, beside all that decode, and by how fast prompts were computed lately, if that is given:
+        that has the time for what came before them. Where the cost was not measured all steps have their usual size.
         """
         if self.cost is None:
-            return 0
+            return usual
         rows_s = sum(self.cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
-        return self.cost.count_prompt_tokens(self.max_step_s - rows_s)
+        num_in_time = min(self.cost.count_prompt_tokens(self.max_step_s - rows_s), tokens_per_s * self.max_step_s)
+        return max(usual, int(min(num_in_time, WAITING_STEPS * usual)))
 
-    def widen_budget(self, token_budget: int, max_tokens: int) -> int:
-        """Return how many tokens the next step may have: `token_budget` as a rule.
+    def choose_budget(self, usual: int, tokens_per_s: float = math.inf) -> int:
+        """Return how many tokens the next step may have: `usual` as a rule.
 
         It may have the `WAITING_STEPS`th part of the prompt tokens that are still to be computed, if that is more, and
-        `max_tokens` at most. Only the highest class that has sequences counts.
+        `find_max_tokens` at most. Only the highest class that has sequences counts.
         """
-        if max_tokens <= token_budget:
-            return token_budget
         alive = [seq for seq in chain(self.running, *self._queues) if seq.state is not State.DONE]
         first = min((seq.priority for seq in alive), default=0)
         prompts = [seq for seq in alive if seq.priority == first and seq.num_pending_tokens > 1]
-        if sum(seq.num_pending_tokens for seq in prompts) <= token_budget * WAITING_STEPS:
-            return token_budget
+        if sum(seq.num_pending_tokens for seq in prompts) <= usual * WAITING_STEPS:
+            return usual
         num_left = sum(  # fewer, as what the pool has of those that wait is not computed
             self._tables.count_tokens_to_compute(seq) if seq.state is State.WAITING else seq.num_pending_tokens
             for seq in prompts
         )
-        return max(token_budget, min(num_left // WAITING_STEPS, max_tokens))
+        return max(usual, min(num_left // WAITING_STEPS, self.find_max_tokens(usual, tokens_per_s)))
 
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
         """Plan the next step: for each class the running sequences, then the waiting ones that can be admitted.
@@ -305,8 +307,7 @@ class Scheduler:
         for seq, num_tokens in plan.items():
             seq.last_scheduled_step = self._num_steps
             if num_tokens == seq.num_pending_tokens:
-                self._charge_tenant(seq, OUTPUT_TOKEN_COST)
-                self._tables.growth.record_tokens(1)
+                self.charge_token(seq)
         return list(plan.items())
 
     def _complete_scan_chunk(self, seq: Sequence, num_tokens: int) -> int:
@@ -400,10 +401,10 @@ class Scheduler:
             seq.block_table += self.pool.allocate_blocks(num_missing)
         return min(num_tokens, len(seq.block_table) * self.pool.block_size - len(seq.token_ids))
 
-    def charge_accepted_tokens(self, seq: Sequence, num_tokens: int) -> None:
-        """Charge the sequence's tenant for tokens that a step gave beside the one that was planned."""
-        self._charge_tenant(seq, OUTPUT_TOKEN_COST * num_tokens)
-        self._tables.growth.record_tokens(num_tokens)
+    def charge_token(self, seq: Sequence) -> None:
+        """Charge the sequence's tenant for an output token."""
+        self._charge_tenant(seq, OUTPUT_TOKEN_COST)
+        self._tables.growth.record_tokens(1)
 
     def _charge_tenant(self, seq: Sequence, cost: int) -> None:
         self._queues[CLASSES.index(seq.klass)].charge_tenant(seq.tenant, cost, seq.weight)

@@ -5,7 +5,7 @@ background thread writes the KV of these keys through `views`. 3. `commit_staged
 filled under their keys. They are cached blocks then, and a sequence finds them by key like any other.
 
 Storing. 1. `pin_block` pins a full block. 2. A background thread reads the pool's memory through `payload`. 3.
-`unpin_block`. A full block is never written again, and a pinned one is not evicted.
+`unpin`. A full block is never written again, and a pinned one is not evicted.
 
 Steps 1 and 3 belong to the engine's thread alone; the bytes (step 2) may be moved by any thread. Both ends are in one
 process: if it dies the pool dies with it, so nothing has to be cleaned up.
@@ -14,7 +14,6 @@ On a GPU, views and payloads are host memory: views are copied to the device whe
 copied from it when the block is pinned.
 """
 
-from collections import Counter
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -75,14 +74,19 @@ class PinnedPoolBlock:
         """Return whether the payload is still this block's, by its page tag. Any thread may call this."""
         return self.block is None or self._pool.page_tags[self.block] == self._page_tag
 
+    def unpin(self) -> None:
+        """Unpin the block, which is not read any more. A second call does nothing."""
+        if self.is_pinned and self.block is not None:
+            self._pool.free_blocks([self.block])
+        self.is_pinned = False
+
 
 class BlockStaging:
-    """The staged and the pinned blocks of one pool."""
+    """Stages and pins the blocks of one pool."""
 
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool, self._memory = pool, memory
         self._open: set[StagedPoolBlocks] = set()
-        self._pinned: set[PinnedPoolBlock] = set()
 
     @property
     def has_open(self) -> bool:
@@ -128,18 +132,4 @@ class BlockStaging:
         if payload is None:
             return PinnedPoolBlock(self._pool, self._memory.copy_block(block, num_rows), None)
         self._pool.pin_block(block)
-        pinned = PinnedPoolBlock(self._pool, payload, block)
-        self._pinned.add(pinned)
-        return pinned
-
-    def unpin_block(self, pinned: PinnedPoolBlock) -> None:
-        """Unpin a block that is not read any more. A second call does nothing."""
-        if pinned.is_pinned and pinned.block is not None:
-            self._pinned.remove(pinned)
-            self._pool.free_blocks([pinned.block])
-        pinned.is_pinned = False
-
-    def count_pins(self) -> Counter[int]:
-        """Return how often each block is held by staged and pinned blocks."""
-        staged = (block for staged in self._open for block in staged.cached_blocks + staged.new_blocks)
-        return Counter(staged) + Counter(pinned.block for pinned in self._pinned if pinned.block is not None)
+        return PinnedPoolBlock(self._pool, payload, block)

@@ -54,10 +54,6 @@ def divide_memory(layout: BlockLayout, settings: EngineSettings, name: str) -> P
     return PoolSizes(num_bytes // layout.block_bytes, num_running, num_rows)
 
 
-class PinnedState(PinnedPoolBlock):
-    """A pinned snapshot, or a part of one."""
-
-
 class StateRows:
     """The rows of one storage. One thread calls its methods."""
 
@@ -87,7 +83,6 @@ class StateRows:
     def free_row(self, seq: Sequence) -> None:
         """Take back the row of a sequence that stops running."""
         self.pool.free_blocks([seq.state_row])
-        self._storage.guesses.pop(seq.state_row, None)
         self._num_held -= 1
         seq.state_row = 0
 
@@ -170,34 +165,16 @@ class StateRows:
             self.pool.register_block(row, key)
             self.pool.free_blocks([row])
 
-    def pin_parts(self, seq: Sequence, position: int, part_bytes: int) -> "list[PinnedState]":
+    def pin_parts(self, seq: Sequence, position: int, part_bytes: int) -> list[PinnedPoolBlock]:
         """Pin the snapshot of a sequence after `position` tokens in parts of equal size; none if there is none.
 
         The last part is filled up with zeros.
         """
-        pinned = self.pin_snapshot(seq, position)
-        if pinned is None:
-            return []
-        assert pinned.block is not None
-        parts = []
+        key, parts = self._find_key(seq, position), list[PinnedPoolBlock]()
         for start in range(0, self.layout.row_bytes, part_bytes):
-            payload = pinned.payload[start : start + part_bytes]
-            if payload.nbytes < part_bytes:
-                payload = memoryview(bytes(payload) + bytes(part_bytes - payload.nbytes))
-            self.pool.pin_block(pinned.block)
-            parts.append(PinnedState(self.pool, payload, pinned.block))
-        self.unpin_snapshot(pinned)
+            for row in self.pool.pin_cached_prefix([key] if key is not None else [], counted=False):
+                payload = self._storage.view_row(row)[start : start + part_bytes]
+                if payload.nbytes < part_bytes:
+                    payload = memoryview(bytes(payload) + bytes(part_bytes - payload.nbytes))
+                parts.append(PinnedPoolBlock(self.pool, payload, row))
         return parts
-
-    def pin_snapshot(self, seq: Sequence, position: int) -> "PinnedState | None":
-        """Pin the snapshot of a sequence after `position` tokens for reading; None if there is none."""
-        if not self.has_snapshot(seq, position):
-            return None
-        (row,) = self.pool.pin_cached_prefix([self._find_key(seq, position) or b""], counted=False)
-        return PinnedState(self.pool, self._storage.view_row(row), row)
-
-    def unpin_snapshot(self, pinned: "PinnedState") -> None:
-        """Unpin a snapshot. A second call does nothing."""
-        if pinned.is_pinned and pinned.block is not None:
-            self.pool.free_blocks([pinned.block])
-        pinned.is_pinned = False

@@ -1,7 +1,7 @@
 """How layers that keep a state read the tokens of a step: prompts in pieces, all other tokens at once.
 
-Guessed tokens are read into a copy of the state. What a layer's functions were given for them is kept until the next
-step of the sequence, which reads the guesses that were right once more, into the state itself.
+Guessed tokens are read into a copy of the state. What a layer's functions were given for them is kept until the step's
+tokens are drawn: then those that were right are read once more, into the state itself.
 """
 
 from itertools import chain, zip_longest
@@ -47,14 +47,8 @@ class Division:
         self._batch, self._storage, self._max_together = batch, storage, max_together
         self.parts: list[Piece | Group] = []
         """What is read by itself, then the groups."""
-        self.right_guesses: list[tuple[Runs, Runs]] = []
-        """What earlier steps read, and the guesses in it that were right."""
         row, runs = 0, list[list[Piece]]()
         for seq, num_tokens in batch.plan:
-            guess = storage.guesses.pop(seq.state_row, None)
-            if guess is not None and (num_right := seq.num_computed_tokens - guess.start) > 0:
-                run = Run(seq.state_row, guess.first, num_right, num_right)
-                self.right_guesses.append((guess.runs, Runs([run])))
             runs.append(self._cut_tokens(seq, range(row, row + num_tokens)))
             row += num_tokens
         for each in zip_longest(*runs):
@@ -91,6 +85,6 @@ class Division:
         self.parts.append(group)
         for piece, run in zip(group.pieces, runs, strict=True):
             if run.kept < run.length:
-                guess = Guess(piece.start + run.kept, group.runs, run.first + run.kept)
-                self._storage.guesses[piece.seq.state_row] = guess
+                guess = Guess(piece.seq, piece.start + run.kept, group.runs, run.first + run.kept)
+                self._storage.guesses.append(guess)
         return pieces[len(runs) :]

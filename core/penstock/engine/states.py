@@ -9,7 +9,9 @@ end, and what follows it token by token.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import prod
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.kernels.memory import map_zeros
-from penstock.engine.kernels.recurrence import Runs
+from penstock.engine.kernels.recurrence import Run, Runs
+from penstock.engine.sequence import Sequence
 from penstock.kvstore.block import find_last_scan_chunk
 
 MIN_CELL_TOKENS = 64
@@ -115,8 +118,9 @@ def choose_interval_tokens(row_bytes: int, bytes_per_token: float, scan_chunk_to
 
 
 class Guess(NamedTuple):
-    """Guessed tokens that a step has read, but for their state."""
+    """Guessed tokens of a sequence that a step has read, but for their state."""
 
+    seq: Sequence
     start: int
     """How many tokens the state has read."""
     runs: Runs
@@ -134,8 +138,8 @@ class StateStorage:
         self._bytes = self.data.numpy()
         self._parts: dict[int, list[tuple[StatePart, Tensor]]] = {}
         """By layer: its states of all rows, [rows, *shape]."""
-        self.guesses: dict[int, Guess] = {}
-        """By row: what was read last of the sequence that has it, if some of that was guessed."""
+        self.guesses: list[Guess] = []
+        """Those of the step that is computed."""
         offset = 0
         for part in layout.parts:
             mine = self.data[:, offset : offset + prod(part.shape) * part.dtype.itemsize]
@@ -159,6 +163,15 @@ class StateStorage:
                 work.is_recurrent_states_initialized[part.index] = True
             work.has_previous_state[part.index] = not is_new
         return work
+
+    def read_right_guesses(self) -> None:
+        """Read the guesses that were drawn into the states, which then have all computed tokens, and forget all."""
+        for runs, guesses in groupby(self.guesses, attrgetter("runs")):
+            counts = [(guess, guess.seq.num_computed_tokens - guess.start) for guess in guesses]
+            right = [Run(guess.seq.state_row, guess.first, num, num) for guess, num in counts if num > 0]
+            if right:
+                runs.repeat(Runs(right))
+        self.guesses = []
 
     def copy_layer(self, source: int, target: int, layer: int) -> None:
         """Copy a layer's states from one row to another."""

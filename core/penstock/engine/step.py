@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.attention import GatheredRows, LayerAttention, attend_gathered
 from penstock.engine.kernels.recurrence import Runs
-from penstock.engine.masks import OwnAttention, Unsupported, make_masks
+from penstock.engine.masks import OwnAttention, Unsupported
 from penstock.engine.rows import RowsApart
 from penstock.engine.state_runs import Division, Group, Piece
 from penstock.engine.step_batch import StepBatch
@@ -81,8 +81,7 @@ class Step:
             self.attention_by_layer[layer] = how
         if key.shape[2] != self.gathered.num_rows:
             raise Unsupported("a layer's keys and values do not come from the cache")
-        masks = make_masks(self.gathered, how.rule, how.window, query.dtype)
-        return attend_gathered(self.gathered, (query, key, value), masks, how)
+        return attend_gathered(self.gathered, (query, key, value), how)
 
     @contextmanager
     def open_states(self, layer: int, part: Piece | Group) -> Iterator[None]:
@@ -94,7 +93,6 @@ class Step:
         rows = self.rows
         if isinstance(part, Group):
             pieces, row, rows.num_rows, self.state_runs = part.pieces, slice(None), len(part.rows), part.runs
-            part.runs.layer = layer
         else:
             pieces, row, rows.num_rows = [part], slice(part.seq.state_row, part.seq.state_row + 1), 0
         rows.is_group = self.state_runs is not None

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 
 from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import WAITING_STEPS, Plan, Scheduler
+from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.errors import PlanError
@@ -92,9 +92,7 @@ class SimulatedWorker:
         """Plan a step; return its seconds, 0 without work. The plan is in `plan`."""
         spec, cost = self.spec, self.spec.cost
         for _ in range(MAX_STANDSTILL_STEPS if self.sequences else 0):
-            max_tokens = min(self.scheduler.count_tokens_in_time(), WAITING_STEPS * spec.max_step_tokens)
-            token_budget = self.scheduler.widen_budget(spec.max_step_tokens, max_tokens)
-            self.plan = self.scheduler.schedule(token_budget, spec.max_batch)
+            self.plan = self.scheduler.schedule(self.scheduler.choose_budget(spec.max_step_tokens), spec.max_batch)
             if self.plan:
                 chunk_s = cost.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in self.plan) else 0.0
                 seconds = cost.fixed_s + chunk_s + sum(cost.estimate_seconds(seq, num) for seq, num in self.plan)

@@ -34,21 +34,19 @@ class Runs:
     def __init__(self, runs: Iterable[Run]) -> None:
         self._numbers = array("q", chain.from_iterable(runs))
         self._has_guessed = any(self._numbers[at + 2] > self._numbers[at + 3] for at in range(0, len(self._numbers), 4))
-        self._calls: dict[int, list[tuple[Callable[[int], object], Any, tuple[object, ...]]]] = {}
-        """By layer, if some tokens are guessed: the native functions that were called, with what they read."""
-        self.layer = 0
-        """The layer that reads now."""
+        self._calls: list[tuple[Callable[[int], object], Any, tuple[object, ...]]] = []
+        """If some tokens are guessed: the native functions that were called in all layers, with what they read."""
 
     def call_kernel(self, function: Callable[[int], object], args: Any, *memory: object) -> None:
         """Call a native function for these runs. `memory` has what the arguments name."""
         args.runs, args.num_runs = self._numbers.buffer_info()[0], len(self._numbers) // 4
         function(ctypes.addressof(args))
         if self._has_guessed:
-            self._calls.setdefault(self.layer, []).append((function, args, memory))
+            self._calls.append((function, args, memory))
 
-    def repeat_part(self, layer: int, runs: "Runs") -> None:
-        """Read a part of the layer's tokens once more, into the states: guesses that were right."""
-        for function, args, memory in self._calls.get(layer, ()):
+    def repeat(self, runs: "Runs") -> None:
+        """Read a part of the tokens once more, into the states: guesses that were right."""
+        for function, args, memory in self._calls:
             runs.call_kernel(function, args, *memory)
 
 

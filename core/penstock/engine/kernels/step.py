@@ -3,7 +3,7 @@
 import ctypes
 from array import array
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +11,13 @@ from torch import Tensor
 from penstock.engine.attention import LayerAttention
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
-from penstock.engine.masks import find_first_keys
+from penstock.engine.masks import Visibility, find_first_visible
 from penstock.engine.step import Step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
+
+if TYPE_CHECKING:  # it imports this module
+    from penstock.engine.layer import NativeModel
 
 
 class NativeStep(Step):
@@ -26,6 +29,7 @@ class NativeStep(Step):
     def __init__(self, batch: StepBatch, storage: KVStorage, native: Library, layers: frozenset[int]) -> None:
         super().__init__(batch, storage)
         self.native, self._layers = native, layers
+        self._first_keys: dict[Visibility, Tensor] = {}
         layout = storage.layout
         segments: list[int] = []
         table: list[int] = []
@@ -47,6 +51,12 @@ class NativeStep(Step):
     def key_size(self, layer: int) -> int:
         """Return the size of a key head."""
         return self.storage.layout.by_layer[layer].k_shape[1]
+
+    def find_first_keys(self, visible: Visibility | None) -> Tensor | None:
+        """Return the first position that each row sees in a kind of layer, int32 [T]; None if that is 0 for all."""
+        if visible is not None and visible not in self._first_keys:
+            self._first_keys[visible] = find_first_visible(visible, self.batch.position_ids[0])
+        return None if visible is None else self._first_keys[visible]
 
     def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new K and V, both [1, heads, T, size]; return them if the kernels compute the layer's attention."""
@@ -72,7 +82,7 @@ class NativeStep(Step):
         query = query if query.stride(3) == 1 else query.contiguous()
         args = describe_attention(self.storage, layer, query.shape[1], how.scale)
         out = torch.empty(1, self.num_rows, args.heads, args.v_size, dtype=query.dtype)
-        first_key = find_first_keys(self.batch, how.rule, how.window)
+        first_key = self.find_first_keys(how.visible)
         weights = None if how.sinks is None else how.sinks.detach().float().contiguous()
         args.q, args.q_row_stride, args.q_head_stride = query.data_ptr(), query.stride(2), query.stride(1)
         args.tables, args.segments = self.step_args.tables, self.step_args.segments
@@ -102,16 +112,6 @@ def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float)
     )  # fmt: skip
 
 
-class Body(Protocol):
-    """Computes a whole model over a `NativeStep`, in the place of the module, whose keyword arguments it takes."""
-
-    def __call__(self, **given: Any) -> Any:
-        """Return what has the logits [1, T, vocabulary]."""
-
-    def compute_batch(self, step: NativeStep) -> Tensor:
-        """Return the logits that the step's batch keeps: [rows, vocabulary], valid until the next call."""
-
-
 ROUNDING_VERSIONS = {"amx": " 2"}
 """By instruction set: what counts the changes of how its kernels round; part of the fingerprint."""
 
@@ -123,7 +123,7 @@ class NativeParts:
     library: Library
     layers: frozenset[int]
     """Layers whose attention the kernels compute."""
-    body: Body | None
+    body: "NativeModel | None"
     """Computes the whole model in the module's place, if its form allows that."""
     has_experts: bool = False
     """Whether they compute the experts of mixtures, too, which torch rounds otherwise."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from penstock.engine.sampling.draw import SamplingParams
-from penstock.engine.sampling.ranking import count_chunk_rows
 
 _BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1
 _MAXIMA_BY_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)
@@ -49,18 +48,11 @@ def make_scores(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
 def _mask_rows(scores: Tensor, masks: dict[int, NDArray[np.int32]]) -> None:
     if not masks:
         return
+    rows = list(masks)
     packed = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8)).to(scores.device).int()
-    maxima_by_byte = _MAXIMA_BY_BYTE.to(scores.device)
-    rows, step = list(masks), count_chunk_rows(scores)
-    for begin in range(0, len(rows), step):
-        chunk = rows[begin : begin + step]
-        # Filling by booleans takes ten times as long where allowed and forbidden tokens alternate, because it branches.
-        maxima = embedding(packed[begin : begin + step], maxima_by_byte).flatten(1)[:, : scores.shape[1]]
-        if chunk == list(range(chunk[0], chunk[0] + len(chunk))):
-            part = scores[chunk[0] : chunk[0] + len(chunk)]
-            torch.minimum(part, maxima, out=part)
-        else:
-            scores[chunk] = torch.minimum(scores[chunk], maxima)
+    # Filling by booleans takes ten times as long where allowed and forbidden tokens alternate, because it branches.
+    maxima = embedding(packed, _MAXIMA_BY_BYTE.to(scores.device)).flatten(1)[:, : scores.shape[1]]
+    scores[rows] = torch.minimum(scores[rows], maxima)
 
 
 def _remove_tokens(mask: NDArray[np.int32], token_ids: Collection[int]) -> NDArray[np.int32]:

@@ -12,14 +12,7 @@ from torch import Tensor
 from penstock.engine.device import to_device
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.ranking import MAX_BLOCKWISE_TOKENS, top_tokens
-from penstock.engine.sampling.shares import (
-    compute_rate,
-    pick_index,
-    pick_token,
-    select_rows,
-    sum_block_weights,
-    to_weights,
-)
+from penstock.engine.sampling.shares import compute_rate, pick_index, to_weights
 
 _CANDIDATE_COUNTS = (MAX_BLOCKWISE_TOKENS, 4096, 2**31)
 """How many top tokens are considered at first, and how many for rows whose filters leave more than that."""
@@ -30,36 +23,23 @@ def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]
     whole = [row for row, draw in enumerate(draws) if not _has_filters(draw)]
     nucleus = [row for row, draw in enumerate(draws) if draw.sampling.top_p < 1 and not _has_top_k(draw, scores)]
     filtered = [row for row, draw in enumerate(draws) if _has_filters(draw)]
-    tokens = [0] * len(draws)
-    totals = torch.zeros(len(draws), dtype=torch.int64, device=scores.device)
-    top = scores.amax(-1, keepdim=True)
-    weighed = whole + nucleus
-    if weighed:
-        settings = _RowSettings([draws[row] for row in weighed], scores)
-        blocks = sum_block_weights(scores, weighed, select_rows(top, weighed), settings.rate)
-        if nucleus:  # it stays on the device, which nobody waits for
-            totals[to_device(weighed, scores.device, torch.int64)] = blocks.sum(-1)
+    settings, top, tokens = _RowSettings(draws, scores), scores.amax(-1, keepdim=True), [0] * len(draws)
+    totals = torch.zeros(len(draws), 1, dtype=torch.int64, device=scores.device)
     if whole:
-        n = len(whole)
-        ids = pick_token(
-            select_rows(scores, whole), blocks[:n], select_rows(top, whole), settings.rate[:n], settings.uniform[:n]
-        )
-        scatter_rows(tokens, whole, ids[:, 0].tolist())
+        weights = to_weights(scores[whole], top[whole], settings.rate[whole])
+        set_rows(tokens, whole, pick_index(weights, settings.uniform[whole])[:, 0].tolist())
+    if nucleus:
+        totals[nucleus] = to_weights(scores[nucleus], top[nucleus], settings.rate[nucleus]).sum(-1, keepdim=True)
     for width in _CANDIDATE_COUNTS:
         if filtered:
-            found = _draw_filtered(
-                select_rows(scores, filtered),
-                select_rows(top, filtered),
-                [draws[row] for row in filtered],
-                select_rows(totals, filtered),
-                width,
-            )
-            scatter_rows(tokens, filtered, found)
+            some = [draws[row] for row in filtered]
+            found = _draw_filtered(scores[filtered], top[filtered], some, totals[filtered], width)
+            set_rows(tokens, filtered, found)
             filtered = [row for row, token in zip(filtered, found, strict=True) if token < 0]
     return tokens
 
 
-def scatter_rows(values: list[int], rows: list[int], found: list[int]) -> None:
+def set_rows(values: list[int], rows: list[int], found: list[int]) -> None:
     """Set `values` at the given rows."""
     for row, value in zip(rows, found, strict=True):
         values[row] = value
@@ -79,8 +59,7 @@ def _draw_filtered(
 ) -> list[int]:
     """Draw a token for each row; -1 if its filters leave more than the first `width` tokens.
 
-    `top` has the best score of each row, [rows, 1]. `totals` [rows] are the weights of whole rows, for those with top-p
-    and no top-k.
+    `top` has the best score of each row, and `totals` the weight of whole rows with top-p and no top-k: [rows, 1].
     """
     settings = _RowSettings(draws, scores)
     values, ids = top_tokens(scores, min(width, scores.shape[1]))
@@ -88,7 +67,7 @@ def _draw_filtered(
     weights.masked_fill_(torch.arange(weights.shape[1], device=scores.device) >= settings.top_k, 0)
     reached = weights.cumsum(-1)
     top_k_seen = settings.top_k <= weights.shape[1]
-    total = torch.where(top_k_seen, reached[:, -1:], totals[:, None])
+    total = torch.where(top_k_seen, reached[:, -1:], totals)
     # The nucleus: the fewest tokens that reach top_p together, so those before which it is not reached yet.
     limit = total.double() * settings.top_p
     least = weights[:, :1].double() * settings.min_p

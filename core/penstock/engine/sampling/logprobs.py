@@ -8,8 +8,8 @@ from torch import Tensor
 
 from penstock.engine.kernels.sampling import find_library, rank_rows
 from penstock.engine.sampling.draw import SamplingParams
-from penstock.engine.sampling.ranking import top_tokens
-from penstock.engine.sampling.shares import WEIGHT_SCALE, compute_rate, sum_block_weights
+from penstock.engine.sampling.ranking import count_chunk_rows, top_tokens
+from penstock.engine.sampling.shares import WEIGHT_SCALE, compute_rate, to_weights
 from penstock.messages import MIN_LOGPROB, Logprobs, TokenLogprob
 
 
@@ -36,10 +36,8 @@ def compute_row_logprobs(logits: Tensor, counts: Sequence[int], tokens: Sequence
     if native is not None:
         values, ids, totals = rank_rows(native, logits, width)
     else:
-        scores = logits.float()
-        rates = torch.full((len(scores), 1), compute_rate(1.0), device=scores.device)
-        values, ids = top_tokens(scores, width)
-        totals = sum_block_weights(scores, list(range(len(scores))), values[:, :1], rates).sum(-1)
+        parts = torch.split(logits, count_chunk_rows(logits))
+        values, ids, totals = map(torch.cat, zip(*(_rank_rows(part.float(), width) for part in parts), strict=True))
     chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).float()
     found = []
     lines = zip(counts, chosen[:, 0].tolist(), values.tolist(), ids.tolist(), totals.tolist(), strict=True)
@@ -49,6 +47,13 @@ def compute_row_logprobs(logits: Tensor, counts: Sequence[int], tokens: Sequence
         top = [TokenLogprob(token=token, logprob=_round_logprob(score - shift)) for token, score in pairs]
         found.append(Logprobs(logprob=_round_logprob(value - shift), top=top))
     return found
+
+
+def _rank_rows(scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the kernels' `rank_rows` does."""
+    values, ids = top_tokens(scores, width)
+    rates = torch.full((len(scores), 1), compute_rate(1.0), device=scores.device)
+    return values, ids, to_weights(scores, values[:, :1], rates).sum(-1)
 
 
 def _round_logprob(logprob: float) -> float:

@@ -9,8 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.ranking import count_chunk_rows, gather_blocks, reduce_blocks
-
 WEIGHT_BITS = 40
 WEIGHT_SCALE = 2.0**WEIGHT_BITS
 """The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
@@ -25,15 +23,6 @@ _MIN_TEMPERATURE = 1e-30
 def compute_rate(temperature: float) -> float:
     """Return how fast the logarithm of a weight, to base 2, falls with the score. Used in float32."""
     return math.log2(math.e) / max(temperature, _MIN_TEMPERATURE)
-
-
-def select_rows(scores: Tensor, rows: list[int]) -> Tensor:
-    """Return the given rows, in that order; without a copy if these are all rows in their order."""
-    return scores if _is_every_row(rows, scores) else scores[rows]
-
-
-def _is_every_row(rows: list[int], scores: Tensor) -> bool:
-    return rows == list(range(len(scores)))
 
 
 def to_weights(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
@@ -53,37 +42,11 @@ def to_weights(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
     return value.mul_(bits.view(torch.float32)).long()
 
 
-def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, rate: Tensor) -> Tensor:
-    """Return the sum of weights in each block of `scores[rows]`: [rows, blocks]."""
-    step = count_chunk_rows(scores)
-    found, is_whole = [], _is_every_row(rows, scores)
-    for begin in range(0, len(rows), step):
-        chunk = slice(begin, begin + step)
-        part = scores[chunk] if is_whole else scores[rows[chunk]]
-        found.append(reduce_blocks(to_weights(part, top[chunk], rate[chunk]), lambda block: block.sum(-1)))
-    return torch.cat(found)
-
-
 def pick_index(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the index at which each row reaches the share `uniform` (float64 in [0, 1), [rows, 1]) of its weight."""
-    return _index_reaching(weights, _target_weight(weights, uniform))
+    """Return the index at which each row reaches the share `uniform` (float64 in [0, 1), [rows, 1]) of its weight.
 
-
-def pick_token(scores: Tensor, blocks: Tensor, top: Tensor, rate: Tensor, uniform: Tensor) -> Tensor:
-    """`pick` over whole rows [rows, vocabulary] whose blocks weigh `blocks`: token ids [rows, 1]."""
-    wanted = _target_weight(blocks, uniform)
-    block = _index_reaching(blocks, wanted)
-    before = (blocks.cumsum(-1) - blocks).gather(1, block)
-    found, ids = gather_blocks(scores, block)
-    place = _index_reaching(to_weights(found, top, rate), wanted - before)
-    return ids.gather(1, place).clamp_(max=scores.shape[1] - 1)
-
-
-def _target_weight(weights: Tensor, uniform: Tensor) -> Tensor:
+    There the running sum first exceeds that share, which is never at a weight of zero.
+    """
     total = weights.sum(-1, keepdim=True)
-    return torch.minimum((total.double() * uniform).long(), total - 1)
-
-
-def _index_reaching(weights: Tensor, wanted: Tensor) -> Tensor:
-    """Return the index at which the running sum first exceeds `wanted`, which is never at a weight of zero."""
+    wanted = torch.minimum((total.double() * uniform).long(), total - 1)
     return (weights.cumsum(-1) <= wanted).sum(-1, keepdim=True).clamp_(max=weights.shape[1] - 1)
