@@ -117,9 +117,8 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
         def add_group(group: PackedLinears) -> str:
             if id(group) not in groups:
                 groups[id(group)] = name = f"group {len(groups)}"
-                about, tensors = group.describe()
-                named = {part: writer.add_tensor(f"{name} {part}", tensor) for part, tensor in tensors.items()}
-                described[name] = {"about": about, "tensors": named}
+                named = {part: writer.add_tensor(f"{name} {part}", tensor) for part, tensor in group.tensors.items()}
+                described[name] = {"about": group.describe(), "tensors": named}
             return groups[id(group)]
 
         described: dict[str, Any] = {}
