@@ -70,7 +70,7 @@ def describe_gguf(path: Path, cache: Path) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
         (scratch / "config.json").write_text(json.dumps(config, indent=1))
         (scratch / path.name).symlink_to(path)
-        _make_tokenizer(path).save_pretrained(scratch)
+        _make_tokenizer(path, header).save_pretrained(scratch)
         scratch.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # else another process wrote it
@@ -204,30 +204,34 @@ def _list_llama3_factors(base: float, head_dim: int, factor: float) -> list[floa
     return [1 / ((1 - one) / factor + one) for one in kept]
 
 
-def _make_tokenizer(path: Path) -> Any:
+def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
     """Return the tokenizer as transformers makes it. Raises `ModelLoadError` if there is none that can be made."""
     try:
         from transformers import PreTrainedTokenizerFast
 
         tables: Any = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-        read, convert, known_splits = (
-            tables.get_gguf_tokenizer, tables.convert_gguf_tokenizer, tables.GGUF_PRE_TOKENIZER_SPLITS
-        )  # fmt: skip
+        # Not its function for a file, which imports torch: a gateway has none.
+        mapping, convert = tables.GGUF_TOKENIZER_MAPPING, tables.convert_gguf_tokenizer
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"a GGUF file's tokenizer needs transformers 5.23 or a later 5: {error}") from None
+    keys = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
+    found, given = (
+        {name: keys[key] for key, name in mapping[part].items() if key in keys}
+        for part in ("tokenizer", "tokenizer_config")
+    )
+    splits = found.get("pre_tokenizer_type", _PLAIN_SPLITS[0])
+    if found["tokenizer_type"] == "gpt2" and splits not in {*tables.GGUF_PRE_TOKENIZER_SPLITS, *_PLAIN_SPLITS}:
+        raise _refuse(path, f"tokenizer.ggml.pre {str(splits)[:60]!r}", "a known way of splitting texts")
+    if found["tokenizer_type"] == "llama" or splits in _BEGIN_WITH_BOS:
+        # Older files do not say it, and llama.cpp begins with this token where such a file is silent.
+        given.setdefault("add_bos_token", True)
     try:
-        architecture, found, given = read(str(path))
-        splits = found.get("pre_tokenizer_type", _PLAIN_SPLITS[0])
-        if found["tokenizer_type"] == "gpt2" and splits not in {*known_splits, *_PLAIN_SPLITS}:
-            raise _refuse(path, f"tokenizer.ggml.pre {str(splits)[:60]!r}", "a known way of splitting texts")
-        if splits in _BEGIN_WITH_BOS:
-            # Older files do not say it, and llama.cpp begins with this token where such a file is silent.
-            given.setdefault("add_bos_token", True)
-        backend, more = convert(architecture, found)
+        for name in ("bos", "eos", "unk", "pad"):
+            number = found.get(f"{name}_token_id")
+            given[f"{name}_token"] = None if number is None else found["tokens"][number]
+        backend, more = convert(header.metadata["general.architecture"], found)
         make: Any = PreTrainedTokenizerFast
         return make(tokenizer_object=backend, **given, **more)
-    except ModelLoadError:
-        raise
     except BaseException as error:
         if not is_failure(error):
             raise
