@@ -101,7 +101,7 @@ def make_groups(native: Library, shape: Shape) -> list[dict[WeightForm, PackedLi
             linear.weight.copy_(torch.randn(outputs, inputs, generator=chance) / inputs**0.5)
             linears.append(linear)
         forms = (WeightForm.STORED, *FORMS.values())
-        groups.append({form: PackedLinears(native, linears, lambda _: None, form=form) for form in forms})
+        groups.append({form: PackedLinears.pack(native, linears, lambda _: None, form=form) for form in forms})
     return groups
 
 
@@ -111,7 +111,7 @@ def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) 
     assert native is not None, "the kernels are not built"
     native.set_threads(THREADS)
     groups, figures = make_groups(native, shape), dict[str, float]()
-    num_bytes = sum(group[WeightForm.STORED].num_bytes for group in groups)
+    num_bytes = sum(group[WeightForm.STORED].tensors["memory"].nbytes for group in groups)
 
     def run_form(form: WeightForm, given: dict[int, torch.Tensor], _: int) -> float:
         begun_s = time.perf_counter()

@@ -36,7 +36,7 @@ class Mixture:
 
     def pack(self, linears: list[nn.Linear], gate: Gate | None = None) -> PackedLinears:
         activation = Activation.NONE if gate is None else gate.activation
-        packed = PackedLinears(self._native, linears, lambda weight: None, activation, self.form)
+        packed = PackedLinears.pack(self._native, linears, lambda weight: None, activation, self.form)
         assert packed.form == self.form
         return packed
 

@@ -19,15 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.config.settings import EngineSettings
+from penstock.engine import loading
 from penstock.engine.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS
+from penstock.engine.gguf_model import describe_gguf
 from penstock.engine.gguf_weights import GgufMatrix, unpack_blocks
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
 from penstock.engine.layer import NativeLayer
 from penstock.engine.loading import load_model, load_stage_models, open_engine, open_model, pack_model
+from penstock.engine.module import load_module
+from penstock.engine.quantized import take_quantization, unpack_weights
+from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.ingest.tokenizer import ModelTokenizers
 from tests.engine.gguf_files import NUMBERS, GgufContent, convert_model, make_blocks, read_blocks
@@ -243,12 +248,46 @@ def test_no_more_than_one_matrix_is_in_memory_beside_the_packed_ones(
     assert isinstance(model.module.model.embed_tokens, PackedEmbedding)
 
 
+def test_a_matrix_is_counted_as_packed_if_the_kernels_know_those_beside_it(tmp_path: Path) -> None:
+    content, saved = convert_model(save_plain(tmp_path / "plain", num_hidden_layers=1), ["Q8_0"]), list[int]()
+    for kind, size in (("Q8_0", 34), ("Q4_1", 20)):
+        _, shape, _ = content.tensors["blk.0.attn_v.weight"]
+        content.tensors["blk.0.attn_v.weight"] = (kind, shape, bytes(math.prod(shape) // 32 * size))
+        file = content.save(tmp_path / f"{kind}.gguf")
+        weights, config = MappedWeights([file]), transformers.AutoConfig.from_pretrained(describe_gguf(file, tmp_path))
+        unpack_weights(weights, take_quantization(config), torch.float32)
+        assert weights.count_saved_bytes() == 0
+        weights.keeps_blocks = True
+        saved.append(weights.count_saved_bytes())
+    attention = 256 * (2 * 128 + 2 * 64)  # matrices of queries and outputs, of keys and values
+    matrices = 2 * 1024 * 256 + 3 * 512 * 256 + attention
+    largest = 4 * 1024 * 256
+    assert saved[0] == matrices * 4 - largest - matrices * 34 // 32
+    assert saved[1] == saved[0] - attention * 4 + attention * 34 // 32
+
+
 @needs_kernels
 def test_values_that_are_not_finite_are_found_where_blocks_stay_in_the_file(plain: Path, content: GgufContent) -> None:
     content.tensors["blk.0.ffn_up.weight"] = ("Q8_0", [512, 256], b"\x00\x7c" * 69632)
     file = content.save(plain.parent / "model.gguf")
     with pytest.raises(ModelLoadError, match=r"up_proj.weight cannot be unpacked: .*not finite"):
         open_model(EngineSettings(model=str(file), pool_mb=64))
+
+
+@needs_kernels
+def test_a_weight_that_is_copied_before_it_is_read_is_noticed(
+    plain: Path, content: GgufContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_copies(*given: Any) -> Any:
+        module = load_module(*given)
+        module.lm_head.weight = nn.Parameter(module.lm_head.weight.clone(), requires_grad=False)
+        return module
+
+    content.tensors["output.weight"] = ("Q8_0", [1024, 256], make_blocks("Q8_0", 8192, np.random.default_rng(2)))
+    file = content.save(plain.parent / "model.gguf")
+    monkeypatch.setattr(loading, "load_module", load_copies)
+    with pytest.raises(ModelLoadError, match=r"lm_head.weight was copied while it was loaded"):
+        load(file)
 
 
 @needs_kernels

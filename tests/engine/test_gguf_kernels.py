@@ -48,7 +48,7 @@ def pack_matrices(
         outputs, inputs = matrix.part.get_shape()
         linear = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype).requires_grad_(False)
         linears.append(linear)
-    return PackedLinears(native, linears, lambda weight: None, activation, WeightForm.GGUF, matrices)
+    return PackedLinears.pack(native, linears, lambda weight: None, activation, WeightForm.GGUF, matrices)
 
 
 def round_inputs(x: Tensor) -> Tensor:
@@ -144,12 +144,12 @@ def test_rows_of_rotary_heads_are_put_in_order(native: Library) -> None:
                                             ("Q6_K", 6.625), ("Q5_0", 6.5)])  # fmt: skip
 def test_how_much_of_the_memory_is_left(native: Library, kind: str, bits: float) -> None:
     group = pack_matrices(native, [make_matrix(kind, 512, 1024)], F32)
-    assert sum(table.nbytes for table in group._tables) < 200
-    assert group._memory.nbytes == bits / 8 * 512 * 1024
+    assert sum(group.tensors[name].nbytes for name in ("kinds", "places")) < 200
+    assert group.tensors["memory"].nbytes == bits / 8 * 512 * 1024
 
 
 def test_a_group_is_made_again_of_what_describes_it(native: Library) -> None:
     group = pack_matrices(native, [make_matrix("Q4_K", 96, 256, 1), make_matrix("Q6_K", 64, 256, 2)], F32)
-    again = PackedLinears.restore(native, *group.describe())
+    again = PackedLinears.restore(native, group.describe(), group.tensors)
     x = torch.randn(3, 256)
     assert all(torch.equal(*pair) for pair in zip(group(x), again(x), strict=True))

@@ -173,7 +173,7 @@ def test_token_ids_of_any_integer_dtype_are_looked_up_and_others_refused(dtype: 
     assert lib is not None
     linear = torch.nn.Linear(24, 70, bias=False, dtype=dtype).requires_grad_(False)
     weight = linear.weight.clone()
-    embedding = PackedEmbedding(lib, PackedLinears(lib, [linear], lambda _: None))
+    embedding = PackedEmbedding(lib, PackedLinears.pack(lib, [linear], lambda _: None))
     for ids in (torch.tensor([[3, 69, 0]], dtype=torch.int32), torch.tensor([5], dtype=torch.int16)):
         assert torch.equal(embedding(ids), weight[ids.long()])
     for bad in (-1, 96, 2**40):

@@ -13,7 +13,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
-from penstock.engine.packed_model import PackedSource, write_packed_model
+from penstock.engine.packed_model import write_packed_model
 from penstock.engine.probe import probe_layout
 from penstock.engine.proof import prove_model
 from penstock.engine.step import SingleSequenceStep
@@ -83,9 +83,8 @@ def test_it_says_so_at_load_and_is_not_packed(tmp_path: Path, caplog: pytest.Log
         model = load_model(EngineSettings(model=str(tmp_path)))
     assert "the sequences of a step are computed one after the other" in caplog.text
     model = prove_model(model, SETTINGS)
-    source = PackedSource("", [], "", "")
     with pytest.raises(ModelLoadError, match="reads one sequence at a time"):
-        write_packed_model(model, "auto", source, tmp_path / "packed")
+        write_packed_model(model, "auto", {}, tmp_path / "packed")
 
 
 def test_on_another_device_it_is_refused() -> None:

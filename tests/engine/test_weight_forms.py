@@ -88,7 +88,7 @@ def test_the_proof_at_load_takes_rounded_weights(weights: str, dtype: str) -> No
 def test_the_proof_at_load_finds_wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def scramble(self: PackedLinears, *given: object) -> None:
         pack(self, *given)  # type: ignore[arg-type]
-        self._memory.copy_(self._memory.roll(64))
+        self.tensors["memory"].copy_(self.tensors["memory"].roll(64))
 
     pack = PackedLinears._pack_weight
     monkeypatch.setattr(PackedLinears, "_pack_weight", scramble)

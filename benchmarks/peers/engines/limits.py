@@ -59,7 +59,7 @@ class Limits:
         right = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
         yield lambda: right(left)
         if self._native is not None:
-            packed = PackedLinears(self._native, [right], release=lambda original: None)
+            packed = PackedLinears.pack(self._native, [right], release=lambda original: None)
             yield lambda: packed(left)
 
     def _repeat_best(self, ways: Iterable[Callable[[], object]]) -> Iterator[float]:

@@ -179,7 +179,7 @@ class PackedWeight(Tensor):
 def pack_router(native: Library, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:
     """Return a router's weight [experts, inputs] for inputs of this dtype, packed with its bias."""
     whole = make_linear(weight.to(dtype), bias)
-    return make_packed_weight(weight, PackedLinears(native, [whole], keep_weight))
+    return make_packed_weight(weight, PackedLinears.pack(native, [whole], keep_weight))
 
 
 def make_packed_weight(weight: Tensor, group: PackedLinears) -> PackedWeight:

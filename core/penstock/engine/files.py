@@ -23,6 +23,10 @@ Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
 
 
+def ignore_progress(activity: str, progress: float) -> None:
+    """Report nothing."""
+
+
 def find_model(name: str, report: Progress, cache: Path) -> Path:
     """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`.
 

@@ -8,7 +8,6 @@ tokens anyway, so the bulk goes through xxh3, at the speed of memory, and only i
 
 import hashlib
 import json
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,10 @@ import xxhash
 from penstock.engine.files import Progress
 from penstock.engine.load_cache import LoadCache, describe_file
 
-_READ_BYTES = 8 * 2**20  # how much of a file is in this process's memory at once
+_READ_BYTES = 2**20  # few enough to stay in the processor's cache until they are hashed
 
 _IRRELEVANT_FIELDS = {"_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype"}
 """The dtype is part of the layout, and the attention the engine's own."""
-
-FileStats = tuple[tuple[int, ...], ...]
-
-
-def stat_files(files: list[Path]) -> FileStats:
-    """Return the file attributes that change when a file is written or replaced."""
-    return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, files))
 
 
 def hash_files(files: list[Path], report: Progress, load_cache: LoadCache) -> list[str]:
@@ -46,29 +38,16 @@ def hash_files(files: list[Path], report: Progress, load_cache: LoadCache) -> li
 
 def _hash_contents(files: list[Path], report: Progress) -> list[str]:
     total = sum(file.stat().st_size for file in files)
-    done, found = 0, []
+    done, found, piece = 0, [], memoryview(bytearray(_READ_BYTES))
     for file in files:
         digest = xxhash.xxh3_128()
-        with file.open("rb") as content:
-            # An empty file cannot be mapped, and has nothing to hash.
-            size = file.stat().st_size
-            if size:
-                with mmap.mmap(content.fileno(), size, access=mmap.ACCESS_READ) as mapped:
-                    for offset in range(0, size, _READ_BYTES):
-                        _hash_piece(digest, mapped, offset)
-                        report("reading weights", min(1.0, (done + min(size, offset + _READ_BYTES)) / total))
-        done += size
+        with file.open("rb", buffering=0) as content:
+            while num_bytes := content.readinto(piece):
+                digest.update(piece[:num_bytes])
+                done += num_bytes
+                report("reading weights", min(1.0, done / total))
         found.append(digest.hexdigest())
     return found
-
-
-def _hash_piece(digest: "xxhash.xxh3_128", mapped: mmap.mmap, offset: int) -> None:
-    """Hash one piece while the system fetches the next, and let go of its pages."""
-    if offset + _READ_BYTES < len(mapped):
-        mapped.madvise(mmap.MADV_WILLNEED, offset + _READ_BYTES, min(_READ_BYTES, len(mapped) - offset - _READ_BYTES))
-    with memoryview(mapped) as content:
-        digest.update(content[offset : offset + _READ_BYTES])
-    mapped.madvise(mmap.MADV_DONTNEED, offset, min(_READ_BYTES, len(mapped) - offset))
 
 
 def compute_fingerprint(directory: Path, files: list[Path], digests: list[str], config: Any, layout: str) -> str:

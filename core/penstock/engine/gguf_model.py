@@ -210,6 +210,7 @@ def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         tables: Any = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+        # Not its function for a file, which imports torch: a gateway has none.
         mapping, convert = tables.GGUF_TOKENIZER_MAPPING, tables.convert_gguf_tokenizer
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"a GGUF file's tokenizer needs transformers 5.23 or a later 5: {error}") from None

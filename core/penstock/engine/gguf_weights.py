@@ -6,7 +6,6 @@ product is exact in float32, whatever the order in which it is computed (at most
 minimum), so there is one rounding where there is a minimum and none elsewhere, and one more to the engine's dtype.
 """
 
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +44,8 @@ class GgufSlice:
 def map_gguf_tensors(path: Path) -> dict[str, GgufSlice]:
     """Return the tensors of a file by its own names. Raises `ModelLoadError` if the file is damaged."""
     header = read_gguf_header(path)
-    with path.open("rb") as file:
-        # Private and writable, as safetensors maps: what somebody writes to a tensor does not go to the file.
-        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    content = torch.frombuffer(memory, dtype=torch.uint8)
+    # A private mapping, as safetensors has it: what somebody writes to a tensor does not go to the file.
+    content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     return {name: GgufSlice(content, tensor) for name, tensor in header.tensors.items()}
 
 

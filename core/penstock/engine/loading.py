@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from penstock.config.settings import EngineSettings
 from penstock.cores import list_usable_cores
 from penstock.engine.accelerate import accelerate_model, can_pack
 from penstock.engine.device import describe_device
-from penstock.engine.dtype import PARTLY_NATIVE, ChosenDtype, choose_dtype
+from penstock.engine.dtype import PARTLY_NATIVE, choose_dtype
 from penstock.engine.engine import Engine
-from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
-from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
+from penstock.engine.files import Progress, find_model, find_weight_files, ignore_progress, to_one_line
+from penstock.engine.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.kernels.forms import GGUF, QUANTIZED, can_use_blocks
 from penstock.engine.kernels.library import TORCH, load_library
 from penstock.engine.kernels.products import choose_products, find_slow_products, list_products
@@ -41,11 +41,10 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
 from penstock.engine.packed_file import PackedFile, PackedFileRefused, open_packed_file
 from penstock.engine.packed_model import (
-    PackedSource,
     check_packed_content,
     compare_probe_logits,
-    list_packed_paths,
-    name_packed_file,
+    find_difference,
+    list_fitting_forms,
     read_layer_shapes,
     restore_module,
     write_packed_model,
@@ -53,7 +52,6 @@ from penstock.engine.packed_model import (
 from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
 from penstock.engine.proof import describe_proof, prove_backend, prove_model
 from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
-from penstock.engine.quantized import Settings as Quantization
 from penstock.engine.response_template import find_response_template
 from penstock.engine.scheduler import MAX_STEP_S
 from penstock.engine.storage import BlockLayout
@@ -72,7 +70,7 @@ _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say somethin
 
 def open_engine(
     settings: EngineSettings,
-    progress: Progress | None = None,
+    report: Progress = ignore_progress,
     *,
     only_prompts: bool = False,
     max_step_s: float = MAX_STEP_S,
@@ -84,7 +82,7 @@ def open_engine(
     `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for
     an instruction set that this machine lacks.
     """
-    model = load_stage_models(settings, progress, only_prompts=only_prompts)
+    model = load_stage_models(settings, report, only_prompts=only_prompts)
     begun_s, pool = time.perf_counter(), choose_pool(model.layout, model.context_length, settings, model.device)
     log.info(
         "%s computes in %s (%s) on %s by %s (%s), with %d threads (%s) and a KV pool of %d MiB (%s)",
@@ -96,32 +94,25 @@ def open_engine(
     engine = Engine(model, settings)
     engine.scheduler.max_step_s = max_step_s
     load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
-    if speed := load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S):
+    speed = load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S)
+    if speed:
         engine.use_measured_speed(speed)
     else:
         engine.measure_speed()
-        load_cache.write_finding("speed", about, engine.measured_speed)
-    engine.slow_products = _find_slow_products(model, load_cache, about)
+        speed = {**engine.measured_speed, "slow_products": []}
+        if model.native is not None:
+            speed["slow_products"] = find_slow_products(model.native.library, list_products(model.module))
+            model.native.library.set_threads(settings.num_threads)
+        load_cache.write_finding("speed", about, speed)
+    engine.slow_products = speed["slow_products"]
+    if engine.slow_products:
+        log.warning(
+            "products of the native kernels that are slower than torch's, and stay so that no token depends on the "
+            "batch: %s", "; ".join(engine.slow_products),
+        )  # fmt: skip
     engine.pool_mapping.start()
     log.info("the speed of %s is known after %.2f s", settings.model, time.perf_counter() - begun_s)
     return engine
-
-
-def _find_slow_products(model: LoadedModel, load_cache: LoadCache, about: dict[str, Any]) -> list[str]:
-    """Return which products of the kernels are slower than torch's own here, and say so in the log."""
-    if model.native is None:
-        return []
-    slow: list[str] | None = load_cache.read_finding("products", about, max_age_s=MAX_SPEED_AGE_S)
-    if slow is None:
-        slow = find_slow_products(model.native.library, list_products(model.module))
-        load_cache.write_finding("products", about, slow)
-        model.native.library.set_threads(about["num_threads"])
-    if slow:
-        log.warning(
-            "products of the native kernels that are slower than torch's, and stay so that no token depends on the "
-            "batch: %s", "; ".join(slow),
-        )  # fmt: skip
-    return slow
 
 
 def describe_speed(model: LoadedModel, settings: EngineSettings) -> dict[str, Any]:
@@ -132,7 +123,7 @@ def describe_speed(model: LoadedModel, settings: EngineSettings) -> dict[str, An
 
 
 def load_stage_models(
-    settings: EngineSettings, progress: Progress | None = None, *, only_prompts: bool = False
+    settings: EngineSettings, report: Progress = ignore_progress, *, only_prompts: bool = False
 ) -> LoadedModel:
     """Load and prove the model, twice where prompts and answers are computed with weights in two forms.
 
@@ -143,9 +134,9 @@ def load_stage_models(
     forms = _name_form(for_prompts, settings.weights), _name_form(settings, for_prompts.weights)
     if forms[0] == forms[1]:
         used = for_prompts if only_prompts else settings
-        return open_model(used, progress)
+        return open_model(used, report)
     for_prompts = for_prompts.model_copy(update={"packed": ""})  # it names the file for answers
-    prompts = open_model(for_prompts, progress)
+    prompts = open_model(for_prompts, report)
     prompts = replace(prompts, stage_forms=forms)
     if prompts.layout.states is not None:
         raise ModelLoadError(
@@ -157,7 +148,7 @@ def load_stage_models(
     # Both write to one pool, in the dtype that was chosen for prompts.
     dtype = str(prompts.dtype).removeprefix("torch.")
     answers = replace(
-        open_model(settings.model_copy(update={"dtype": dtype}), progress), dtype_reason=prompts.dtype_reason
+        open_model(settings.model_copy(update={"dtype": dtype}), report), dtype_reason=prompts.dtype_reason
     )
     if answers.content_fingerprint != prompts.content_fingerprint:
         raise ModelLoadError(f"{settings.model} was written to while it was loaded")
@@ -169,87 +160,91 @@ def _name_form(settings: EngineSettings, other: str) -> str:
     if settings.weights != "auto" or other == "auto":  # where both stages have one setting there is nothing to tell
         return settings.weights if settings.weights in QUANTIZED else ""
     with as_load_errors(settings.model):
-        files = find_weight_files(find_model(settings.model, _ignore_progress, settings.find_cache_directory()))
+        files = find_weight_files(find_model(settings.model, ignore_progress, settings.find_cache_directory()))
     return GGUF if files[0].suffix == ".gguf" else ""
 
 
-def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
+def load_model(settings: EngineSettings, report: Progress = ignore_progress) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
     with as_load_errors(settings.model):
-        phases = Phases()
-        return _load_checkpoint(
-            _read_description(settings, progress or _ignore_progress, phases), phases, is_whole=True
-        )
+        model = _load_checkpoint(_Load(settings, report))
+        model.weights.read_to_stay(*model.module.modules())
+    return model
 
 
-class Phases:
-    """How long the parts of a load took."""
+class _Load:
+    """The load of one model: what is known of it before any of its weights is read, and how long the parts took."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: EngineSettings, report: Progress) -> None:
+        """Read the model's description. Raises `ModelLoadError` if it shows that the model cannot be served."""
+        self.settings, self.report = settings, report
+        self.load_cache = LoadCache(settings.find_cache_directory())
+        self.hashes: list[str] = []
+        """Of the weight files, once they were found."""
         self._seconds: dict[str, float] = {}
+        with self.measure("description"):
+            prepare_transformers()
+            torch.set_num_threads(settings.num_threads)
+            _select_isa(settings.isa)
+            self.directory = find_model(settings.model, report, settings.find_cache_directory())
+            self.files = find_weight_files(self.directory)
+            self._stats = self._stat_files()
+            self.device = _parse_device(settings.device)
+            self.config: Any = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+            check_config(self.config)
+            self.quantization = take_quantization(self.config)
+        with self.measure("tokenizer"):
+            self.tokenizer = load_tokenizer(self.directory)
+            self.context_length = find_context_length(self.config, self.tokenizer)
+            _report_short_context(settings.model, self.config, self.context_length)
+        with self.measure("dtype"):
+            native, forms = load_library(), {settings.weights, settings.prefill_weights, settings.kv_dtype}
+            isa = native.isa if native is not None and native.isa != TORCH else ""
+            is_quantized = self.quantization is not None
+            self.chosen = choose_dtype(settings.dtype, self.config, self.device, isa, is_quantized=is_quantized)
+            self.dtype = self.chosen.dtype
+            if native is not None and settings.isa == "auto" and forms <= {"auto", "bf16", ""} and self.can_pack():
+                choose_products(native, self.dtype)
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the time within the context to that of a part."""
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time within the context to that of a part of the load."""
         begun_s = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun_s
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begun_s
 
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._seconds.items())
-        return f"{sum(self._seconds.values()):.2f} s ({parts})"
+    def log_end(self) -> None:
+        """Log how long the load and its parts took."""
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self._seconds.items())
+        log.info("%s is loaded in %.2f s (%s)", self.settings.model, sum(self._seconds.values()), parts)
 
+    def can_pack(self) -> bool:
+        """Return whether the native kernels compute the model."""
+        return can_pack(self.device, self.dtype)
 
-@dataclass
-class _Description:
-    """A model before any of its weights is read."""
-
-    settings: EngineSettings
-    report: Progress
-    load_cache: LoadCache
-    directory: Path
-    files: list[Path]
-    stats: FileStats
-    device: torch.device
-    config: Any
-    quantization: Quantization | None
-    tokenizer: Any
-    context_length: int
-    chosen: ChosenDtype
-    skeleton: Any
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it is computed."""
-        return self.chosen.dtype
-
-    @property
-    def form(self) -> str:
-        """What the fingerprint says of KV and of unpacked weights, beside the layout."""
-        return f"penstock kv layout {LAYOUT_VERSION}" + ("" if self.quantization is None else f" {UNPACKING_VERSION}")
+    def _stat_files(self) -> list[tuple[int, ...]]:
+        """Return the attributes of the model's files that change when one is written or replaced."""
+        stats = map(Path.stat, [self.directory / "config.json", *self.files])
+        return [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats]
 
     def check_unchanged(self) -> None:
         """Raise `ModelLoadError` if a file was written to since it was first looked at."""
-        if stat_files(self.sources) != self.stats:
+        if self._stat_files() != self._stats:
             raise ModelLoadError(f"{self.directory} was written to while it was loaded")
 
-    @property
-    def sources(self) -> list[Path]:
-        """The files that say what the model is."""
-        return [self.directory / "config.json", *self.files]
+    def hash_files(self) -> None:
+        """Find the hash of each weight file, read or noted."""
+        with self.measure("hashes"):
+            self.hashes = hash_files(self.files, self.report, self.load_cache)
 
-    def hash_files(self) -> list[str]:
-        """Return the hash of each weight file, read or noted."""
-        return hash_files(self.files, self.report, self.load_cache)
-
-    def build_model(self, module: Any, layout: BlockLayout, hashes: list[str], **given: Any) -> LoadedModel:
+    def build_model(self, module: Any, layout: BlockLayout, **given: Any) -> LoadedModel:
         """Return the loaded model."""
         form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
         if self.quantization is not None:
             form += f"\nunpacking {UNPACKING_VERSION}"
-        name = compute_fingerprint(self.directory, self.files, hashes, module.config, form)
+        name = compute_fingerprint(self.directory, self.files, self.hashes, module.config, form)
         self.check_unchanged()
         generation = load_generation_config(self.directory)
         template = self.settings.response_template
@@ -270,38 +265,6 @@ class _Description:
         )
 
 
-def _read_description(settings: EngineSettings, report: Progress, phases: Phases) -> _Description:
-    """Return the model's description. Raises `ModelLoadError` if it shows that the model cannot be served."""
-    with phases.measure("description"):
-        prepare_transformers()
-        torch.set_num_threads(settings.num_threads)
-        _select_isa(settings.isa)
-        directory = find_model(settings.model, report, settings.find_cache_directory())
-        files = find_weight_files(directory)
-        stats = stat_files([directory / "config.json", *files])
-        device = _parse_device(settings.device)
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        check_config(config)
-        quantization = take_quantization(config)
-    with phases.measure("tokenizer"):
-        tokenizer = load_tokenizer(directory)
-        context_length = find_context_length(config, tokenizer)
-        _report_short_context(settings.model, config, context_length)
-    with phases.measure("skeleton"):
-        native, forms = load_library(), {settings.weights, settings.prefill_weights, settings.kv_dtype}
-        isa = native.isa if native is not None and native.isa != TORCH else ""
-        chosen = choose_dtype(settings.dtype, config, device, isa, is_quantized=quantization is not None)
-        dtype = chosen.dtype
-        if native is not None and settings.isa == "auto" and forms <= {"auto", "bf16", ""} and can_pack(device, dtype):
-            choose_products(native, dtype)
-        skeleton = build_skeleton(config, dtype)
-    load_cache = LoadCache(settings.find_cache_directory())
-    return _Description(
-        settings, report, load_cache, directory, files, stats, device, config, quantization, tokenizer, context_length,
-        chosen, skeleton,
-    )  # fmt: skip
-
-
 def _select_isa(isa: str) -> None:
     """Let the kernels run on the instruction set that a setting names. Raises `SettingsError` if that cannot be."""
     native = load_library()
@@ -311,189 +274,182 @@ def _select_isa(isa: str) -> None:
         raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa} needs the native kernels, which were not built: set `auto`")
 
 
-def _load_checkpoint(found: _Description, phases: Phases, *, is_whole: bool = False) -> LoadedModel:
-    """Load the model's own weights.
-
-    A GGUF file's matrices that the kernels will compute with stay in the file until then, unless `is_whole`.
-    """
-    report, skeleton, native = found.report, found.skeleton, load_library()
-    weights = MappedWeights(found.files)
-    unpack_weights(weights, found.quantization, found.dtype)
-    if native is not None and can_pack(found.device, found.dtype) and not is_whole:
-        weights.keeps_blocks = can_use_blocks(native, found.settings.weights)
-    check_memory(count_bytes(skeleton, weights), found.settings.pool_mb, found.device)
+def _load_checkpoint(load: _Load) -> LoadedModel:
+    """Load the model's own weights. A GGUF file's matrices that the kernels will compute with stay there until then."""
+    native, weights = load_library(), MappedWeights(load.files)
+    with load.measure("skeleton"):
+        skeleton = build_skeleton(load.config, load.dtype)
+    unpack_weights(weights, load.quantization, load.dtype)
+    if native is not None and load.can_pack():
+        weights.keeps_blocks = can_use_blocks(native, load.settings.weights)
+    check_memory(count_bytes(skeleton) - weights.count_saved_bytes(), load.settings.pool_mb, load.device)
     check_weight_sizes(skeleton, weights)
-    with phases.measure("hashes"):
-        hashes = found.hash_files()
-    with phases.measure("weights"):
-        module = load_module(skeleton, found.config, weights, found.device, report)
-        layout = probe_layout(module, found.settings.block_size, found.dtype, found.device)
-        layout = replace(layout, is_int8=found.settings.kv_dtype == "int8")
+    load.hash_files()
+    with load.measure("weights"):
+        module = load_module(skeleton, load.config, weights, load.device, load.report)
+        layout = probe_layout(module, load.settings.block_size, load.dtype, load.device)
+        layout = replace(layout, is_int8=load.settings.kv_dtype == "int8")
         if layout.attends_internally:
             log.warning(
                 "%s attends in a way of its own: the sequences of a step are computed one after the other",
-                found.settings.model,
+                load.settings.model,
             )
         weights.drop_pages()
         weights.read_when_used(module)  # the layout does not depend on values
-    return found.build_model(
-        module, layout, hashes,
+    return load.build_model(
+        module, layout,
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-        device_name=describe_device(found.device),
+        device_name=describe_device(load.device),
         weights=weights,
     )  # fmt: skip
 
 
-def open_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
+def open_model(settings: EngineSettings, report: Progress = ignore_progress) -> LoadedModel:
     """Return the model, proved and ready to serve: from a packed file where there is one, else packed here.
 
     Raises as `open_engine`.
     """
-    phases, report = Phases(), progress or _ignore_progress
     with as_load_errors(settings.model):
-        found = _read_description(settings, report, phases)
-        model = _open_packed(found, phases)
+        load = _Load(settings, report)
+        model = _open_packed(load)
         if model is None:
-            model = _load_checkpoint(found, phases)
-            with phases.measure("proof"):
-                model = prove_once(model, settings, report, found.load_cache)
-    log.info("%s is loaded in %s", settings.model, phases)
-    if found.chosen.is_open and model.native is not None and model.native.body is None:
+            model = _load_checkpoint(load)
+            with load.measure("proof"):
+                model = _prove_once(load, model)
+    load.log_end()
+    if load.chosen.is_open and model.native is not None and model.native.body is None:
         log.info("%s is loaded again in float32: %s", settings.model, PARTLY_NATIVE)
-        del model, found  # both hold its weights
-        model = open_model(settings.model_copy(update={"dtype": "float32", "packed": ""}), progress)
+        del model  # it holds its weights
+        model = open_model(settings.model_copy(update={"dtype": "float32", "packed": ""}), report)
         return replace(model, dtype_reason=PARTLY_NATIVE)
     return model
 
 
-def _open_packed(found: _Description, phases: Phases) -> LoadedModel | None:
+def _open_packed(load: _Load) -> LoadedModel | None:
     """Return the model from the first packed file that fits, or None, after it is logged why none does.
 
     Raises `PackedFileRefused` for a file that the settings name.
     """
-    for path in _list_packed_files(found):
+    for path in _list_packed_files(load):
         try:
-            return _load_packed(found, path, phases)
+            return _load_packed(load, path)
         except PackedFileRefused as error:
-            if found.settings.packed:
+            if load.settings.packed:
                 raise
             log.warning("packed weights are not used: %s", error)
-            # Native parts may have been put into the skeleton.
-            found.skeleton = build_skeleton(found.config, found.dtype)
     return None
 
 
-def prove_once(model: LoadedModel, settings: EngineSettings, report: Progress, load_cache: LoadCache) -> LoadedModel:
+def _prove_once(load: _Load, model: LoadedModel) -> LoadedModel:
     """Return what `prove_model` returns, which is not proved again where all that the proof depends on is noted."""
-    about = describe_proof(model, settings)
-    if load_cache.read_finding("proof", about):
-        model = accelerate_model(model, settings.weights)
-        report("checking the engine", 1.0)
+    about = describe_proof(model, load.settings)
+    if load.load_cache.read_finding("proof", about):
+        model = accelerate_model(model, load.settings.weights)
+        load.report("checking the engine", 1.0)
         return model
-    model = prove_model(model, settings, report)
-    load_cache.write_finding("proof", about, found=True)
+    model = prove_model(model, load.settings, load.report)
+    load.load_cache.write_finding("proof", about, found=True)
     return model
 
 
-def _list_packed_files(found: _Description) -> list[Path]:
+def _list_packed_files(load: _Load) -> list[Path]:
     """Return the packed files that there are for these settings. A named one is listed even if it is not there."""
-    settings = found.settings
+    settings = load.settings
     if settings.packed:
         return [Path(settings.packed).expanduser()]
-    if not can_pack(found.device, found.dtype):
+    if not load.can_pack():
         return []
-    return [path for path in list_packed_paths(_list_places(found), settings.weights, found.dtype) if path.is_file()]
+    return [path for path in _list_places(load) if path.is_file()]
 
 
-def _list_places(found: _Description) -> list[Path]:
-    """Return the directories for packed files: the model's own, and one in the cache."""
-    name = hashlib.sha256(str(found.directory.resolve()).encode()).hexdigest()[:32]
-    return [found.directory, found.settings.find_cache_directory() / "packed" / name]
+def _list_places(load: _Load) -> list[Path]:
+    """Return where a packed file may be, the best place first: beside the model, or in the cache."""
+    digest, dtype = hashlib.sha256(str(load.directory.resolve()).encode()).hexdigest(), str(load.dtype)
+    directories = load.directory, load.settings.find_cache_directory() / "packed" / digest[:32]
+    forms = list_fitting_forms(load.settings.weights)
+    names = [f"penstock-{form}-{dtype.removeprefix('torch.')}.packed" for form in forms]
+    return [directory / name for name in names for directory in directories]
 
 
-def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel:
+def _load_packed(load: _Load, path: Path) -> LoadedModel:
     """Load a packed file. Raises `PackedFileRefused` if it does not fit, is damaged or gives other logits."""
-    settings, native = found.settings, load_library()
-    if native is None or not can_pack(found.device, found.dtype):
+    settings, native = load.settings, load_library()
+    if native is None or not load.can_pack():
         raise PackedFileRefused(f"{path} needs the native kernels, a CPU, and float32 or bfloat16")
     file = open_packed_file(path)
-    with phases.measure("hashes"):
-        hashes = found.hash_files()
-    if difference := _describe_source(found, hashes).find_difference(file.about, settings.weights):
+    load.hash_files()
+    if difference := find_difference(file.about, settings.weights, _describe_source(load)):
         raise PackedFileRefused(f"{path} is not used: {difference}; `penstock weights pack` writes it anew")
-    check_memory(file.num_bytes, settings.pool_mb, found.device)
-    with phases.measure("content"):
-        check_packed_content(file, found.load_cache, found.report)
-    with phases.measure("mapping"):
-        module, parts = restore_module(file, found.skeleton, native)
-        layout = BlockLayout(read_layer_shapes(file), settings.block_size, found.dtype, settings.kv_dtype == "int8")
+    check_memory(file.num_bytes, settings.pool_mb, load.device)
+    with load.measure("content"):
+        check_packed_content(file, load.load_cache, load.report)
+    with load.measure("mapping"):
+        module, parts = restore_module(file, build_skeleton(load.config, load.dtype), native)
+        layout = BlockLayout(read_layer_shapes(file), settings.block_size, load.dtype, settings.kv_dtype == "int8")
         if layout.is_int8 and parts.layers != layout.by_layer.keys():
             raise PackedFileRefused(f"{path} has attention that the kernels cannot compute over int8")
-        model = found.build_model(
-            module, layout, hashes, vocab_size=file.about["vocab_size"], stock_attention=file.about["stock_attention"],
+        model = load.build_model(
+            module, layout, vocab_size=file.about["vocab_size"], stock_attention=file.about["stock_attention"],
             native=parts, weight_form=file.about["weight_form"],
         )  # fmt: skip
-    with phases.measure("logits"):
+    with load.measure("logits"):
         native.set_threads(settings.num_threads)
         compare_probe_logits(file, model)
-    with phases.measure("proof"):
-        _prove_packed(found, model, file)
+    about = describe_proof(model, settings, packed=file.digest)
+    if not load.load_cache.read_finding("proof", about):  # what the file has was proved before, but not the backend
+        with load.measure("proof"):
+            prove_backend(model, settings)
+        load.load_cache.write_finding("proof", about, found=True)
+    load.report("checking the engine", 1.0)
     log.info("weights are mapped from %s", path)
     return model
 
 
-def _prove_packed(found: _Description, model: LoadedModel, file: PackedFile) -> None:
-    """Prove the backend, unless that is noted. What the file has was proved before."""
-    about = describe_proof(model, found.settings, packed=file.digest)
-    if not found.load_cache.read_finding("proof", about):
-        prove_backend(model, found.settings)
-        found.load_cache.write_finding("proof", about, found=True)
-    found.report("checking the engine", 1.0)
+def _describe_source(load: _Load) -> dict[str, Any]:
+    """Return what a packed file has to be made of: configuration, weight files, dtype, form of KV and unpacking."""
+    return {
+        "config": hashlib.sha256((load.directory / "config.json").read_bytes()).hexdigest(),
+        "files": [[file.name, file.stat().st_size, one] for file, one in zip(load.files, load.hashes, strict=True)],
+        "dtype": str(load.dtype).removeprefix("torch."),
+        "form": f"penstock kv layout {LAYOUT_VERSION}" + (f" {UNPACKING_VERSION}" if load.quantization else ""),
+    }
 
 
-def _describe_source(found: _Description, hashes: list[str]) -> PackedSource:
-    files = [[file.name, file.stat().st_size, digest] for file, digest in zip(found.files, hashes, strict=True)]
-    config = hashlib.sha256((found.directory / "config.json").read_bytes()).hexdigest()
-    return PackedSource(config, files, str(found.dtype).removeprefix("torch."), found.form)
-
-
-def pack_model(settings: EngineSettings, out: Path | None = None, progress: Progress | None = None) -> PackedFile:
+def pack_model(settings: EngineSettings, out: Path | None = None, report: Progress = ignore_progress) -> PackedFile:
     """Load, prove and pack `settings.model` into a file, load that, and return it.
 
     Without `out` it is written beside the model, or into the cache where that cannot be written. Raises
     `ModelLoadError`.
     """
     with as_load_errors(settings.model):
-        report, phases = progress or _ignore_progress, Phases()
         settings = settings.model_copy(update={"packed": ""})
-        found = _read_description(settings, report, phases)
-        model = prove_once(_load_checkpoint(found, phases), settings, report, found.load_cache)
-        source = _describe_source(found, found.hash_files())
-        path = out or _choose_place(found)
+        load = _Load(settings, report)
+        model = _prove_once(load, _load_checkpoint(load))
+        source = _describe_source(load)
+        path = out or _choose_place(load)
         path.parent.mkdir(parents=True, exist_ok=True)
         report("writing packed weights", 0.0)
         file = write_packed_model(model, settings.weights, source, path)
         report("writing packed weights", 1.0)
-        found.check_unchanged()
+        load.check_unchanged()
         # It was proved above, and what is proved once with this file need not be proved again.
-        found.load_cache.write_finding("proof", describe_proof(model, settings, packed=file.digest), found=True)
-        found.skeleton = build_skeleton(found.config, found.dtype)
-        _load_packed(found, path, phases)
+        load.load_cache.write_finding("proof", describe_proof(model, settings, packed=file.digest), found=True)
+        _load_packed(load, path)
         return file
 
 
-def _choose_place(found: _Description) -> Path:
-    places = _list_places(found)
-    is_writable = os.access(places[0], os.W_OK) and found.settings.model != "demo"
-    return (places[0] if is_writable else places[1]) / name_packed_file(found.settings.weights, found.dtype)
+def _choose_place(load: _Load) -> Path:
+    beside_model, in_cache, *_ = _list_places(load)
+    is_writable = os.access(load.directory, os.W_OK) and load.settings.model != "demo"
+    return beside_model if is_writable else in_cache
 
 
 def find_packed_file(settings: EngineSettings) -> tuple[PackedFile | None, str]:
     """Return the packed file that a load would open first, or None and why there is none. It reads no weights."""
     with as_load_errors(settings.model):
-        found = _read_description(settings, _ignore_progress, Phases())
-        for path in _list_packed_files(found):
+        load = _Load(settings, ignore_progress)
+        for path in _list_packed_files(load):
             try:
                 return open_packed_file(path), ""
             except PackedFileRefused as error:
@@ -509,10 +465,6 @@ def prepare_transformers() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-
-
-def _ignore_progress(what: str, done: float) -> None:
-    pass
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from penstock.engine.files import Progress, to_one_line
-from penstock.engine.kernels.packed import count_packed_bytes
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 
@@ -61,18 +60,9 @@ def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
                 raise ModelLoadError(f"{name} is of type {stored.get_dtype()} in the weights, not a float")
 
 
-def count_bytes(module: nn.Module, weights: MappedWeights | None = None) -> int:
-    """Return the bytes of all parameters and buffers; shared ones count once.
-
-    Of those that stay in a file, what the kernels pack of them, and the values of the largest.
-    """
-    in_file = {}
-    for name, tensor in module.named_parameters() if weights is not None else ():
-        if weights is not None and weights.stays_in_file(weights.tensors.get(name)):
-            in_file[tensor] = weights.tensors[name]
-    packed = sum(count_packed_bytes(part.matrix) for part in in_file.values())
-    plain = sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()} - in_file.keys())
-    return plain + packed + max((tensor.nbytes for tensor in in_file), default=0)
+def count_bytes(module: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers; shared ones count once."""
+    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
 
 
 def load_module(skeleton: Any, config: Any, weights: MappedWeights, device: torch.device, report: Progress) -> Any:

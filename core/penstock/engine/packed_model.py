@@ -12,7 +12,7 @@ rounds in another way, they may differ as much as those of a replacement.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,39 +45,31 @@ from penstock.errors import ModelLoadError
 
 log = logging.getLogger("penstock.engine")
 
-LOSSLESS = ("auto", "p12", "bf16")
-"""Forms that have the same results: with the setting `auto` a file of any of them will do."""
+
+def list_fitting_forms(weights: str) -> tuple[str, ...]:
+    """Return the forms of files that will do for a setting, the best one first: those without loss for `auto`."""
+    return ("auto", "p12", "bf16") if weights == "auto" else (weights,)
 
 
-@dataclass(frozen=True)
-class PackedSource:
-    """What a packed file was made of, and has to agree with what is asked for."""
+def find_difference(about: dict[str, Any], weights: str, source: dict[str, Any]) -> str:
+    """Return how a file with this table differs from what is asked for, or "" if it does not.
 
-    config: str
-    """Hash of config.json."""
-    files: list[list[Any]]
-    """Of each weight file: name, size and xxh3-128."""
-    dtype: str
-    form: str
-    """What else the fingerprint says of the form of KV and the unpacking of quantised weights."""
-
-    def find_difference(self, about: dict[str, Any], weights: str) -> str:
-        """Return how a file with this table differs from what is asked for, or "" if it does not."""
-        allowed = LOSSLESS if weights == "auto" else (weights,)
-        if about.get("weights") not in allowed:
-            return f"its weights are packed as {about.get('weights')}, and {weights} is asked for"
-        stored, versions = about.get("source", {}), about.get("versions", {})
-        for name, mine in asdict(self).items():
-            if stored.get(name) != mine:
-                what = {
-                    "config": "another config.json", "files": "other weight files", "dtype": str(stored.get("dtype")),
-                    "form": "another form of KV blocks",
-                }  # fmt: skip
-                return f"it was made of {what[name]}" + (f", and {mine} is asked for" if name == "dtype" else "")
-        for name, own in list_versions().items():
-            if versions.get(name) != own:
-                return f"it was written with {name} {versions.get(name)}, and this is {own}"
-        return ""
+    `source` is what the file is to be made of, as `write_packed_model` was told.
+    """
+    if about.get("weights") not in list_fitting_forms(weights):
+        return f"its weights are packed as {about.get('weights')}, and {weights} is asked for"
+    stored, versions = about.get("source", {}), about.get("versions", {})
+    for name, mine in source.items():
+        if stored.get(name) != mine:
+            what = {
+                "config": "another config.json", "files": "other weight files", "dtype": str(stored.get("dtype")),
+                "form": "another form of KV blocks",
+            }  # fmt: skip
+            return f"it was made of {what[name]}" + (f", and {mine} is asked for" if name == "dtype" else "")
+    for name, own in list_versions().items():
+        if versions.get(name) != own:
+            return f"it was written with {name} {versions.get(name)}, and this is {own}"
+    return ""
 
 
 def list_versions() -> dict[str, str]:
@@ -88,22 +80,14 @@ def list_versions() -> dict[str, str]:
     }  # fmt: skip
 
 
-def name_packed_file(weights: str, dtype: torch.dtype) -> str:
-    """Return the file's name within a model's directory."""
-    return f"penstock-{weights}-{str(dtype).removeprefix('torch.')}.packed"
-
-
-def list_packed_paths(directories: list[Path], weights: str, dtype: torch.dtype) -> list[Path]:
-    """Return where a packed file may be, the best place first."""
-    forms = LOSSLESS if weights == "auto" else (weights,)
-    return [directory / name_packed_file(form, dtype) for form in forms for directory in directories]
-
-
 # Writing
 
 
-def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, path: Path) -> PackedFile:
-    """Write a proved model. Raises `ModelLoadError` if it has parts that a file cannot hold, and `OSError`."""
+def write_packed_model(model: LoadedModel, weights: str, source: dict[str, Any], path: Path) -> PackedFile:
+    """Write a proved model, which was made of `source`.
+
+    Raises `ModelLoadError` if it has parts that a file cannot hold, and `OSError`.
+    """
     if model.native is None:
         raise ModelLoadError("only what the native kernels compute is packed: it needs a CPU, and the kernels built")
     if model.layout.states is not None:
@@ -117,9 +101,8 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
         def add_group(group: PackedLinears) -> str:
             if id(group) not in groups:
                 groups[id(group)] = name = f"group {len(groups)}"
-                about, tensors = group.describe()
-                named = {part: writer.add_tensor(f"{name} {part}", tensor) for part, tensor in tensors.items()}
-                described[name] = {"about": about, "tensors": named}
+                named = {part: writer.add_tensor(f"{name} {part}", tensor) for part, tensor in group.tensors.items()}
+                described[name] = {"about": group.describe(), "tensors": named}
             return groups[id(group)]
 
         described: dict[str, Any] = {}
@@ -132,7 +115,7 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
         writer.add_tensor("logits", logits)
         left = {name: writer.add_tensor(name, tensor) for name, tensor in _iter_tensors(model.module)}
         writer.finish_file({
-            "weights": weights, "source": asdict(source), "versions": list_versions(), "isa": model.native.library.isa,
+            "weights": weights, "source": source, "versions": list_versions(), "isa": model.native.library.isa,
             "weight_form": model.weight_form, "groups": described, "modules": modules, "tensors": left,
             "attention_layers": sorted(model.native.layers), "has_body": model.native.body is not None,
             "layers": [asdict(shape) for shape in model.layout.layers], "vocab_size": model.vocab_size,

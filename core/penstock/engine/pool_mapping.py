@@ -9,7 +9,6 @@ thread could only write to the pages, and would overwrite KV that is put there m
 import logging
 import threading
 import time
-from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -39,7 +38,11 @@ class PoolMapping:
         self.num_mapped_bytes = 0
         self._memory = memory
         # Known before the thread runs, which calls nothing of torch: at the process's end such a call would abort it.
-        self._pieces = list(_iter_pieces(memory))
+        self._pieces = [
+            (tensor.data_ptr() + start, min(PIECE_BYTES, tensor.nbytes - start))
+            for tensor in memory
+            for start in range(0, tensor.nbytes, PIECE_BYTES)
+        ]
         self._stopped, self._rests_per_piece = threading.Event(), RESTS_PER_PIECE
         self._thread = threading.Thread(target=self._map_memory, name="kv pool", daemon=True)
 
@@ -90,11 +93,3 @@ class PoolMapping:
             level, "%.0f of %.0f MiB of the KV pool are mapped, %s",
             self.num_mapped_bytes / 2**20, self.num_bytes / 2**20, how,
         )  # fmt: skip
-
-
-def _iter_pieces(memory: list[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield address and bytes of each piece."""
-    for tensor in memory:
-        first, num_bytes = tensor.data_ptr(), tensor.nbytes
-        for start in range(0, num_bytes, PIECE_BYTES):
-            yield first + start, min(PIECE_BYTES, num_bytes - start)

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.compare import find_tolerance, measure_logits_error
-from penstock.engine.files import Progress
+from penstock.engine.files import Progress, ignore_progress
 from penstock.engine.kernels.library import load_library
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
@@ -44,12 +44,11 @@ MAX_INT8_KV_ERROR = 0.3
 """The largest error of logits, at least, where K and V are int8."""
 
 
-def prove_model(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
+def prove_model(model: LoadedModel, settings: EngineSettings, report: Progress = ignore_progress) -> LoadedModel:
     """Return the model with the backend that it was proved on. Only the returned model can be used any more.
 
     Raises `EngineCheckFailed` if the engine's logits are not the model's own.
     """
-    report = progress or (lambda what, done: None)
     report("checking the engine", 0.0)
     plain = _compute_plain_logits(model)
     report("checking the engine", 0.2)

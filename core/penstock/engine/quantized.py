@@ -175,20 +175,11 @@ class _Stored:
 
         A part that the checkpoint does not have is None, here and there. `matrix` is what it is stored as in GGUF.
         """
-
-        def fill(out: Tensor, *tensors: Tensor) -> None:
-            given = iter(tensors)
-            try:
-                fill_weight(out, *(None if part is None else next(given) for part in parts))
-            except ValueError as error:
-                raise ModelLoadError(f"{name} cannot be unpacked: {error}") from error
-
         if min(shape) < 1:
             raise ModelLoadError(f"{name} has no values: {shape}")
         if name in self.left or name in self.unpacked:
             raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
-        given = tuple(part for part in parts if part is not None)
-        self.unpacked[name] = PackedTensor(given, shape, self.dtype, fill, matrix)
+        self.unpacked[name] = PackedTensor(name, parts, shape, self.dtype, fill_weight, matrix)
 
     def refuse_left(self, *endings: str) -> None:
         """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""

@@ -38,13 +38,18 @@ class CoreModel(ModelCard, PooledModel, Protocol):
 class EngineCore(Pool, Protocol):
     """What computes sequences, over a pool of KV blocks in this process. One thread calls it."""
 
+    settings: EngineSettings
+    """How it is run."""
+    slow_products: list[str]
+    """What the native kernels take longer for than torch, as text."""
+    num_drafted_tokens: int
+    """Tokens that were computed as drafts."""
+    num_accepted_tokens: int
+    """Drafted tokens that were drawn, too."""
+
     @property
     def model(self) -> CoreModel:
         """The model."""
-
-    @property
-    def settings(self) -> EngineSettings:
-        """How it is run."""
 
     @property
     def states(self) -> StateRows | None:
@@ -65,18 +70,6 @@ class EngineCore(Pool, Protocol):
     @property
     def num_waiting(self) -> int:
         """Sequences that are not admitted yet, or preempted."""
-
-    @property
-    def slow_products(self) -> list[str]:
-        """What the native kernels take longer for than torch, as text."""
-
-    @property
-    def num_drafted_tokens(self) -> int:
-        """Tokens that were computed as drafts."""
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Drafted tokens that were drawn, too."""
 
     def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
         """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon."""

@@ -77,11 +77,10 @@ class BlockLayout:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, int], ...]:
-        """(First element, heads, elements per head and token) of each K, V and their scales, in a block's order."""
-        return self._arrange_parts()[0]
+        """(First element, heads, elements per head and token) of each K, V and their scales, in a block's order.
 
-    def _arrange_parts(self) -> tuple[tuple[tuple[int, int, int], ...], int]:
-        """Return the parts of a block, and how many elements they take. Scales lie at multiples of their bytes."""
+        Scales lie at multiples of their bytes.
+        """
         parts: list[tuple[int, int, int]] = []
         end = 0
         for shape in self.layers:
@@ -91,7 +90,7 @@ class BlockLayout:
                     end += heads * width * self.block_size
                     if self.is_int8:
                         end += -end % SCALE_BYTES
-        return tuple(parts), end
+        return tuple(parts)
 
     @property
     def element_type(self) -> Literal["float32", "bfloat16", "float16", "int8"]:
@@ -104,7 +103,8 @@ class BlockLayout:
     @cached_property
     def block_elements(self) -> int:
         """How many elements a block has."""
-        return self._arrange_parts()[1]
+        first, heads, size = self.parts[-1] if self.parts else (0, 0, 0)
+        return first + heads * size * self.block_size
 
     @property
     def block_bytes(self) -> int:

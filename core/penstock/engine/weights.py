@@ -8,7 +8,6 @@ are let go as loading goes on, so that the peak is what stays in the end and a l
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,11 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.files import Progress, to_one_line
 from penstock.engine.gguf_weights import GgufMatrix, map_gguf_tensors
 from penstock.engine.kernels.memory import drop_pages, map_zeros
-from penstock.engine.kernels.packed import GGUF_FORMS
+from penstock.engine.kernels.packed import GGUF_FORMS, count_packed_bytes
 from penstock.errors import ModelLoadError
 
 _DROP_INTERVAL_BYTES = 8 * 2**20  # how much is read before its pages are let go
@@ -38,7 +38,10 @@ class MappedWeights:
         """Whether matrices of a GGUF file stay there that are of types with which the kernels compute."""
         self.group_sizes: set[int] = set()
         """How many inputs have one scale, of weights that are stored as integers of 4 bits."""
-        self._unread = WeakKeyDictionary[nn.Module, _Unread]()
+        self._matrices: dict[int, GgufMatrix] = {}
+        """By the address of a weight: what it is in a GGUF file."""
+        self._unread = WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]]()
+        """The modules that read their weights at each call, by hooks with these handles."""
         self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
         self._num_bytes_read = self._num_bytes_dropped = 0
         for file in files:
@@ -62,8 +65,8 @@ class MappedWeights:
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         """Have these instead: slices of the same files, and tensors that are packed in them."""
         self.tensors = tensors
-        slices = [part for tensor in tensors.values() for part in _find_slices(tensor)]
-        self.num_bytes = sum(part[...].nbytes for part in slices)
+        slices = (one.parts if isinstance(one, PackedTensor) else [one] for one in tensors.values())
+        self.num_bytes = sum(part[...].nbytes for parts in slices for part in parts if part is not None)
 
     def as_state_dict(self, report: Progress) -> dict[str, Any]:
         """Return a state dict for `from_pretrained`, which reads one tensor after the other with `[...]`."""
@@ -72,9 +75,16 @@ class MappedWeights:
     def map_tensor(self, part: Any, report: Progress) -> Tensor:
         """Return the mapped tensor of a slice, or a packed one unpacked, and report how much of all bytes was read."""
         if isinstance(part, PackedTensor):
-            out, stored = part.allocate_tensor(), [self.map_tensor(one, report) for one in part.parts]
-            if not self.stays_in_file(part):
-                part.fill(out, *stored)
+            # In a mapping of its own, which goes back to the system when the weight is packed.
+            out = map_zeros(math.prod(part.shape), part.dtype).view(part.shape)
+            stored = [None if one is None else self.map_tensor(one, report) for one in part.parts]
+            if part.matrix is not None:
+                self._matrices[out.data_ptr()] = part.matrix
+            try:
+                if not self.stays_in_file(part):
+                    part.fill(out, *stored)
+            except ValueError as error:
+                raise ModelLoadError(f"{part.name} cannot be unpacked: {error}") from error
             return out
         view: Tensor = part[...]
         if self._num_bytes_read - self._num_bytes_dropped > _DROP_INTERVAL_BYTES:
@@ -106,78 +116,100 @@ class MappedWeights:
         matrix = part.matrix if isinstance(part, PackedTensor) else None
         return self.keeps_blocks and matrix is not None and matrix.kind in GGUF_FORMS
 
+    def count_saved_bytes(self) -> int:
+        """Return how much less the model takes as some matrices stay in the file until they are packed.
+
+        The largest is unpacked beside the packed ones. One is packed only if the kernels know the types of all that it
+        is packed with, which are in one module.
+        """
+        unpacked = {
+            _find_parent(name)
+            for name, part in self.tensors.items()
+            if len(part.get_shape()) == 2 and not self.stays_in_file(part)
+        }
+        kept = [
+            part
+            for name, part in self.tensors.items()
+            if self.stays_in_file(part) and _find_parent(name) not in unpacked
+        ]
+        sizes: list[int] = [math.prod(part.shape) * part.dtype.itemsize for part in kept]
+        packed = sum(count_packed_bytes(part.matrix) for part in kept)
+        return sum(sizes) - max(sizes, default=0) - packed
+
     def find_matrices(self, module: nn.Module) -> WeakKeyDictionary[nn.Module, GgufMatrix]:
         """Return by linear layer and embedding what its weight is in a GGUF file."""
-        found, by_address = WeakKeyDictionary[nn.Module, GgufMatrix](), dict[int, GgufMatrix]()
-        for name, weight in module.named_parameters():
-            stored = self.tensors.get(name)
-            if isinstance(stored, PackedTensor) and stored.matrix is not None:
-                by_address[weight.data_ptr()] = stored.matrix
+        found = WeakKeyDictionary[nn.Module, GgufMatrix]()
         for part in module.modules():
-            if isinstance(part, nn.Linear | nn.Embedding) and part.weight.data_ptr() in by_address:
-                found[part] = by_address[part.weight.data_ptr()]
+            if isinstance(part, nn.Linear | nn.Embedding) and part.weight.data_ptr() in self._matrices:
+                found[part] = self._matrices[part.weight.data_ptr()]
         return found
 
     def read_when_used(self, module: nn.Module) -> None:
-        """Let the parts of a module whose weights stay in a file read them at each call, and drop them behind it."""
+        """Let the parts of a module whose weights stay in a file read them at each call, and drop them behind it.
+
+        Raises `ModelLoadError` if the module has another tensor than was allocated for a matrix: it would be zero.
+        """
         if not self.keeps_blocks:
             return
+        moved = self._matrices.keys() - {weight.data_ptr() for weight in module.parameters()}
+        if moved:
+            name = self._matrices[moved.pop()].name
+            raise ModelLoadError(f"{name} was copied while it was loaded: set PENSTOCK_ENGINE_WEIGHTS=bf16")
         for part, matrix in self.find_matrices(module).items():
             if matrix.kind in GGUF_FORMS:
-                self._unread[part] = _Unread(part, matrix, self.drop_pages)
+                self._unread[part] = _read_at_calls(part, matrix, self.drop_pages)
 
     def read_to_stay(self, *modules: nn.Module) -> None:
         """Read the weights of these modules where they are in a file, so that they stay in memory."""
-        wanted = {self._unread[part].address: self._unread[part] for part in modules if part in self._unread}
-        for one in wanted.values():
-            one.read_weight()
+        wanted = {_get_weight(part).data_ptr(): part for part in modules if part in self._unread}
+        for address, part in wanted.items():
+            self._matrices[address].fill_weight(_get_weight(part))
             self.drop_pages()
-        for part, one in list(self._unread.items()):
-            if one.address in wanted:
-                self._unread.pop(part).remove_hooks()
+        for part in [part for part in self._unread if _get_weight(part).data_ptr() in wanted]:  # some share a weight
+            for handle in self._unread.pop(part):
+                handle.remove()
 
 
-class _Unread:
-    """A module's weight that stays in a file: it is read before each call, and its memory goes back behind it."""
+def _find_parent(name: str) -> str:
+    """Return the name of the module that has the module with a weight of this name."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
-    def __init__(self, module: nn.Module, matrix: GgufMatrix, drop_file: Callable[[], None]) -> None:
-        assert isinstance(module.weight, Tensor)
-        weight: Tensor = module.weight.detach()
-        self.address = weight.data_ptr()
-        self.read_weight: Callable[..., None] = partial(matrix.fill_weight, weight)
-        drop = partial(drop_pages, self.address, self.address + weight.nbytes)
 
-        def read_before_call(module: nn.Module, args: tuple[Any, ...]) -> None:
-            # Of an embedding, what the tokens need.
-            self.read_weight(rows=args[0].unique() if isinstance(module, nn.Embedding) else None)
-            drop_file()
+def _get_weight(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight.detach()
 
-        self._handles = (
-            module.register_forward_pre_hook(read_before_call), module.register_forward_hook(lambda *_: drop())
-        )  # fmt: skip
 
-    def remove_hooks(self) -> None:
-        """Let the module compute with what is in memory."""
-        for handle in self._handles:
-            handle.remove()
+def _read_at_calls(
+    module: nn.Module, matrix: GgufMatrix, drop_file: Callable[[], None]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let a module read its weight before each call, and give its memory back behind it, while it has the hooks."""
+    weight = _get_weight(module)
+
+    def read_before_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # Of an embedding, what the tokens need.
+        matrix.fill_weight(weight, rows=args[0].unique() if isinstance(module, nn.Embedding) else None)
+        drop_file()
+
+    def drop_after_call(*_call: Any) -> None:
+        drop_pages(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+
+    return module.register_forward_pre_hook(read_before_call), module.register_forward_hook(drop_after_call)
 
 
 @dataclass(frozen=True)
 class PackedTensor:
     """A tensor that is not stored itself, but computed from others when it is read."""
 
-    parts: tuple[Any, ...]
-    """The slices of what is stored."""
+    name: str
+    parts: list[Any]
+    """The slices of what is stored; None for what a checkpoint need not have."""
     shape: list[int]
     dtype: torch.dtype
     fill: Callable[..., None]
-    """Computes it of the mapped parts, into memory that it is given first."""
+    """Computes it of the mapped parts, into memory that it is given first. Raises `ValueError`."""
     matrix: GgufMatrix | None = None
     """What it is stored as in a GGUF file."""
-
-    def allocate_tensor(self) -> Tensor:
-        """Return zeros for it, in a mapping of its own: that goes back to the system when the weight is packed."""
-        return map_zeros(math.prod(self.shape), self.dtype).view(self.shape)
 
     def get_shape(self) -> list[int]:
         """Return its shape once it is unpacked."""
@@ -186,10 +218,6 @@ class PackedTensor:
     def get_dtype(self) -> str:
         """Return safetensors' name for the type in which its values are computed."""
         return "F32"
-
-
-def _find_slices(tensor: Any) -> tuple[Any, ...]:
-    return tensor.parts if isinstance(tensor, PackedTensor) else (tensor,)
 
 
 class _LazyTensor:

@@ -10,7 +10,7 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.dtype import choose_dtype
-from penstock.engine.files import Progress, find_model, find_weight_files
+from penstock.engine.files import Progress, find_model, find_weight_files, ignore_progress
 from penstock.engine.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.load_cache import LoadCache
 from penstock.engine.loading import (
@@ -79,7 +79,7 @@ PLACING_ARGUMENTS = frozenset({
 """Arguments that say where the model is computed. All others are part of the fingerprint."""
 
 
-def open_vllm_core(settings: EngineSettings, progress: Progress | None = None) -> "VllmCore":
+def open_vllm_core(settings: EngineSettings, report: Progress = ignore_progress) -> "VllmCore":
     """Load the model into vLLM. Raises `ModelLoadError`, and `DependencyMissing` where vLLM is not installed."""
     os.environ |= {"OMP_NUM_THREADS": str(settings.num_threads)} | ENVIRONMENT
     torch.set_num_threads(settings.num_threads)  # vLLM does not let anybody change it afterwards
@@ -88,7 +88,7 @@ def open_vllm_core(settings: EngineSettings, progress: Progress | None = None) -
     except ImportError as error:
         raise DependencyMissing(f"PENSTOCK_ENGINE_KIND=vllm needs vLLM ({error})") from None
     with as_load_errors(settings.model):
-        return _open_core(settings, progress or (lambda what, done: None), vllm.__version__)
+        return _open_core(settings, report, vllm.__version__)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.config.settings import DEFAULT_CACHE_DIR
 from penstock.engine.chat_template import render_chat
-from penstock.engine.files import find_model
+from penstock.engine.files import find_model, ignore_progress
 from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage
@@ -143,7 +143,7 @@ def _load_tokenizer(name: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelLoadError(f"it needs pip install transformers jinja2 ({error})") from None
-    directory = find_model(name, lambda *_: None, Path(DEFAULT_CACHE_DIR).expanduser())
+    directory = find_model(name, ignore_progress, Path(DEFAULT_CACHE_DIR).expanduser())
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except BaseException as error:

@@ -85,11 +85,11 @@ class WeightPacker:
             self.num_quantized += len(linears) * (form != WeightForm.STORED)
         elif matrices:
             self.num_from_gguf += len(linears)
-            return self._pack_blocks(linears, release, activation, matrices)
+            return self._pack_blocks(linears, activation, matrices)
         else:
             self._stored.read_to_stay(*linears)
             form = self._choose_lossless(linears, activation)
-        return PackedLinears(self._native, linears, release, activation, form, group_size=self._group_size)
+        return PackedLinears.pack(self._native, linears, release, activation, form, group_size=self._group_size)
 
     def _choose_lossless(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
         if not self._may_compress:
@@ -105,12 +105,13 @@ class WeightPacker:
         """Pack the weight of an embedding if it is in a GGUF file, and the kernels read its type; else return None."""
         if not (matrices := self._find_matrices([embedding], Activation.NONE)):
             return None
-        return self._pack_blocks([embedding], keep_weight, Activation.NONE, matrices)
+        return self._pack_blocks([embedding], Activation.NONE, matrices)
 
     def _pack_blocks(
-        self, linears: Sequence[nn.Module], release: Release, activation: Activation, matrices: list[GgufMatrix]
+        self, linears: Sequence[nn.Module], activation: Activation, matrices: list[GgufMatrix]
     ) -> PackedLinears:
-        group = PackedLinears(self._native, linears, release, activation, WeightForm.GGUF, matrices)
+        """Pack layers whose values are in no memory, so that there is nothing to release but the file's pages."""
+        group = PackedLinears.pack(self._native, linears, keep_weight, activation, WeightForm.GGUF, matrices)
         self._stored.drop_pages()
         return group
 
@@ -130,8 +131,8 @@ class WeightPacker:
     def _probe_forms(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
         """Return the form in which the first outputs of a group are faster."""
         parts = [make_linear(weight_of(linear)[:MAX_PROBED_OUTPUTS]) for linear in linears[:MAX_PROBED_LINEARS]]
-        compressed = PackedLinears(self._native, parts, keep_weight, activation, WeightForm.COMPRESSED)
-        stored = PackedLinears(self._native, parts, keep_weight, activation)
+        compressed = PackedLinears.pack(self._native, parts, keep_weight, activation, WeightForm.COMPRESSED)
+        stored = PackedLinears.pack(self._native, parts, keep_weight, activation)
         is_faster = compressed.form == WeightForm.COMPRESSED and self._is_faster(compressed, stored)
         return WeightForm.COMPRESSED if is_faster else WeightForm.STORED
 

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -57,12 +58,6 @@ class WeightForm(IntEnum):
     """The numbers and scales of a GGUF file's blocks."""
 
 
-_DESCRIBED = ("outputs", "inputs", "num_exceptions", "group_size")
-"""What a packed file says of a group as it is."""
-_TABLES = {WeightForm.COMPRESSED: ("palettes", "exceptions", "first_exception"), WeightForm.GGUF: ("kinds", "places")}
-"""By form: what a group has beside its memory, scales and biases."""
-
-
 class GgufForm(NamedTuple):
     """How the kernels keep the blocks of a type."""
 
@@ -101,6 +96,7 @@ INT4_GROUPS = (32, 64, 128)
 """Of how many inputs the weights may have one scale, with 4 bits."""
 
 
+@dataclass(eq=False)
 class PackedLinears:
     """The weights of linear layers with the same input, packed together: one pass over them serves all.
 
@@ -110,8 +106,37 @@ class PackedLinears:
     row's result depends on that row alone.
     """
 
-    def __init__(
-        self,
+    native: Library
+    outputs: list[int]
+    inputs: int
+    dtype: torch.dtype
+    form: WeightForm
+    activation: Activation
+    group_size: int
+    """How many inputs have one scale with 4 bits: one of `INT4_GROUPS`."""
+    tensors: dict[str, Tensor]
+    """`memory` has the panels. All others, which a group need not have, are called as in `Packed`."""
+
+    def __post_init__(self) -> None:
+        firsts, num_panels = _place_panels(self.outputs, self.activation)
+        self.packed = library.Packed(
+            data=self.tensors["memory"].data_ptr(), inputs=self.inputs, num_panels=num_panels,
+            element_bytes=self.dtype.itemsize, form=self.form, group=self.group_size,
+        )  # fmt: skip
+        for name in self.tensors.keys() - {"memory"}:
+            setattr(self.packed, name, self.tensors[name].data_ptr())
+        together = 2 if self.activation else 1  # layers that share panels
+        count = len(self.outputs) // together
+        parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs, firsts, strict=True))
+        self._parts = (library.Part * count)(*list(parts)[::together])
+        self._args = library.LinearArgs(
+            weight=ctypes.pointer(self.packed), parts=self._parts, num_parts=count, activation=int(self.activation)
+        )
+        self._address = ctypes.addressof(self._args)
+
+    @classmethod
+    def pack(
+        cls,
         native: Library,
         linears: Sequence[nn.Module],
         release: Release,
@@ -119,139 +144,73 @@ class PackedLinears:
         form: WeightForm = WeightForm.STORED,
         matrices: Sequence[GgufMatrix] = (),
         group_size: int = GROUP_INPUTS,
-    ) -> None:
-        """`matrices` are what the weights are in a GGUF file, for that form. `group_size` is one of `INT4_GROUPS`."""
+    ) -> "PackedLinears":
+        """Return the group of these layers. `matrices` are what the weights are in a GGUF file, for that form."""
         weights = [weight_of(linear) for linear in linears]
-        self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        self.dtype = weights[0].dtype
-        is_compressed = form == WeightForm.COMPRESSED
-        self.form = WeightForm.STORED if is_compressed else form
-        self.group_size = group_size
-        self._native = native
-        width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
-        together = 2 if activation else 1  # layers that share panels
-        firsts, num_panels = _place_panels(self.outputs, activation)
-        self._tables: tuple[Tensor, ...] = ()
+        outputs, inputs, dtype = [len(weight) for weight in weights], weights[0].shape[1], weights[0].dtype
+        firsts, num_panels = _place_panels(outputs, activation)
+        width, together = (PANEL_COLUMNS // 2, 2) if activation else (PANEL_COLUMNS, 1)
         if form == WeightForm.GGUF:
-            self._tables = self._place_gguf(matrices, firsts, width, num_panels)
-        self._memory, self._scales = self._allocate(num_panels, for_long=not is_compressed)
-        self.num_exceptions = 0
-        """Weights that compression keeps apart."""
+            tensors = _allocate_gguf(matrices, [-(-n // width) for n in outputs], firsts, num_panels)
+        else:
+            tensors = _allocate(form, num_panels, inputs, dtype, group_size)
+        bias = _pack_bias(linears, firsts, width, num_panels)
+        tensors |= {} if bias is None else {"bias": bias}
+        stored_form = WeightForm.STORED if form == WeightForm.COMPRESSED else form
+        group = cls(native, outputs, inputs, dtype, stored_form, activation, group_size, tensors)
         for i, weight in enumerate(weights):
             column = width * (i % together)
             if form == WeightForm.GGUF:
-                self._pack_gguf(matrices[i], firsts[i], width, column)
-                release(weight)
+                group._pack_gguf(matrices[i], firsts[i], width, column)
                 continue
             for row in range(0, len(weight), _PACKED_ROWS_PER_RELEASE):
                 piece = weight[row : row + _PACKED_ROWS_PER_RELEASE]
-                self._pack_weight(piece, firsts[i] + row // width, width, column)
+                group._pack_weight(piece, firsts[i] + row // width, width, column)
                 release(piece)
-        self._bias = _pack_bias(linears, firsts, width, num_panels)
-        if is_compressed:
-            self._compress(num_panels)
-        self._make_arguments(activation)
+        return group._compress() if form == WeightForm.COMPRESSED else group
 
     @classmethod
     def restore(cls, native: Library, about: dict[str, Any], tensors: dict[str, Tensor]) -> "PackedLinears":
         """Return the group that was described so, over tensors that may lie in a mapped file."""
-        group = cls.__new__(cls)
-        for name in _DESCRIBED:
-            setattr(group, name, about[name])
-        group.dtype, group.form = getattr(torch, about["dtype"]), WeightForm(about["form"])
-        group._native = native  # noqa: SLF001 - this is a constructor
-        group._memory, group._scales = tensors["memory"], tensors["scales"]  # noqa: SLF001
-        group._bias = tensors.get("bias")  # noqa: SLF001
-        group._tables = tuple(tensors[name] for name in _TABLES.get(group.form, ()))  # noqa: SLF001
-        group._make_arguments(Activation(about["activation"]))  # noqa: SLF001
-        return group
-
-    def describe(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what `restore` makes the group of again: a JSON object, and tensors by name."""
-        about = {name: getattr(self, name) for name in _DESCRIBED} | {
-            "dtype": str(self.dtype).removeprefix("torch."), "form": int(self.form),
-            "activation": int(self._args.activation),
-        }  # fmt: skip
-        tables = dict(zip(_TABLES.get(self.form, ()), self._tables, strict=True))
-        tensors = {"memory": self._memory, "scales": self._scales, **tables}
-        return about, tensors if self._bias is None else {**tensors, "bias": self._bias}
-
-    def _make_arguments(self, activation: Activation) -> None:
-        """Make the structures in which the kernels find the group."""
-        firsts, num_panels = _place_panels(self.outputs, activation)
-        bias = self._bias.data_ptr() if self._bias is not None else None
-        self.packed = library.Packed(
-            self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, self.form,
-            self.group_size, self._scales.data_ptr(),
+        return cls(
+            native, about["outputs"], about["inputs"], getattr(torch, about["dtype"]), WeightForm(about["form"]),
+            Activation(about["activation"]), about["group_size"], tensors,
         )  # fmt: skip
-        for name, table in zip(_TABLES.get(self.form, ()), self._tables, strict=True):
-            setattr(self.packed, name, table.data_ptr())
-        together = 2 if activation else 1
-        count = len(self.outputs) // together
-        parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs, firsts, strict=True))
-        self._parts = (library.Part * count)(*list(parts)[::together])
-        self._args = library.LinearArgs(
-            weight=ctypes.pointer(self.packed), parts=self._parts, num_parts=count, activation=int(activation)
-        )
-        self._address = ctypes.addressof(self._args)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed weights, their scales, palettes and exceptions."""
-        return self._memory.nbytes + self._scales.nbytes + sum(one.nbytes for one in self._tables)
+    def describe(self) -> dict[str, Any]:
+        """Return a JSON object of which, with the tensors, `restore` makes the group again."""
+        return {
+            "outputs": self.outputs, "inputs": self.inputs, "dtype": str(self.dtype).removeprefix("torch."),
+            "form": int(self.form), "activation": int(self.activation), "group_size": self.group_size,
+        }  # fmt: skip
 
-    def _compress(self, num_panels: int) -> None:
-        """Compress the packed weights, if they are bf16 and few of them are exceptions."""
+    def _compress(self) -> "PackedLinears":
+        """Return the group with compressed weights, or itself if they are not bf16 or have too many exceptions."""
         if self.dtype != torch.bfloat16 or self.inputs % 4:
-            return
-        stored = self._memory
+            return self
+        num_panels = self.packed.num_panels
         data = _ARENA.allocate_zeros(num_panels * self.inputs // 4 * _PAIR_BYTES, torch.uint8)
         palettes, counts = torch.empty(num_panels * 16, dtype=torch.uint8), torch.empty(num_panels, dtype=torch.int32)
         args = library.CompressArgs(
-            stored.data_ptr(), self.inputs, num_panels, data.data_ptr(), palettes.data_ptr(), counts.data_ptr()
+            self.packed.data, self.inputs, num_panels, data.data_ptr(), palettes.data_ptr(), counts.data_ptr()
         )
-        self._native.compress(ctypes.addressof(args))
-        self.num_exceptions = int(counts.sum())
-        if self.num_exceptions > MAX_EXCEPTIONS * num_panels * PANEL_COLUMNS * self.inputs:
-            return
+        self.native.compress(ctypes.addressof(args))
+        if int(counts.sum()) > MAX_EXCEPTIONS * num_panels * PANEL_COLUMNS * self.inputs:
+            return self
         first = torch.cat([torch.zeros(1, dtype=torch.int32), (counts + 1).cumsum(0).int()])  # each list has an end
         exceptions = torch.empty(int(first[-1]), dtype=torch.int32)
         args.first_exception, args.exceptions = first.data_ptr(), exceptions.data_ptr()
-        self._native.compress(ctypes.addressof(args))
-        self._memory, self._tables, self.form = data, (palettes, exceptions, first), WeightForm.COMPRESSED
-
-    def _allocate(self, num_panels: int, *, for_long: bool) -> tuple[Tensor, Tensor]:
-        """Return memory for the weights, all of them zero, and for their scales."""
-        if self.form == WeightForm.STORED:
-            units = -(-self.inputs * self.dtype.itemsize // 4)
-            allocate = _ARENA.allocate_zeros if for_long else map_zeros
-            return allocate(num_panels * units * PANEL_COLUMNS, torch.int32), torch.empty(0)
-        if self.form == WeightForm.GGUF:
-            return _ARENA.allocate_zeros(int(self._tables[1][-1]), torch.uint8), torch.empty(0)
-        bits = 8 if self.form == WeightForm.INT8 else 4
-        lines, groups = -(-self.inputs // 4), 1 if bits == 8 else -(-self.inputs // self.group_size)
-        codes = _ARENA.allocate_zeros(num_panels * lines * 16 * bits, torch.uint8)
-        codes.fill_(0x80 if bits == 8 else 0x88)  # the code of zero
-        return codes, _ARENA.allocate_zeros(num_panels * groups * PANEL_COLUMNS, torch.float32)
+        self.native.compress(ctypes.addressof(args))
+        found = {"memory": data, "palettes": palettes, "exceptions": exceptions, "first_exception": first}
+        return replace(self, form=WeightForm.COMPRESSED, tensors=self.tensors | found)
 
     def _pack_weight(self, weight: Tensor, first_panel: int, columns: int, first_column: int) -> None:
         weight = weight.contiguous()
         args = library.PackArgs(
-            weight.data_ptr(), weight.shape[0], self.inputs, weight.stride(0), self._memory.data_ptr(),
-            first_panel, columns, first_column, self.dtype.itemsize, self.form, self.group_size,
-            self._scales.data_ptr(),
+            weight.data_ptr(), weight.shape[0], self.inputs, weight.stride(0), self.packed.data, first_panel, columns,
+            first_column, self.dtype.itemsize, self.form, self.group_size, self.packed.scales,
         )  # fmt: skip
-        self._native.pack(ctypes.addressof(args))
-
-    def _place_gguf(
-        self, matrices: Sequence[GgufMatrix], firsts: list[int], width: int, num_panels: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the kind of each panel, and where each is in memory, with the end of all."""
-        kinds, sizes = torch.empty(num_panels, dtype=torch.uint8), torch.empty(num_panels, dtype=torch.int64)
-        for matrix, first, outputs in zip(matrices, firsts, self.outputs, strict=True):
-            form, panels = GGUF_FORMS[matrix.kind], slice(first, first + -(-outputs // width))
-            kinds[panels], sizes[panels] = form.number, form.count_panel_bytes(self.inputs)
-        return kinds, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        self.native.pack(ctypes.addressof(args))
 
     def _pack_gguf(self, matrix: GgufMatrix, first_panel: int, columns: int, first_column: int) -> None:
         places = matrix.find_rows()
@@ -264,10 +223,10 @@ class PackedLinears:
             whole = [None if part is None else part.contiguous() for part in given]
             args = library.PackGgufArgs(
                 *(None if part is None else part.data_ptr() for part in whole), len(some), self.inputs,
-                self._memory.data_ptr(), self._tables[1].data_ptr(), first_panel + row // columns, columns,
-                first_column, GGUF_FORMS[matrix.kind].number,
+                self.packed.data, self.packed.places, first_panel + row // columns, columns, first_column,
+                GGUF_FORMS[matrix.kind].number,
             )  # fmt: skip
-            self._native.pack_gguf(ctypes.addressof(args))
+            self.native.pack_gguf(ctypes.addressof(args))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return a tensor [.., outputs] for each layer, or with an activation for each pair."""
@@ -285,7 +244,34 @@ class PackedLinears:
 
     def repeat_product(self) -> None:
         """Compute the last call again, into its outputs, which are still there."""
-        self._native.linear(self._address)
+        self.native.linear(self._address)
+
+
+def _allocate(form: WeightForm, num_panels: int, inputs: int, dtype: torch.dtype, group_size: int) -> dict[str, Tensor]:
+    """Return memory for weights, all of them zero, and for their scales where they have some."""
+    if form in (WeightForm.INT8, WeightForm.INT4):
+        bits = 8 if form == WeightForm.INT8 else 4
+        lines, groups = -(-inputs // 4), 1 if bits == 8 else -(-inputs // group_size)
+        codes = _ARENA.allocate_zeros(num_panels * lines * 16 * bits, torch.uint8)
+        codes.fill_(0x80 if bits == 8 else 0x88)  # the code of zero
+        return {"memory": codes, "scales": _ARENA.allocate_zeros(num_panels * groups * PANEL_COLUMNS, torch.float32)}
+    allocate = map_zeros if form == WeightForm.COMPRESSED else _ARENA.allocate_zeros  # compressed, it goes
+    return {"memory": allocate(num_panels * -(-inputs * dtype.itemsize // 4) * PANEL_COLUMNS, torch.int32)}
+
+
+def _allocate_gguf(
+    matrices: Sequence[GgufMatrix], counts: list[int], firsts: list[int], num_panels: int
+) -> dict[str, Tensor]:
+    """Return zeros for blocks, the kind of each panel, and where each is in memory, with the end of all.
+
+    `counts` and `firsts` are the number of panels and the first one of each matrix.
+    """
+    kinds, sizes = torch.empty(num_panels, dtype=torch.uint8), torch.empty(num_panels, dtype=torch.int64)
+    for matrix, first, count in zip(matrices, firsts, counts, strict=True):
+        form, panels = GGUF_FORMS[matrix.kind], slice(first, first + count)
+        kinds[panels], sizes[panels] = form.number, form.count_panel_bytes(matrix.part.get_shape()[1])
+    places = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    return {"memory": _ARENA.allocate_zeros(int(places[-1]), torch.uint8), "kinds": kinds, "places": places}
 
 
 def _place_panels(outputs: Sequence[int], activation: Activation) -> tuple[list[int], int]:

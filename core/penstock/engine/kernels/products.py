@@ -80,7 +80,7 @@ def choose_products(native: Library, dtype: torch.dtype) -> None:
 def _describe_slowness(native: Library, product: Product) -> str:
     """Return the product and the kernels' time to torch's where that is too long, or ""."""
     weight = torch.randn(product.outputs, product.inputs).to(product.dtype) / product.inputs**0.5
-    group = PackedLinears(native, [make_linear(weight)], lambda _: None, form=product.form)
+    group = PackedLinears.pack(native, [make_linear(weight)], lambda _: None, form=product.form)
     product = replace(product, form=group.form)  # not all weights can be compressed
     slow = []
     for rows in NUM_ROWS:
