@@ -170,7 +170,7 @@ class StateStorage:
             counts = [(guess, guess.seq.num_computed_tokens - guess.start) for guess in guesses]
             right = [Run(guess.seq.state_row, guess.first, num, num) for guess, num in counts if num > 0]
             if right:
-                runs.repeat(Runs(right))
+                runs.repeat_calls(Runs(right))
         self.guesses = []
 
     def copy_layer(self, source: int, target: int, layer: int) -> None:

@@ -44,7 +44,7 @@ class Runs:
         if self._has_guessed:
             self._calls.append((function, args, memory))
 
-    def repeat(self, runs: "Runs") -> None:
+    def repeat_calls(self, runs: "Runs") -> None:
         """Read a part of the tokens once more, into the states: guesses that were right."""
         for function, args, memory in self._calls:
             runs.call_kernel(function, args, *memory)
