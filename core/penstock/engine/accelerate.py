@@ -42,7 +42,7 @@ from penstock.engine.kernels.packed import (
     keep_weight,
     weight_of,
 )
-from penstock.engine.kernels.step import NativeParts, NativeStep
+from penstock.engine.kernels.step import Body, NativeParts, NativeStep
 from penstock.engine.latent import (
     LatentHeads,
     attend_twice,
@@ -233,7 +233,7 @@ def compute_probe_logits(model: LoadedModel) -> Tensor:
     return _compute_all_rows(model.module, native.body, step, _place_probe(model, step.batch))
 
 
-def _compute_all_rows(module: Any, body: NativeModel | None, step: NativeStep, position_ids: Tensor) -> Tensor:
+def _compute_all_rows(module: Any, body: Body | None, step: NativeStep, position_ids: Tensor) -> Tensor:
     """Return the logits after each token of a step, computed by a module, or by what computes in its place."""
     if body is not None:
         return body.compute_rows(step, position_ids, torch.arange(step.num_rows)).float()

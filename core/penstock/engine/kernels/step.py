@@ -3,7 +3,7 @@
 import ctypes
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from penstock.engine.masks import Visibility, find_first_visible
 from penstock.engine.step import Step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
-
-if TYPE_CHECKING:  # it imports this module
-    from penstock.engine.layer import NativeModel
 
 
 class NativeStep(Step):
@@ -112,6 +109,16 @@ def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float)
     )  # fmt: skip
 
 
+class Body(Protocol):
+    """Computes a whole model over a `NativeStep`, in the place of the module."""
+
+    def compute_batch(self, step: NativeStep) -> Tensor:
+        """Return the logits that the step's batch keeps: [rows, vocabulary], valid until the next call."""
+
+    def compute_rows(self, step: NativeStep, position_ids: Tensor, kept: Tensor) -> Tensor:
+        """The same for tokens at any positions, [1, T], and any rows of logits."""
+
+
 ROUNDING_VERSIONS = {"amx": " 2"}
 """By instruction set: what counts the changes of how its kernels round; part of the fingerprint."""
 
@@ -123,7 +130,7 @@ class NativeParts:
     library: Library
     layers: frozenset[int]
     """Layers whose attention the kernels compute."""
-    body: "NativeModel | None"
+    body: Body | None
     """Computes the whole model in the module's place, if its form allows that."""
     has_experts: bool = False
     """Whether they compute the experts of mixtures, too, which torch rounds otherwise."""
