@@ -21,16 +21,17 @@ template <class F> void in_tasks(int64_t rows, int64_t row_elements, const F& ea
 
 template <class T> void norm_row(const NormArgs& a, const T* x, T* out) {
   const T* weight = (const T*)a.weight;
-  f32x16 squares{};
+  f32xn squares[kParts] = {};
   for (int64_t i = 0; i < a.size; i += 16) {
-    f32x16 v = load_first(x + i, int(a.size - i));
-    squares = fma(v, v, squares);
+    const Parts<f32x16> v{load_first(x + i, int(a.size - i))};
+    unroll<kParts>([&](int j) INLINED { squares[j] = multiply_add(v.part[j], v.part[j], squares[j]); });
   }
-  f32x16 scale = all(1.0f / std::sqrt(sum(squares) / float(a.size) + a.eps));
+  const float scale = 1.0f / std::sqrt(sum(joined<f32x16>(squares)) / float(a.size) + a.eps);
   for (int64_t i = 0; i < a.size; i += 16) {
     int count = int(a.size - i);
     f32x16 v = load_first(x + i, count) * scale, w = load_first(weight + i, count);
-    store_first(out + i, a.plus_one ? v * (1.0f + w) : rounded<T>(v) * w, count);
+    if (a.plus_one) store_first(out + i, v * (1.0f + w), count);
+    else store_first(out + i, rounded<T>(v) * w, count);
   }
 }
 
@@ -65,15 +66,31 @@ template <class T> void rope_of(const RopeArgs& a) {
 // Lanes keep their own first maximum; values before NaNs win, as nothing compares greater than them.
 template <class T> int64_t best_of(const T* values, int64_t columns) {
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32x16 high = all(-INFINITY);
-  i32x16 where = lanes;
-  for (int64_t i = 0; i < columns; i += 16) {
-    f32x16 v = load_first(values + i, int(columns - i));
-    if (columns - i < 16) v = lanes < int(columns - i) ? v : all(-INFINITY);
-    i32x16 higher = is_greater(v, high);
-    high = select(higher, v, high);
-    where = select(higher, lanes + int(i), where);
+  f32xn highs[kParts];
+  i32xn places[kParts], at[kParts];
+  const Parts<i32x16> first{lanes};
+  unroll<kParts>([&](int j) INLINED {
+    highs[j] = f32xn{} - INFINITY;
+    places[j] = at[j] = first.part[j];
+  });
+  auto take = [&](f32x16 values) INLINED {
+    const Parts<f32x16> v{values};
+    unroll<kParts>([&](int j) INLINED {
+      const i32xn higher = (i32xn)(v.part[j] > highs[j]);
+      highs[j] = higher ? v.part[j] : highs[j];
+      places[j] = higher ? at[j] : places[j];
+      at[j] += 16;
+    });
+  };
+  int64_t i = 0;
+  for (; i + 16 <= columns; i += 16) take(load(values + i));
+  if (i < columns) {
+    const int left = int(columns - i);
+    const i32x16 exists = by_parts<i32x16>([&](i32xn lane) INLINED { return (i32xn)(lane < left); }, lanes);
+    take(select(exists, load_first(values + i, left), all(-INFINITY)));
   }
+  const f32x16 high = joined<f32x16>(highs);
+  const i32x16 where = joined<i32x16>(places);
   int best = 0;
   for (int lane = 1; lane < 16; lane++) {
     if (high[lane] > high[best] || (high[lane] == high[best] && where[lane] < where[best])) best = lane;

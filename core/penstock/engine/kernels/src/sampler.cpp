@@ -40,10 +40,13 @@ INLINE i32x16 lower_half(f32x16 weights, i32x16 upper) {
 }
 
 INLINE f32x16 load_or_lowest(const float* row, int64_t at, int64_t columns) {
-  if (columns - at >= 16) return load(row + at);
   float copy[16];
-  for (int i = 0; i < 16; i++) copy[i] = at + i < columns ? row[at + i] : -INFINITY;
-  return load(copy);
+  const float* from = row + at;
+  if (columns - at < 16) {
+    for (int i = 0; i < 16; i++) copy[i] = at + i < columns ? row[at + i] : -INFINITY;
+    from = copy;
+  }
+  return load(from);
 }
 
 INLINE void weights_of(const float* row, int64_t at, int64_t columns, float top, float rate, int64_t out[16]) {
@@ -57,13 +60,16 @@ int64_t sum_weights(const float* row, int64_t columns, float top, float rate, in
   int64_t total = 0;
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     int64_t end = std::min(columns, begin + kBlock);
-    i32x16 upper_sum{}, lower_sum{};
+    i32xn uppers[kParts] = {}, lowers[kParts] = {};
     for (int64_t at = begin; at < end; at += 16) {
       f32x16 weights = float_weights(load_or_lowest(row, at, columns), top, rate);
-      i32x16 upper = upper_half(weights);
-      upper_sum += upper;
-      lower_sum += lower_half(weights, upper);
+      const Parts<i32x16> upper{upper_half(weights)}, lower{lower_half(weights, upper.whole)};
+      unroll<kParts>([&](int j) INLINED {
+        uppers[j] += upper.part[j];
+        lowers[j] += lower.part[j];
+      });
     }
+    const i32x16 upper_sum = joined<i32x16>(uppers), lower_sum = joined<i32x16>(lowers);
     int64_t sum = 0;
     for (int i = 0; i < 16; i++) sum += (int64_t(upper_sum[i]) << kLowBits) + lower_sum[i];
     total += sum;
@@ -75,6 +81,10 @@ int64_t sum_weights(const float* row, int64_t columns, float top, float rate, in
 INLINE bool has_any(i32x16 lanes) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif defined(__AVX2__)
+  const Parts<i32x16> parts{lanes};
+  const __m256i mixed = _mm256_or_si256((__m256i)parts.part[0], (__m256i)parts.part[1]);
+  return !_mm256_testz_si256(mixed, mixed);
 #else
   int32_t mixed = 0;
   for (int i = 0; i < 16; i++) mixed |= lanes[i];
@@ -88,28 +98,37 @@ struct Top {
 };
 
 Top find_top(const float* row, int64_t columns) {
-  f32x16 high[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
-  i32x16 strange{};
+  constexpr int kChains = 4;
+  f32xn highs[kChains * kParts];
+  i32xn strange[kParts] = {};
+  unroll<kChains * kParts>([&](int i) INLINED { highs[i] = f32xn{} - INFINITY; });
+  auto take = [&](f32x16 values, int chain) INLINED {
+    const Parts<f32x16> v{values};
+    unroll<kParts>([&](int j) INLINED {
+      f32xn& high = highs[chain * kParts + j];
+      strange[j] |= (i32xn)(v.part[j] != v.part[j]);
+      high = v.part[j] > high ? v.part[j] : high;
+    });
+  };
   int64_t at = 0;
-  for (; at + 64 <= columns; at += 64) {
-    for (int i = 0; i < 4; i++) {
-      f32x16 v = load(row + at + i * 16);
-      strange |= (v != v);
-      high[i] = max(v, high[i]);
-    }
+  for (; at + kChains * 16 <= columns; at += kChains * 16) {
+    unroll<kChains>([&](int i) INLINED { take(load(row + at + i * 16), i); });
   }
-  for (; at < columns; at += 16) {
-    f32x16 v = load_or_lowest(row, at, columns);
-    strange |= (v != v);
-    high[0] = max(v, high[0]);
-  }
-  float score = max(max(max(high[0], high[1]), max(high[2], high[3])));
-  return {score, !has_any(strange) && std::isfinite(score)};
+  for (; at < columns; at += 16) take(load_or_lowest(row, at, columns), 0);
+  f32xn high[kParts];
+  unroll<kParts>([&](int j) INLINED {
+    const f32xn one = highs[j] > highs[kParts + j] ? highs[j] : highs[kParts + j];
+    const f32xn other = highs[2 * kParts + j] > highs[3 * kParts + j] ? highs[2 * kParts + j] : highs[3 * kParts + j];
+    high[j] = one > other ? one : other;
+  });
+  float score = max(joined<f32x16>(high));
+  return {score, !has_any(joined<i32x16>(strange)) && std::isfinite(score)};
 }
 
 int64_t find_first(const float* row, int64_t columns, float score) {
   for (int64_t at = 0; at < columns; at += 16) {
-    if (!has_any(load_or_lowest(row, at, columns) == score)) continue;
+    auto is_score = [&](f32xn v) INLINED { return (i32xn)(v == score); };
+    if (!has_any(by_parts<i32x16>(is_score, load_or_lowest(row, at, columns)))) continue;
     for (int64_t id = at; id < std::min(at + 16, columns); id++) {
       if (row[id] == score) return id;
     }
@@ -158,7 +177,7 @@ int64_t find_candidates(const float* row, int64_t columns, float top, float rate
   int64_t count = 0;
   for (int64_t at = 0; at < columns; at += 16) {
     f32x16 v = load_or_lowest(row, at, columns);
-    i32x16 inside = (v - top) * rate >= least;
+    i32x16 inside = by_parts<i32x16>([&](f32xn v) INLINED { return (i32xn)((v - top) * rate >= least); }, v);
     if (!has_any(inside)) continue;
     int64_t weights[16];
     weights_of(row, at, columns, top, rate, weights);
@@ -300,10 +319,11 @@ template <class T> void sample_rows(const SampleArgs& a) {
 void rank_row(const RankArgs& a, const float* row, int64_t number) {
   uint64_t* best = (uint64_t*)pool::scratch(1, a.width * sizeof(uint64_t));  // a heap: the last in the ranking is on top
   int64_t count = 0;
-  f32x16 bound = all(-INFINITY);
+  float bound = -INFINITY;
+  auto is_beyond = [&](f32xn v) INLINED { return ~(i32xn)(v <= bound); };  // of equal ones those before go first
   for (int64_t at = 0; at < a.columns; at += 16) {
     f32x16 v = load_or_lowest(row, at, a.columns);
-    if (count == a.width && !has_any(~(v <= bound))) continue;  // of equal ones those before go first
+    if (count == a.width && !has_any(by_parts<i32x16>(is_beyond, v))) continue;
     for (int64_t id = at; id < std::min(at + 16, a.columns); id++) {
       uint64_t key = rank_key(row[id], id);
       if (count == a.width) {
@@ -313,7 +333,7 @@ void rank_row(const RankArgs& a, const float* row, int64_t number) {
       best[count++] = key;
       std::push_heap(best, best + count);
     }
-    if (count == a.width) bound = all(row[best[0] & 0xffffffffu]);
+    if (count == a.width) bound = row[best[0] & 0xffffffffu];
   }
   std::sort_heap(best, best + count);
   for (int64_t i = 0; i < a.width; i++) {

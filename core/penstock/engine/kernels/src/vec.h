@@ -56,6 +56,14 @@ template <class V> union Parts {
   V whole;
   PartOf<V> part[16 / kLanes];
 };
+constexpr int kParts = 16 / kLanes;
+// The whole of an array of parts. What a loop changes is such an array: GCC keeps wider vectors than the registers in
+// memory, writes them in halves, and a read of what was written in halves has to wait.
+template <class V> INLINE V joined(const PartOf<V>* parts) {
+  Parts<V> v;
+  unroll<kParts>([&](int i) INLINED { v.part[i] = parts[i]; });
+  return v.whole;
+}
 // What `f` makes of vectors, part by part: comparisons of wide vectors are made lane by lane.
 template <class R, class F, class... V> INLINE R by_parts_of(const F& f, const Parts<V>&... v) {
   Parts<R> out;
@@ -102,6 +110,18 @@ INLINE f32x16 load(const int8_t* p) {
   return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #else
   return __builtin_convertvector(__builtin_convertvector(*(const i8x16_any*)p, i32x16), f32x16);
+#endif
+}
+
+// Integers of -128 to 127 as bytes.
+INLINE i8x16 as_bytes(i32x16 v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const Parts<i32x16> ints{v};
+  const __m256i mixed = _mm256_packs_epi32((__m256i)ints.part[0], (__m256i)ints.part[1]);
+  const __m256i shorts = _mm256_permute4x64_epi64(mixed, 0xd8);
+  return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+#else
+  return __builtin_convertvector(v, i8x16);
 #endif
 }
 
@@ -174,10 +194,13 @@ INLINE float scalar(bf16 x) {
 
 // The first `count` (1 to 16) lanes of memory; the others are zero and their memory is not touched.
 template <class T> INLINE f32x16 load_first(const T* p, int count) {
-  if (count >= 16) return load(p);
-  T copy[16] = {};
-  memcpy(copy, p, count * sizeof(T));
-  return load(copy);
+  T copy[16];
+  if (count < 16) {  // a choice of memory: one of vectors goes through memory where they are wider than registers
+    memset(copy, 0, sizeof copy);
+    memcpy(copy, p, count * sizeof(T));
+    p = copy;
+  }
+  return load(p);
 }
 template <class T> INLINE void store_first(T* p, f32x16 v, int count) {
   if (count >= 16) return store(p, v);
@@ -266,10 +289,30 @@ INLINE float sum(f32x16 v) {
 INLINE float max(f32x16 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+  const Parts<f32x16> parts{v};
+  const __m256 eight = _mm256_max_ps((__m256)parts.part[0], (__m256)parts.part[1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
   float m = v[0];
   for (int i = 1; i < 16; i++) m = v[i] > m ? v[i] : m;
   return m;
+#endif
+}
+
+INLINE int32_t sum(i32x16 v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const Parts<i32x16> parts{v};
+  const __m256i eight = _mm256_add_epi32((__m256i)parts.part[0], (__m256i)parts.part[1]);
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < 16; i++) total += v[i];
+  return total;
 #endif
 }
 
