@@ -90,7 +90,7 @@ def run_together(engine: Engine, seqs: list[Sequence], num_new: int = NUM_NEW) -
         engine.add_sequence(seq)
     while engine.has_work():
         for item in engine.step():
-            if item.seq.num_output_tokens == num_new:
+            if item.seq.num_output_tokens == num_new and item.seq not in states:  # its last step may give it several
                 states[item.seq] = read_state(engine, item.seq)
                 engine.remove_sequence(item.seq)
         engine.scheduler.check_integrity()
