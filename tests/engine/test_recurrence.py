@@ -71,7 +71,7 @@ def check_runs(start: Tensor, compute: Any) -> None:
         assert torch.equal(compute(runs, states, slice(None)), torch.cat(outputs))
         assert torch.equal(states, after[kept - 1] if kept else start)
         for right in range(kept, len(ROWS)):
-            runs.repeat_part(0, Runs([Run(5, right, 1, 1)]))
+            runs.repeat(Runs([Run(5, right, 1, 1)]))
             assert torch.equal(states, after[right])
 
 
