@@ -123,7 +123,7 @@ def play_requests(rule: str, requests: Sequence[PlacedRequest], num_workers: int
     num_tokens = sum(one.request.prompt_tokens for one in counted)
     return Played(
         rate=len(counted) / (requests[-1].at_s - warm_s),
-        met_share=compute_met_share(counted, slos),
+        met_share=compute_met_share((one.make_timing() for one in counted), slos),
         hit_share=sum(one.pool_tokens for one in counted) / num_tokens,
         load_max_over_mean=compute_imbalance(simulation.readers),
         ttft_p50_s=compute_quantile(firsts, 0.5),

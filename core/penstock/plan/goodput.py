@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.config.settings import SloSettings
 from penstock.names import CLASSES, PriorityClass
@@ -21,28 +21,14 @@ class Slo:
     """The longest time between two tokens, on the mean of its answer."""
 
 
-class Timed(Protocol):
-    """How long a request took."""
-
-    @property
-    def klass(self) -> PriorityClass:
-        """Its class."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds to its first token."""
-
-    @property
-    def itl_s(self) -> float:
-        """Mean seconds between two tokens."""
-
-
 class Timing(NamedTuple):
-    """How long a request took that nothing else is known of."""
+    """How long a request took."""
 
     klass: PriorityClass
     ttft_s: float
+    """Seconds to its first token."""
     itl_s: float
+    """Mean seconds between two tokens; 0 for a single one."""
 
 
 Slos = Mapping[PriorityClass, Slo]
@@ -53,10 +39,10 @@ def read_slos(settings: SloSettings) -> Slos:
     return {klass: Slo(getattr(settings, f"{klass}_ttft_s"), getattr(settings, f"{klass}_itl_s")) for klass in CLASSES}
 
 
-def compute_met_share(outcomes: Iterable[Timed], slos: Slos) -> float:
+def compute_met_share(timings: Iterable[Timing], slos: Slos) -> float:
     """Return how many requests meet both limits, as a share; of two classes it is the lower one."""
     met: dict[PriorityClass, list[bool]] = {}
-    for one in outcomes:
+    for one in timings:
         slo = slos[one.klass]
         met.setdefault(one.klass, []).append(one.ttft_s <= slo.ttft_s and one.itl_s <= slo.itl_s)
     return min((sum(mine) / len(mine) for mine in met.values()), default=1.0)

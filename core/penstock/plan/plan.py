@@ -13,7 +13,7 @@ from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
 from penstock.plan import coarse
 from penstock.plan.coarse import CoarseLoad, CoarseSimulation
-from penstock.plan.goodput import MET_SHARE, Slos, Timed, Timing, compute_met_share, find_goodput, read_slos
+from penstock.plan.goodput import MET_SHARE, Slos, Timing, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
 from penstock.plan.rates import DecodeBatch, WorkerRates
 from penstock.plan.simulator import LEFT_OUT, Simulation
@@ -185,7 +185,7 @@ def is_long(trace: Sequence[Arrival]) -> bool:
 
 def play_trace(
     trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
-) -> Sequence[Timed]:
+) -> list[Timing]:
     """Return what becomes of the requests with these numbers of workers, to which they go in turn.
 
     Without decode workers all answers have one token. A long trace is played by the coarse model.
@@ -205,10 +205,8 @@ def play_trace(
         )
         for number, one in enumerate(trace)
     ]
-    return Simulation(
-        {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)},
-        [RoundRobin()],
-    ).run(requests)
+    workers = {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)}
+    return [one.make_timing() for one in Simulation(workers, [RoundRobin()]).run(requests)]
 
 
 def play_coarsely(
@@ -232,7 +230,7 @@ def play_coarsely(
     return [Timing(one.klass, ttft_s, each_s) for one, ttft_s, each_s in times]
 
 
-def measure_waits(played: Sequence[Timed]) -> Waits:
+def measure_waits(played: Sequence[Timing]) -> Waits:
     """Return how long these requests waited."""
     firsts, tokens = [one.ttft_s for one in played], [one.itl_s for one in played]
     return Waits(*(compute_quantile(values, share) for values in (firsts, tokens) for share in (0.5, 0.99)))

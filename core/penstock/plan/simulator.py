@@ -22,7 +22,8 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.errors import PlanError
 from penstock.messages import Sampling
-from penstock.names import CLASSES, PriorityClass, WorkerKind
+from penstock.names import CLASSES, WorkerKind
+from penstock.plan.goodput import Timing
 from penstock.plan.placing import Beat, PlacedRequest, Rule, Tier, View, WorkerSpec, plan_fetch
 
 LEFT_OUT = (
@@ -50,11 +51,6 @@ class Outcome:
     """Prompt tokens that were fetched from the tier."""
 
     @property
-    def klass(self) -> PriorityClass:
-        """The request's class."""
-        return self.request.klass
-
-    @property
     def ttft_s(self) -> float:
         """Seconds to the first token."""
         return self.first_s - self.request.at_s
@@ -63,6 +59,10 @@ class Outcome:
     def itl_s(self) -> float:
         """Mean seconds between two tokens; 0 for a single one."""
         return (self.end_s - self.first_s) / max(1, self.request.output_tokens - 1)
+
+    def make_timing(self) -> Timing:
+        """Return what its class has limits for."""
+        return Timing(self.request.klass, self.ttft_s, self.itl_s)
 
 
 class SimulatedWorker:
