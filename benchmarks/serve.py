@@ -13,9 +13,9 @@ are formed within a round, to the best of the others. Cells:
     short_32     32 clients, prompts of 32 and answers of 16 tokens. guidellm takes 6 ms for a request and 0.2 ms for a
                  token, more than a tenth of a core here: its runs count up to 0.3, which is the faster server's loss
 
-A server that does not end a run within its time is left out of the rest of the round; one that is far behind the best
-of the others in all cells is not asked in later rounds. `--quick` compares one pipeline with `llama-server` in a part
-of the short cell. `--smoke` only starts a pipeline; its figures are of a stored report.
+A server that takes four times as long as the embedded pipeline did is left out of the rest of the round; one that is far
+behind the best of the others in all cells is not asked in later rounds. `--quick` compares one pipeline with
+`llama-server` in a part of the short cell. `--smoke` only starts a pipeline; its figures are of a stored report.
 """
 
 import json
@@ -23,13 +23,15 @@ import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from benchmarks.common import Arguments, run_benchmark
-from benchmarks.comparison import take_turns
+from benchmarks.comparison import draw_bars, take_turns
 from benchmarks.peers.rounds import HOPELESS_SHARE, Results
 from benchmarks.peers.servers import (
     OURS,
+    POOL_MB,
     SERVERS,
     is_answering,
     open_server,
@@ -44,8 +46,8 @@ from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
 from penstock.errors import PenstockError
 from penstock.local.processes import find_free_port
 
-LIMIT_S = {"small": 120.0, "q06": 200.0}
-"""How long a run may take, by shape."""
+LONGEST_S, PATIENCE = 1800.0, 4
+"""How long a run may take; after one of ours of the same load, so many times as long as that took, if this is less."""
 MAX_LOAD_SHARE, MAX_SHORT_LOAD_SHARE = 0.1, 0.3
 STORED_REPORT = Path(__file__).parent / "peers" / "report.json"
 COMPARED = ("tokens_s", "ttft_ms_p99", "itl_ms_p99", "cpu_s_per_1000_tokens")
@@ -96,6 +98,8 @@ def run(given: Options) -> dict[str, float]:
     for results in found:
         print_table(results)
         figures |= make_figures(results)
+    if given.is_full:
+        draw_served(found)
     return figures
 
 
@@ -112,7 +116,8 @@ def run_rounds(shape: str, cells: Sequence[ServedCell], sides: Sequence[str], ro
                 with open_server(side, shape, directory) as server:
                     for cell in (WARM, *cells):
                         requests = cell.make_requests(number)
-                        values = run_load(server, requests, cell.clients, LIMIT_S[shape], directory)
+                        limit_s = choose_limit(results, cell)
+                        values = run_load(server, requests, cell.clients, limit_s, directory)
                         note_values(results, cell, side, number, values)
             except (PenstockError, OSError, ValueError) as error:
                 print(f"{shape} round {number + 1} {side}: {error}", flush=True)
@@ -127,6 +132,12 @@ def is_hopeless(results: Results, side: str) -> bool:
             best = max(max(values.values()) for other, values in by_side.items() if other not in OURS)
             shares.append(max(by_side[side].values()) / best)
     return max(shares, default=1.0) < HOPELESS_SHARE
+
+
+def choose_limit(results: Results, cell: ServedCell) -> float:
+    """Return how many seconds a run of this load may take."""
+    ours_s = results.values.get(f"seconds_{cell.name}", {}).get(OURS[0], {}).values()
+    return min(LONGEST_S, PATIENCE * max(ours_s, default=LONGEST_S))
 
 
 def note_values(results: Results, cell: ServedCell, side: str, number: int, values: Mapping[str, float]) -> None:
@@ -172,6 +183,17 @@ def print_table(results: Results) -> None:
             print(f"| {side} | {cell.name} | {' | '.join(told)} |")
 
 
+def draw_served(found: Sequence[Results]) -> None:
+    """Draw the tokens a second of all servers to those of the embedded pipeline, a chart for each load."""
+    charts: dict[str, dict[str, float]] = {}
+    for results, cell in product(found, CELLS):
+        ratios = {one: results.compare_sides(f"{COMPARED[0]}_{cell.name}", one, OURS[0]) for one in SERVERS}
+        if known := {one: ratio for one, ratio in ratios.items() if ratio is not None}:
+            load = f"{cell.clients} clients{', short' if cell.is_short else ''}"
+            charts[f"{results.shape.name}, {load}"] = known
+    draw_bars("serve", charts, "tokens/s to embedded")
+
+
 def run_smoke(given: Arguments) -> Results:
     """Start a pipeline, and let it answer; return what a stored report says, as if of two sides."""
     port = find_free_port()
@@ -186,5 +208,5 @@ def run_smoke(given: Arguments) -> Results:
 
 
 if __name__ == "__main__":
-    which = {"nargs": "+", "choices": tuple(LIMIT_S), "default": tuple(LIMIT_S), "help": "only these"}
+    which = {"nargs": "+", "choices": tuple(POOL_MB), "default": tuple(POOL_MB), "help": "only these"}
     run_benchmark(__doc__, run, Options, shapes=which)
