@@ -13,8 +13,8 @@ are formed within a round, to the best of the others. Cells:
     short_32     32 clients, prompts of 32 and answers of 16 tokens. guidellm takes 6 ms for a request and 0.2 ms for a
                  token, more than a tenth of a core here: its runs count up to 0.3, which is the faster server's loss
 
-A server that takes four times as long as the embedded pipeline did is left out of the rest of the round; one that is far
-behind the best of the others in all cells is not asked in later rounds. `--quick` compares one pipeline with
+A server that takes four times as long as the embedded pipeline did is left out of the rest of the round; one that is
+far behind the best of the others in all cells is not asked in later rounds. `--quick` compares one pipeline with
 `llama-server` in a part of the short cell. `--smoke` only starts a pipeline; its figures are of a stored report.
 """
 
@@ -189,7 +189,7 @@ def draw_served(found: Sequence[Results]) -> None:
     for results, cell in product(found, CELLS):
         ratios = {one: results.compare_sides(f"{COMPARED[0]}_{cell.name}", one, OURS[0]) for one in SERVERS}
         if known := {one: ratio for one, ratio in ratios.items() if ratio is not None}:
-            load = f"{cell.clients} clients{', short' if cell.is_short else ''}"
+            load = f"{cell.clients} at once{', short' if cell.is_short else ''}"
             charts[f"{results.shape.name}, {load}"] = known
     draw_bars("serve", charts, "tokens/s to embedded")
 
