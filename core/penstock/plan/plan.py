@@ -205,8 +205,11 @@ def play_trace(
         )
         for number, one in enumerate(trace)
     ]
-    workers = {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)}
-    return [one.make_timing() for one in Simulation(workers, [RoundRobin()]).run(requests)]
+    simulation = Simulation(
+        {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)},
+        [RoundRobin()],
+    )
+    return [one.make_timing() for one in simulation.run(requests)]
 
 
 def play_coarsely(
