@@ -44,7 +44,7 @@ def make_command(name: str, shape: str, port: int) -> tuple[list[str], dict[str,
         settings = {"model": model, "dtype": "bfloat16", "pool_mb": POOL_MB[shape], "threads": _THREADS,
                     "max_batch": _MAX_BATCH, "speculate": False}  # fmt: skip
         variables = {f"PENSTOCK_ENGINE_{key.upper()}": str(value) for key, value in settings.items()}
-        variables["PENSTOCK_GATEWAY_MAX_WAIT_S"] = str(_START_S)  # the others refuse nobody, however long the queue
+        variables["PENSTOCK_GATEWAY_MAX_WAIT_S"] = str(_START_S)  # the others refuse nobody
         command = [sys.executable, "-m", "penstock.cli.main", "up", "--gateway-port", str(port), "--port"]
         return [*command, str(find_free_port())], variables
     room = POOL_MB[shape] * 2**20 // count_token_bytes(Path(model, "weights"))

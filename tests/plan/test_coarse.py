@@ -70,7 +70,7 @@ def test_a_long_prompt_shares_its_step_with_those_at_most_half_as_long() -> None
 
 
 def test_a_pool_or_a_batch_that_is_full_makes_requests_wait() -> None:
-    both = make_load((0.0, 400, 112, 0, 0), (0.0, 400, 113, 1, 0))
+    both = make_load((0.0, 400, 113, 0, 0), (0.0, 400, 114, 1, 0))
     done = play(1, both)
     assert done.first_s[1] > done.end_s[0], "together they need 65 blocks of 64"
     assert play(1, both, replace(SPEC, num_blocks=65)).first_s[1] < done.end_s[0]
@@ -177,3 +177,8 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
     assert (made.as_json()["is_coarse"], real.as_json()["is_coarse"]) == (True, False)
     assert not any("coarse" in line for _, line in render_plan(real, trace))
     assert {one.klass for one in play_trace(trace, RATES, RATES.batches[1], 2, 0)} <= set(CLASSES)
+
+
+def test_a_request_that_fills_the_pool_is_answered() -> None:
+    done = play(1, make_load((0.0, 100, 64 * 16 - 99, 0, 0)))
+    assert done.end_s == pytest.approx([0.11 + (64 * 16 - 100) * 0.011])

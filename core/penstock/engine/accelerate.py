@@ -363,7 +363,7 @@ class _Replacer:
         self._replace_latent_heads()
 
     def build_native_model(self) -> NativeModel | None:
-        """Return a module that computes the whole model, if its form allows that and it gives the same logits."""
+        """Return what computes the whole model, if its form allows that and it gives the same logits."""
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
         new = make_native_model(self._root)
         if new is None or not all(isinstance(mask, MaskRule) and mask.visibility is None for mask in masks):

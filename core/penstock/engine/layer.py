@@ -266,7 +266,8 @@ class NativeModel:
 
         They are valid until the next call.
         """
-        batch, table = step.batch, self._rotary.get_table(self._like, step.batch.last_position)
+        batch = step.batch
+        table = None if self._args is None else self._rotary.get_table(self._like, batch.last_position)
         if self._args is None or table is None:
             return self.compute_rows(step, batch.position_ids, batch.logits_to_keep)
         addresses = (step.row_addresses[0], step.row_addresses[1], address_of(batch.kept_values))

@@ -168,6 +168,7 @@ def load_model(settings: EngineSettings, report: Progress = ignore_progress) -> 
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
     with as_load_errors(settings.model):
         model = _load_checkpoint(_Load(settings, report))
+        check_memory(model.weights.count_saved_bytes(), settings.pool_mb, model.device)
         model.weights.read_to_stay(*model.module.modules())
     return model
 

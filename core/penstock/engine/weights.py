@@ -151,7 +151,8 @@ class MappedWeights:
         """
         if not self.keeps_blocks:
             return
-        moved = self._matrices.keys() - {weight.data_ptr() for weight in module.parameters()}
+        unread = {address for address, matrix in self._matrices.items() if matrix.kind in GGUF_FORMS}
+        moved = unread - {weight.data_ptr() for weight in module.parameters()}
         if moved:
             name = self._matrices[moved.pop()].name
             raise ModelLoadError(f"{name} was copied while it was loaded: set PENSTOCK_ENGINE_WEIGHTS=bf16")

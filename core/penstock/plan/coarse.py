@@ -118,7 +118,7 @@ class CoarseSimulation:
         self._at_s = load.at_s - load.at_s[0]
         self._pool_tokens = spec.num_blocks * spec.block_size
         size, num_requests, num_chats = spec.block_size, len(load.at_s), int(load.chat.max()) + 1
-        self._need = -(-(load.prompt_tokens + load.output_tokens) // size) * size
+        self._need = -(-(load.prompt_tokens + load.output_tokens - 1) // size) * size  # no step reads the last token
         rng = np.random.default_rng(seed)
         self._home = rng.integers(num_workers, size=num_chats)
         self._placer = rng.integers(NUM_PLACERS, size=num_requests)

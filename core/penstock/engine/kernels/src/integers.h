@@ -8,8 +8,6 @@
 namespace ISA {
 namespace {
 
-INLINE f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
-
 // To the nearest integer, ties to even, of values below 2^22: the sum's low bits are the integer.
 INLINE i32x16 nearest(f32x16 v) { return (i32x16)(v + 12582912.0f) - 0x4b400000; }
 

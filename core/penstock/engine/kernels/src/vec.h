@@ -80,7 +80,6 @@ INLINE i32x16 is_greater(f32x16 a, f32x16 b) {
   return by_parts<i32x16>([](f32xn x, f32xn y) INLINED { return (i32xn)(x > y); }, a, b);
 }
 INLINE f32x16 max(f32x16 a, f32x16 b) { return by_parts([](f32xn x, f32xn y) INLINED { return x > y ? x : y; }, a, b); }
-INLINE f32x16 min(f32x16 a, f32x16 b) { return by_parts([](f32xn x, f32xn y) INLINED { return x < y ? x : y; }, a, b); }
 
 INLINE f32x16 load(const float* p) { return *(const f32x16_any*)p; }
 INLINE u32x16 load(const uint32_t* p) { return *(const u32x16_any*)p; }
