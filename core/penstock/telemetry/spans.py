@@ -38,7 +38,10 @@ class RedisSpanExporter(SpanExporter):
         self._keep_ms = int(keep_s * 1000)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write spans, in one round trip for each server, and another where a list has grown too long. Spans that belong to no request are ignored."""
+        """Write spans, in one round trip for each server, and a second one where a list has grown too long.
+
+        Spans that belong to no request are ignored.
+        """
         by_request: dict[tuple[Any, Any], list[bytes]] = {}
         resource, process = None, dict[str, Any]()
         for span in spans:
