@@ -182,3 +182,6 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
 def test_a_request_that_fills_the_pool_is_answered() -> None:
     done = play(1, make_load((0.0, 100, 64 * 16 - 99, 0, 0)))
     assert done.end_s == pytest.approx([0.11 + (64 * 16 - 100) * 0.011])
+    with pytest.raises(PlanError, match="needs 65 KV blocks"):  # a job's first token is read, too
+        CoarseSimulation(1, SPEC, make_load((0.0, 100, 64 * 16 - 99, 0, 0)), are_jobs=True)
+    CoarseSimulation(1, SPEC, make_load((0.0, 100, 64 * 16 - 100, 0, 0)), are_jobs=True).run()

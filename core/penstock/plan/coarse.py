@@ -56,8 +56,8 @@ class CoarseLoad:
         nothing = np.zeros(len(at_s), np.int64)
         return cls(at_s, prompt_tokens, output_tokens, np.arange(len(at_s)), nothing, nothing, nothing)
 
-    def check_values(self, spec: WorkerSpec) -> None:
-        """Raise `PlanError` if no worker could answer these requests."""
+    def check_values(self) -> None:
+        """Raise `PlanError` if these are no requests."""
         if not len(self.at_s):
             raise PlanError("no request to play")
         if not np.isfinite(self.at_s).all() or (np.diff(self.at_s) < 0).any():
@@ -66,9 +66,6 @@ class CoarseLoad:
             raise PlanError("at least one token of prompt and answer is needed")
         if min(self.chat.min(), self.system.min()) < 0:
             raise PlanError("chats and their common beginnings are numbered from 0 on")
-        largest = int(np.max(-(-(self.prompt_tokens + self.output_tokens - 1) // spec.block_size)))
-        if largest > spec.num_blocks:
-            raise PlanError(f"the largest request needs {largest:,} KV blocks, and the pool has {spec.num_blocks:,}")
 
 
 @dataclass(frozen=True)
@@ -113,12 +110,16 @@ class CoarseSimulation:
         """Raise `PlanError` if no worker could answer these requests."""
         if num_workers < 1:
             raise PlanError("at least one worker is needed")
-        load.check_values(spec)
+        load.check_values()
         self._spec, self._load, self._are_jobs, self._num_workers = spec, load, are_jobs, num_workers
         self._at_s = load.at_s - load.at_s[0]
         self._pool_tokens = spec.num_blocks * spec.block_size
         size, num_requests, num_chats = spec.block_size, len(load.at_s), int(load.chat.max()) + 1
-        self._need = -(-(load.prompt_tokens + load.output_tokens - 1) // size) * size  # no step reads the last token
+        num_read = load.prompt_tokens + load.output_tokens - (0 if are_jobs else 1)  # no step reads an answer's last
+        self._need = -(-num_read // size) * size
+        largest = int(self._need.max()) // size
+        if largest > spec.num_blocks:
+            raise PlanError(f"the largest request needs {largest:,} KV blocks, and the pool has {spec.num_blocks:,}")
         rng = np.random.default_rng(seed)
         self._home = rng.integers(num_workers, size=num_chats)
         self._placer = rng.integers(NUM_PLACERS, size=num_requests)
