@@ -30,6 +30,8 @@ OURS = ("embedded", "kafka")
 SERVERS = (*OURS, "llama-server", "vllm", "transformers")
 POOL_MB = {"small": 1024, "q06": 6144}
 """For K and V, by shape."""
+LONGEST_S = 1800.0
+"""How long a run may take."""
 _THREADS, _MAX_BATCH = 2, 32
 _START_S, _STOP_S, _SAMPLE_S, _LOAD_START_S = 600.0, 60.0, 0.5, 30.0
 
@@ -44,7 +46,7 @@ def make_command(name: str, shape: str, port: int) -> tuple[list[str], dict[str,
         settings = {"model": model, "dtype": "bfloat16", "pool_mb": POOL_MB[shape], "threads": _THREADS,
                     "max_batch": _MAX_BATCH, "speculate": False}  # fmt: skip
         variables = {f"PENSTOCK_ENGINE_{key.upper()}": str(value) for key, value in settings.items()}
-        variables["PENSTOCK_GATEWAY_MAX_WAIT_S"] = str(_START_S)  # the others refuse nobody
+        variables["PENSTOCK_GATEWAY_MAX_WAIT_S"] = str(LONGEST_S)  # the others refuse nobody
         command = [sys.executable, "-m", "penstock.cli.main", "up", "--gateway-port", str(port), "--port"]
         return [*command, str(find_free_port())], variables
     room = POOL_MB[shape] * 2**20 // count_token_bytes(Path(model, "weights"))
