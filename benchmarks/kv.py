@@ -45,7 +45,7 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tiers.wire import encode_command
-from penstock.local.valkey import ValkeyServer
+from penstock.local.valkey import SOCKET_NAME, ValkeyServer
 from penstock.names import kv_key
 
 SIDES_BY_RATIO = {
@@ -155,7 +155,7 @@ class PlainSocket:
         self._blocks = blocks
         if unix:
             self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(server.unix_url.removeprefix("unix://").partition("?")[0])
+            self._socket.connect(str(server.directory.resolve() / SOCKET_NAME))
         else:
             self._socket = socket.create_connection(("127.0.0.1", server.port))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

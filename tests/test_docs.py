@@ -258,7 +258,7 @@ def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pip
 ROOT = DOCS.parent
 FOLDERS = (*(portion.name for portion in PORTIONS), "benchmarks", "docker", "docs", "examples", "sim", "tests", "tools")
 FOUND = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-PAGES = sorted(path for path in FOUND if "node_modules" not in path.parts)
+PAGES = sorted(path for path in FOUND if "node_modules" not in path.relative_to(ROOT).parts)
 
 
 def list_anchors(page: Path) -> set[str]:

@@ -1,6 +1,10 @@
 """The tool that counts what a chat crosses until its first token, on a stack of its own."""
 
-from tools.slice import Function, measure_slice, merge_notes
+from types import CodeType
+
+import penstock
+from tools.rooms import PORTIONS
+from tools.slice import ROOT, Function, _describe_code, measure_slice, merge_notes
 
 
 def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
@@ -10,6 +14,16 @@ def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
     assert {"Worker._claim_messages", "ServingEngine.add_request", "Worker._append"} <= names
     assert 0 < found.count_lines("core/penstock/worker/worker.py") < 842
     assert {one.process for one in found.passes} >= {"gateway", "worker prefill"}
+
+
+def test_the_packages_files_count_and_not_the_environments_whatever_the_repository_is_called() -> None:
+    def find_function(path: str) -> CodeType:
+        made: CodeType = compile("def f(): ...", path, "exec").co_consts[0]
+        return made
+
+    described = {_describe_code(find_function(f"{folder}/a/b.py")) for folder in penstock.__path__}
+    assert described == {f"{portion.name}/penstock/a/b.py" for portion in PORTIONS}
+    assert not _describe_code(find_function(f"{ROOT}/.venv/lib/penstock/b.py")), "as in a clone called penstock"
 
 
 def test_what_ran_in_some_of_the_chats_alone_does_not_count() -> None:

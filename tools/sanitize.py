@@ -6,6 +6,7 @@ weights are mapped in one piece, and checked only at the ends of that.
 """
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ def main() -> int:
     """Build and test. Returns pytest's exit status."""
     compiler = os.environ.get("CXX", "c++")
     os.environ["CXX"] = f"{compiler} {_FLAGS}"  # of the library that tests build, too
-    found = (subprocess.check_output([*compiler.split(), f"-print-file-name={name}"], text=True) for name in _PRELOADED)
+    ask = shlex.split(compiler)
+    found = (subprocess.check_output([*ask, f"-print-file-name={name}"], text=True) for name in _PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / build.LIBRARY.name
         # With more optimising the checks of the products' unrolled loops take a compiler longer than all tests.

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import penstock
+
 ROOT = Path(__file__).parents[1]
 DIRECTORY_VARIABLE = "SLICE_DIRECTORY"
 """In this directory are the byte that says what to note, and what each process has noted."""
@@ -39,6 +41,7 @@ PROMPT_MARK = "slicemark"
 """A word of the prompt of each chat, by which its body and messages are known."""
 PROMPT = f"{PROMPT_MARK}: chat number {{}} of those whose way through the pipeline is counted, from its first word on."
 JOB_MARK = "token_ids"
+JSON_FUNCTIONS = {"dumps", "loads"}
 PASS_FUNCTIONS = {
     "pydantic/main.py": {
         "BaseModel.__init__",
@@ -53,7 +56,7 @@ PASS_FUNCTIONS = {
         "TypeAdapter.validate_json",
         "TypeAdapter.validate_python",
     },
-    "json/__init__.py": {"dumps", "loads"},
+    "json/__init__.py": JSON_FUNCTIONS,
 }
 """By file: the functions of libraries that parse, dump or validate, by which the project does."""
 
@@ -173,7 +176,7 @@ def _note_pass(notes: _Notes, chat: int, what: str, frame: FrameType) -> Any:
     if frame.f_code.co_name == "__init__":
         arguments = [type(arguments[0]), frame.f_locals["data"]]
     owner: type | None = next((one if isinstance(one, type) else type(one) for one in arguments[:1]), None)
-    name = owner.__name__ if owner is not None and "pydantic" in frame.f_code.co_filename else ""
+    name = owner.__name__ if owner is not None and what not in JSON_FUNCTIONS else ""
     if name == "TokenEvent":
         notes.answered.add(chat)
     if name == "ChatMessage" or not any(_is_whole(one, name) for one in arguments):
@@ -205,8 +208,10 @@ def _is_whole(value: object, name: str) -> bool:
 
 
 def _describe_code(code: CodeType) -> str:
-    if code.co_filename.startswith(f"{ROOT}/") and "/penstock/" in code.co_filename:
-        return "" if code.co_name == "<module>" else code.co_filename.removeprefix(f"{ROOT}/")
+    # The environment lies below the repository, too, and that may be called as the package is.
+    for portion in penstock.__path__:
+        if code.co_filename.startswith(f"{portion}{os.sep}"):
+            return "" if code.co_name == "<module>" else os.path.relpath(code.co_filename, Path(portion).parents[1])
     for file, names in PASS_FUNCTIONS.items():
         if code.co_filename.endswith(file) and code.co_qualname in names:
             return f"pass {code.co_qualname.removeprefix('BaseModel.')}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def scripts(tmp_path: Path) -> Path:
     """A folder of the programs that the image of Redis has, over the real server."""
     binary = start_or_skip(valkey.find_binary)
     (tmp_path / "docker-entrypoint.sh").write_text('#!/bin/sh\nexec "$@"\n')
-    (tmp_path / "valkey-server").write_text(f'#!/bin/sh\nexec {binary} "$@" --bind 127.0.0.1 --port "$PORT"\n')
+    server = f'exec {shlex.quote(str(binary))} "$@" --bind 127.0.0.1 --port "$PORT"\n'
+    (tmp_path / "valkey-server").write_text(f"#!/bin/sh\n{server}")
     for file in tmp_path.iterdir():
         file.chmod(0o755)
     return tmp_path

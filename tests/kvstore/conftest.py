@@ -55,4 +55,4 @@ def damage(place: Place) -> Damage:
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[ValkeyServer]:
     """A server that a test may kill and set as it likes."""
-    yield from serve_server(ValkeyServer(tmp_path, appendonly=False))
+    yield from serve_server(ValkeyServer(tmp_path / "it's 50%", appendonly=False))

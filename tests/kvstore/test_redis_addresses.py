@@ -5,6 +5,7 @@ import shutil
 import ssl
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis
@@ -70,8 +71,8 @@ def test_tls(own_server: ValkeyServer, tmp_path: Path) -> None:
     authority, context = Authority(tmp_path / "authority"), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.sign("server"))
     with Proxy(own_server.port, tls=context) as proxy:
-        url = f"rediss://127.0.0.1:{proxy.port}/0"
-        check_works(RedisTier.open(LARGE_FORM, [f"{url}?ssl_ca_certs={authority.file}"], AMPLE, 60), LARGE_FORM)
+        url, file = f"rediss://127.0.0.1:{proxy.port}/0", quote(str(authority.file))
+        check_works(RedisTier.open(LARGE_FORM, [f"{url}?ssl_ca_certs={file}"], AMPLE, 60), LARGE_FORM)
         check_away(RedisTier.open(FORM, [url], AMPLE, 60))
 
 

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 import redis
 
@@ -58,7 +59,7 @@ class ValkeyServer:
     @property
     def unix_url(self) -> str:
         """The url of the server's unix socket, whose path may have about 100 characters."""
-        return f"unix://{self.directory.resolve() / SOCKET_NAME}?db=0"
+        return f"unix://{quote(str(self.directory.resolve() / SOCKET_NAME))}?db=0"
 
     @property
     def pid(self) -> int | None:
@@ -147,7 +148,6 @@ class ValkeySentinel(ValkeyServer):
             lines = [
                 "bind 127.0.0.1",
                 f"port {self.port}",
-                f"dir {self.directory}",
                 f"sentinel monitor {self._service} 127.0.0.1 {self._master} 1",
                 f"sentinel down-after-milliseconds {self._service} {round(self._down_after_s * 1000)}",
                 f"sentinel failover-timeout {self._service} 10000",
