@@ -3,9 +3,10 @@
 python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 25 GB)
 
 What is there already stays; what cannot be installed is reported and left out of the benchmark. uv fetches packages;
-llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes. Where its environment is for
-other instruction sets (`llamacpp_avx2`, `llamacpp_avx512`), only the library that has its products is compiled again: a
-minute with `--only llamacpp_avx512`, where `llamacpp` is there.
+llama.cpp is compiled for this machine, which takes a compiler, cmake, make and several minutes. Where its environment
+is for other instruction sets (`llamacpp_avx2`, `llamacpp_avx512`), only the library that has its products is compiled
+again: a minute with `--only llamacpp_avx512`, where `llamacpp` is there. Programs that are missing are named before
+anything starts.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parents[2] / ".cache" / "peers"
@@ -73,6 +75,10 @@ LLAMA_SETS = {
 """By environment that is `llamacpp` but for its products: the instruction sets that these use, no others."""
 
 
+PACKAGES = {"uv": "", "pip": "", "c++": "g++", "cmake": "cmake", "make": "make"}
+"""By program that the installation takes: Debian's package. Without one `make install` brings it."""
+
+
 def environment_python(name: str, directory: Path = DIRECTORY) -> Path:
     """The interpreter of one engine's environment, there or not."""
     return directory / name / "bin" / "python"
@@ -81,6 +87,17 @@ def environment_python(name: str, directory: Path = DIRECTORY) -> Path:
 def is_installed(name: str, directory: Path = DIRECTORY) -> bool:
     """Whether the environment was made and its proof succeeded."""
     return (directory / name / "complete").exists()
+
+
+def list_missing_programs(names: Iterable[str]) -> list[str]:
+    """Return the programs that the installation of these environments takes and that are not here."""
+    wanted = {"uv"}.union(*(set(PACKAGES) for name in names if name.startswith("llama")))
+    return [one for one in PACKAGES if one in wanted and not _find_program(one)]
+
+
+def _find_program(name: str) -> str | None:
+    """Return where a program is. What `make install` brings lies beside this interpreter, and may be nowhere else."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def install_environment(name: str, directory: Path) -> None:
@@ -104,7 +121,7 @@ def install_environment(name: str, directory: Path) -> None:
 
 def _list_package_steps(name: str, home: Path) -> Iterable[list[str]]:
     wanted, python = ENVIRONMENTS[name], home / "bin" / "python"
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "uv"
+    uv = _find_program("uv") or "uv"
     overrides = home.with_suffix(".overrides.txt")
     overrides.write_text("\n".join(wanted.overrides))
     return (
@@ -121,11 +138,11 @@ def _list_build_steps(home: Path) -> Iterable[list[str]]:
 
 def _list_library_steps(name: str, home: Path) -> Iterable[list[str]]:
     """A copy of llama.cpp's environment, whose library of products is built for some instruction sets."""
-    copied = ["sh", "-c", "cp -a $1/. $0 && rm -f $0/complete", str(home), str(home.parent / "llamacpp")]
+    copied = ["sh", "-c", 'cp -a "$1/." "$0" && rm -f "$0/complete"', str(home), str(home.parent / "llamacpp")]
     sets = [f"-DGGML_{one}={'ON' if one in LLAMA_SETS[name] else 'OFF'}" for one in LLAMA_SETS["llamacpp_avx512"]]
     beside = ["-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON", "-DCMAKE_INSTALL_RPATH=$ORIGIN"]
     options = ["-DBUILD_SHARED_LIBS=ON", *beside, "-DGGML_NATIVE=OFF", "-DGGML_LLAMAFILE=ON", *sets]
-    copy = "for to in $0/lib/python*/site-packages/llama_cpp/lib; do cp -P $0/build/bin/libggml-cpu.so* $to; done"
+    copy = 'for to in "$0"/lib/python*/site-packages/llama_cpp/lib; do cp -P "$0"/build/bin/libggml-cpu.so* "$to"; done'
     return [copied, *_list_llama_steps(home, "ggml-cpu", options), ["sh", "-c", copy, str(home)]]
 
 
@@ -134,9 +151,10 @@ def _list_llama_steps(home: Path, target: str, options: list[str]) -> Iterable[l
     archive = home / f"{_LLAMA_PACKAGE.replace('-', '_').replace('==', '-')}.tar.gz"
     without = ("OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI")
     options = ["-DCMAKE_BUILD_TYPE=Release", *options, *(f"-DLLAMA_{name}=OFF" for name in without)]
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", str(home)]
+    # Only its own sources: what they are built with comes as wheels, else cmake and ninja would be compiled, too.
+    only = ["--no-deps", "--no-binary", _LLAMA_PACKAGE.partition("==")[0]]
     return (
-        [*pip, _LLAMA_PACKAGE],
+        [_find_program("pip") or "pip", "download", *only, "--dest", str(home), _LLAMA_PACKAGE],
         ["tar", "-xzf", str(archive), "--strip-components=1", "-C", str(home)],
         ["cmake", "-S", str(home / "vendor" / "llama.cpp"), "-B", str(home / "build"), *options],
         ["cmake", "--build", str(home / "build"), "--target", target, "--parallel", str(os.cpu_count())],
@@ -166,11 +184,17 @@ def main() -> None:
     given = parser.parse_args()
     directory: Path = given.directory
     directory.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for name in [given.only] if given.only else (*ENVIRONMENTS, *LLAMA_SETS, "llama-server"):
-        if is_installed(name, directory):
-            print(f"{name}: already there")
-            continue
+    names = [given.only] if given.only else [*ENVIRONMENTS, *LLAMA_SETS, "llama-server"]
+    if given.only in LLAMA_SETS:
+        names.insert(0, "llamacpp")  # of which it is a copy
+    for name in filter(is_there := partial(is_installed, directory=directory), names):
+        print(f"{name}: already there")
+    names, failed = [name for name in names if not is_there(name)], []
+    if missing := list_missing_programs(names):
+        packages = " ".join(PACKAGES[one] for one in missing if PACKAGES[one])
+        ways = [f"apt-get install {packages}"] * bool(packages) + ["make install"] * (not all(map(PACKAGES.get, missing)))
+        sys.exit(f"missing: {', '.join(missing)}; get it by: {' and '.join(ways)}")
+    for name in names:
         print(f"{name}: installing, see {directory / name}.log", flush=True)
         try:
             install_environment(name, directory)
