@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.worker.confine import UNWRITABLE
 from sim.forked import fork_process
 from sim.waiting import PATIENCE_S
 from sim.world.__main__ import main
 from sim.world.flaws import FLAWS, Flaw, find_flaw
+from sim.world.scene import Plan, Scene
 
 ROOT, FULL = Path(__file__).parents[1], pytest.mark.full
 RunWorld = Callable[..., str]
@@ -52,6 +54,21 @@ def test_nothing_is_lost_doubled_or_wrong(run_world: RunWorld) -> None:
 def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, rates: list[str]) -> None:
     told = run_world("--seed", str(seed), "--seeds", "3", *(word for rate in rates for word in ("--rate", rate)))
     assert ", 0 findings," in told, told
+
+
+@pytest.mark.parametrize("words", [pytest.param("--seed 77770020 --requests 31", id="a bug ends a line of a batch")])
+def test_a_seed_that_once_found_something_finds_nothing(run_world: RunWorld, words: str) -> None:
+    told = run_world(*words.split())
+    assert ", 0 findings," in told, told
+
+
+def test_only_errors_of_injected_exceptions_are_allowed() -> None:
+    scene = Scene(Plan.draw(1, 0))
+    assert scene.is_injected("InjectedError: ")
+    assert not scene.is_injected("ZeroDivisionError: ")
+    assert not scene.is_injected(UNWRITABLE), "none was injected yet"
+    scene.history.append({"what": "bug"})
+    assert scene.is_injected(UNWRITABLE)
 
 
 def test_nothing_is_found_over_redis_streams(run_world: RunWorld) -> None:

@@ -56,19 +56,22 @@ class BatchClient:
                     answers[row["custom_id"]] = row
         for seed, line in enumerate(self._lines):
             row = answers.get(f"line-{seed}", {})
-            response = row.get("response") or {"status_code": None}
-            if response["status_code"] != (404 if line["model"] == UNKNOWN_MODEL else 200):
+            response = row.get("response") or {"status_code": None, "body": {}}
+            error = response["body"].get("error") or {"message": "", "code": None}
+            is_known = line["model"] != UNKNOWN_MODEL
+            if is_known and (response["status_code"] == 200 or self._http.is_injected(error["message"])):
+                self._note_answer(seed, response["request_id"], response["body"], error["code"])
+            elif is_known or response["status_code"] != 404:
                 self._http.fail(f"{batch['id']} ({batch['status']}): line {seed} is answered with {row}"[:400])
-            elif response["status_code"] == 200:
-                self._note_answer(seed, response["request_id"], response["body"])
 
-    def _note_answer(self, seed: int, request_id: str, answer: dict[str, Any]) -> None:
+    def _note_answer(self, seed: int, request_id: str, answer: dict[str, Any], error: str | None) -> None:
+        """Note a line's answer. That an injected exception ended it is judged by what the line's request came to."""
         self._http.note_submitted(name_request(self._request, request_id, seed), [])
         self._http.note_accepted(request_id)
-        choice, count = answer["choices"][0], answer["usage"]["completion_tokens"]
+        choice = {"finish_reason": None, "text": ""} if error is not None else answer["choices"][0]
         entry = {"reader": "batch", "finish": choice["finish_reason"], "text": choice["text"], "calls": []}
-        self._http.note({"what": "end", "id": request_id, "count": None, "error": None, **entry})
-        if count != self._request.sampling.max_tokens:
+        self._http.note({"what": "end", "id": request_id, "count": None, "error": error, **entry})
+        if error is None and (count := answer["usage"]["completion_tokens"]) != self._request.sampling.max_tokens:
             self._http.fail(f"{request_id} has {count} tokens by its usage")
 
 

@@ -56,6 +56,7 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
 from penstock.worker import watch
+from penstock.worker.confine import UNWRITABLE
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
@@ -239,6 +240,8 @@ class Scene:
         self.publishers: dict[str, Publisher] = {}
         self.accepted: set[str] = set()
         self.failures: list[str] = []
+        self.hurt: set[str] = set()
+        """The requests that ended with an error which an injected exception explains."""
         self.num_clients_left = 0
 
     def run(self) -> Verdict:
@@ -311,8 +314,8 @@ class Scene:
         findings = check_history(self.history)
         # A message that is no job has no name but its text: written twice, it is answered twice.
         findings = [one for one in findings if not (one.kind == "duplicated" and one.id.startswith("hostile"))]
-        if self.rates.bug:  # what no code expects may end a request, also when its end is in the log already
-            findings = [one for one in findings if "internal_error" not in one.description]
+        # What no code expects may end the request that it is about, also when its end is in the log already.
+        findings = [one for one in findings if one.id not in self.hurt or "internal_error" not in one.description]
         failures = self.failures + self.servers.list_breaches()
         findings += [Finding("failed", "", text) for text in failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
@@ -398,6 +401,15 @@ class Scene:
         """Raise what no code expects, where threads of their own collect figures."""
         if not self.ways.is_calm and self.chance.random() < 20 * self.rates.bug:
             raise InjectedError
+
+    def is_injected(self, message: str) -> bool:
+        """Return whether the message of an error says what an injected exception came to."""
+        is_unwritable = message.startswith(UNWRITABLE) and any(one["what"] == "bug" for one in self.history)
+        return is_unwritable or message.startswith(f"{InjectedError.__name__}: ")
+
+    def _note_error(self, request_id: str, message: str) -> None:
+        if self.is_injected(message):
+            self.hurt.add(request_id)
 
     def _note_failure(self, process: Process, error: BaseException) -> None:
         """A thread ends by an exception, which is a defect unless it was injected; with its main thread a process."""
@@ -562,7 +574,7 @@ class Scene:
         elif self.gateways is not None and chance.random() < self.rates.gateways:
             http = HttpClient(
                 self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
-                self.failures.append,
+                self.failures.append, self.is_injected,
             )  # fmt: skip
             self.clients.append(http)
             if chance.random() < self.rates.batches:
@@ -636,6 +648,8 @@ class Scene:
     def _note_event(self, request_id: str, reader: str, event: TokenEvent | EndEvent, text: str) -> None:
         """Note what a reader saw, and the text up to there."""
         if isinstance(event, EndEvent):
+            if event.error is not None:
+                self._note_error(request_id, event.error.message)
             error, count = event.error and event.error.code, event.usage.completion_tokens
             end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
             entry: Entry = {**end, "error": error, "text": text, "calls": []}
@@ -716,6 +730,8 @@ class Scene:
     def _record_topics(self) -> None:
         for message in self.servers.bus.read_all(self.pipeline.results_topic):
             result = decode_message(Result, message.value)
+            if result.error is not None:
+                self._note_error(result.id, result.error.message)
             error = result.error.code if result.error else None
             fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
             if self.rates.endpoint:
@@ -726,8 +742,9 @@ class Scene:
         if len(made) > sum(client.num_lost for client in self.clients):
             self.failures.append(f"gateways made requests that nobody asked for: {sorted(made)}"[:300])
         for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
-            name = extract_request_id(message.value, message.key)
-            self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
+            name, reason = extract_request_id(message.value, message.key) or "", message.headers.get(REASON_HEADER, "")
+            self._note_error(name, reason.partition(": ")[2])
+            self._note({"what": "dead", "id": name, "reason": reason})
 
 
 @contextlib.contextmanager
