@@ -135,18 +135,38 @@ def test_a_quarter_of_what_was_available_is_left(
     )
 
 
-def test_two_that_map_at_once_leave_a_quarter_between_them_and_where_nothing_is_told_nothing_is_mapped(
+def test_where_nothing_is_told_nothing_is_mapped(
     available: dict[str, int | None], pieces: list[tuple[int, int]]
 ) -> None:
     assert run_mapping(PIECE_BYTES).num_mapped_bytes == len(pieces) == 0
-    available["bytes"] = 16 * LOOK_BYTES
+
+
+def test_two_that_map_at_once_leave_a_quarter_between_them_but_for_one_look(
+    available: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available["bytes"] = 15 * LOOK_BYTES
+    count, both = pool_mapping.count_available_bytes, threading.Barrier(2)
+
+    def count_in_step() -> int | None:
+        """Return what both see: neither maps while the other counts."""
+        both.wait()
+        found = count()
+        both.wait()
+        return found
+
+    monkeypatch.setattr(pool_mapping, "count_available_bytes", count_in_step)
     mappings = [PoolMapping([map_zeros(10 * LOOK_BYTES, torch.uint8)]) for _ in range(2)]
     for mapping in mappings:
         mapping.start()
     for mapping in mappings:
         mapping.wait_until_done()
-    # Each may have looked before the other's last pieces.
-    assert sum(num_bytes for _, num_bytes in pieces) <= (12 + 1) * LOOK_BYTES
+    # One alone would map 11 looks. At the last one that both take neither knows of the other's.
+    assert [mapping.num_mapped_bytes for mapping in mappings] == [6 * LOOK_BYTES] * 2
+
+
+def test_one_that_begins_later_leaves_a_quarter_of_what_it_finds(available: dict[str, int | None]) -> None:
+    available["bytes"] = 16 * LOOK_BYTES
+    assert [run_mapping(10 * LOOK_BYTES).num_mapped_bytes for _ in range(2)] == [10 * LOOK_BYTES, 4 * LOOK_BYTES]
 
 
 def test_a_kernel_that_cannot_leaves_the_pool_as_it_was(
