@@ -17,15 +17,15 @@ from penstock.config.sources import list_secret_variables
 _HEAD = """\
 # Settings
 
-All settings are environment variables. Each program reads them once, when it starts; a `Client` reads those that it is
-not given when it is made. A `PENSTOCK_` variable that is not on this page is an error that names the nearest one that
-is; a bad value is one that names its variable. `penstock config show` prints all values with their sources,
+All settings are environment variables. Each program reads them once, when it starts; a `Client` reads, when it is made,
+those that its caller does not give. A `PENSTOCK_` variable that is not on this page is an error that names the nearest
+known one; a bad value is an error that names its variable. `penstock config show` prints all values with their sources,
 without secrets; `penstock config check` lists every error.
 
-A secret, or an address with a password in it, may be in a file that `…_FILE` names instead: {secrets}.
+Secrets, and addresses that may contain a password, can be in files instead. These variables name the files: {secrets}.
 
-`PENSTOCK_CONFIG` names a TOML file with settings that the environment does not give: a variable's name in small letters
-without `PENSTOCK_`, at the top or in a table named by the variable's beginning (`[engine]` with `max_batch = 8`).
+`PENSTOCK_CONFIG` names a TOML file with values for settings that are not in the environment. A name in it is the
+variable's in lower case without `PENSTOCK_`, at the top or in a table of its first part (`[engine]`, `max_batch = 8`).
 
 Written by `python -m tools.settings_doc docs/settings.md`.
 """

@@ -35,7 +35,7 @@ ReadableFile = Annotated[str, AfterValidator(check_file)]
 
 
 class Addresses(BaseSettings):
-    """Where the servers are and how to log in. Without a Kafka address the bus is Redis Streams on `stream_url`."""
+    """Where the servers are and how to log in. Without `PENSTOCK_KAFKA` the stream Redis is the bus, too."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid", hide_input_in_errors=True)
 
@@ -44,15 +44,15 @@ class Addresses(BaseSettings):
     kafka: str = ""
     """Kafka bootstrap servers, `host:port,…`."""
     stream_url: StreamUrls = Field(default="redis://127.0.0.1:7379/0", repr=False)
-    """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one. With TLS and
-    a user: `rediss://user:password@host:port/0`, special characters percent-encoded. Behind Sentinels, which
-    name another server when it fails: `redis+sentinel://user:password@host1:26379,host2:26379/service/0`, or
-    `rediss+sentinel://…`. Several addresses, with commas between them, share the requests: one server writes about a
-    hundred thousand tokens a second. `#name` at an address's end is the name by which requests are dealt out; without
-    it, that is `host:port/db`. The same list, in the same order, everywhere."""
+    """Redis for logs and claims. It must be persistent and must not evict. The default is where `penstock up` starts
+    one. With TLS and a user: `rediss://user:password@host:port/0`, special characters percent-encoded. Behind
+    Sentinels: `redis+sentinel://user:password@host1:26379,host2:26379/service/0`, or `rediss+sentinel://…`. Several
+    addresses, with commas between them, share the requests: one server writes about a hundred thousand tokens a second.
+    Each has a name by which requests are distributed: `#name` at its end, else `host:port/db`. All processes need the
+    same list in the same order."""
     kv_url: RedisUrls = Field(default="", repr=False)
-    """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the
-    servers of `stream_url`."""
+    """Redis for KV blocks, a cache. Several addresses, with commas between them, share the blocks. Empty: those of
+    `PENSTOCK_STREAM_URL`."""
     kafka_security: Annotated[KafkaSecurity, BeforeValidator(str.lower)] = "plaintext"
     """How clients connect to Kafka: with TLS (`ssl`, `sasl_ssl`), with user and password (`sasl_…`), or neither."""
     kafka_mechanism: Annotated[KafkaMechanism, BeforeValidator(str.upper)] = "SCRAM-SHA-512"

@@ -43,14 +43,15 @@ class BusSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_BUS_", extra="forbid")
 
     partitions: int = Field(default=4, ge=1)
-    """Kafka: partitions of each topic that is created. No more workers of a stage can share the topic."""
+    """Kafka: partitions of each new topic. No more workers of a stage than that can share the topic."""
     replication: int = Field(default=1, ge=1)
-    """Kafka: copies of each topic that is created; 3 where there are three brokers."""
+    """Kafka: copies of each new topic; 3 if there are three brokers or more."""
     session_timeout_s: float = Field(default=3.0, ge=0.5)
-    """Redis Streams: a worker whose session has been over for this long loses its deliveries. (Kafka: the broker's own
-    setting.)"""
+    """Redis Streams: a worker whose session has been over for this long loses its deliveries. (On Kafka the brokers'
+    `group.consumer.session.timeout.ms` decides.)"""
     transaction_timeout_s: float = Field(default=5.0, ge=1)
-    """Kafka: how long a dead member's open transaction may hold up readers."""
+    """Kafka: how long the open transaction of a dead worker may hold up readers. A write in a transaction may take 0.6
+    of it: raise it, for example to 30, where brokers answer late."""
 
 
 class RecordSettings(BaseSettings):
@@ -62,21 +63,21 @@ class RecordSettings(BaseSettings):
     """A worker that does not renew its session for this long loses it, and with it all its claims. One value for all
     workers of a pipeline."""
     keep_s: float = Field(default=3600.0, ge=1)
-    """How long an ended stream can be read and its id is remembered, in addition to the time that the request took. A
+    """How long after its end a stream can be read and its id is remembered, plus the time that the request took. A
     message with the same id that arrives later is a new request."""
     pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
-    """How long the record of an unfinished request is kept after its last change."""
+    """How long the record of an unfinished request is kept after a worker last claimed it."""
     max_attempts: int = Field(default=8, ge=1)
-    """Claims in vain, after which a request ends with `attempts_exhausted`: its workers died, and none made more of the
-    answer than one before."""
+    """A request ends with `attempts_exhausted` when this many workers in a row died while they had it, and none made
+    more of the answer than one before."""
     fail_attempts: int = Field(default=3, ge=1)
-    """Claims in vain, after which a request whose work fails ends with its error."""
+    """A request ends with its error when it failed this many times in a row."""
     retry_first_s: float = Field(default=1.0, ge=0)
-    """How long a request whose work failed waits until it is tried again."""
+    """How long a failed request waits until it is tried again."""
     retry_factor: float = Field(default=2.0, ge=1)
-    """How many times longer it waits after each further failure."""
+    """By which factor that wait grows with each further failure."""
     retry_cap_s: float = Field(default=30.0, ge=0)
-    """The longest that it waits."""
+    """The longest wait."""
 
     @model_validator(mode="after")
     def _check_waits(self) -> Self:
@@ -96,22 +97,22 @@ class KVSettings(BaseSettings):
     salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
     shared_mb: int = Field(default=256, ge=0)
-    """Memory for the blocks that all workers on this host share; 0: none. Allocated at once, by the first worker."""
+    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it."""
     shared_dir: str = ""
     """The directory of the shared memory, and of the tables of the blocks on disk. Empty: `/dev/shm`, or the system's
     directory for temporary files."""
     disk_mb: int = Field(default=0, ge=0)
-    """Budget of the directory of blocks on disk; 0: none."""
+    """Space for blocks on disk; 0: none. `penstock up` sets 1024 if it is not set."""
     disk_dir: str = ""
-    """The directory of blocks on disk; it may serve several pipelines, whose workers have one `SHARED_DIR`. Empty:
-    `~/.cache/penstock/kv`."""
+    """The directory of blocks on disk. All workers that use it, of any pipeline, need the same
+    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`."""
     redis_mb: int = Field(default=1024, ge=0)
-    """Budget for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
+    """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
     redis_codec: CodecChoice = "auto"
     """How blocks are written to Redis. `auto`: compressed without loss where the measured speeds make that faster.
     `int8` changes tokens."""
     lease_s: float = Field(default=300.0, ge=1)
-    """How long the blocks of a job that waits are kept from eviction, at most."""
+    """How long the blocks of a waiting job are kept from eviction, at most."""
     keep_s: float = Field(default=3600.0, ge=1)
     """How long a block stays in Redis after its last use."""
 
@@ -127,73 +128,71 @@ class EngineSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
 
     kind: Literal["own", "vllm", "openai"] = "own"
-    """The source of the answers: `own`, Penstock's engine in `auto`, `prefill` and `decode` workers; `vllm`, vLLM in
-    the same workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
+    """What computes the answers. `own`: Penstock's engine, in `auto`, `prefill` and `decode` workers. `vllm`: vLLM in
+    the same workers, if it is installed. `openai`: servers with OpenAI's API, which endpoint workers ask
     (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
-    """`demo`, a directory, a GGUF file, or a hub name. With `openai`: the name by which callers ask for the model; if
-    it is not set, the endpoints' name."""
+    """`demo`, a directory, a GGUF file, or a hub name. With `openai`: the name by which callers ask for the model, by
+    default the endpoints' name."""
     served_name: str = Field(default="", max_length=256)
-    """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the name of the hub,
-    or a directory's own name, without the path to it. Who asks by the path is answered, too."""
+    """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the hub name, or the
+    last part of a directory's path. A caller may ask by the whole path, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: the model's own on a GPU. On a CPU bfloat16 where it is the model's own, the processor has AMX, which
-    is faster in it, and the kernels compute all of the model, or where float32 does not fit the machine's memory; else,
-    and always where the weights are quantised or a GGUF file, float32, whose tokens are the same on all processors, but
-    for a GGUF file's own numbers."""
+    """`auto`: on a GPU the model's own. On a CPU float32, whose tokens are the same on all processors (except those of
+    a GGUF file's own numbers). But a bfloat16 model that is neither quantised nor a GGUF file is computed in bfloat16
+    if the processor has AMX and the kernels compute all of the model, or if float32 does not fit into memory."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one. On a GPU torch computes, rightly and slowly: there
-    `kind=vllm` is the engine to choose."""
+    """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU if there is one. On a GPU the own engine computes with torch alone, which
+    is slow: use `PENSTOCK_ENGINE_KIND=vllm` there."""
     weights: Literal["auto", "bf16", "p12", "int8", "int4"] = "auto"
-    """How the weights of linear layers are kept on a CPU. `bf16`: as they are. `p12`: bfloat16 in 12 bits, without
-    loss. `auto`: one of these two, whichever is faster; of a GGUF file its own numbers. `int8`: in 8 bits with a scale
-    for each output. `int4`: in 4 bits with a scale for each output and 128 inputs, and the output layer in 8 bits.
-    `int8`, `int4` and a GGUF file's own numbers have tokens of their own: the same on all workers of a pipeline."""
+    """How the weights of linear layers are stored on a CPU. `bf16`: as they are. `p12`: bfloat16 in 12 bits, without
+    loss. `auto`: the faster of these two; for a GGUF file its own numbers. `int8`: 8 bits with a scale
+    for each output. `int4`: 4 bits with a scale for each output and 128 inputs, and the output layer in 8 bits. `int8`,
+    `int4` and a GGUF file's own numbers change tokens: set them alike on all workers of a pipeline."""
     prefill_weights: Literal["", "auto", "bf16", "p12", "int8", "int4"] = ""
-    """The same for the weights that compute prompts, where those of answers are in another form: the same on all
-    workers of a pipeline, too. `decode` and `auto` workers then have both in memory. Empty: as
-    `PENSTOCK_ENGINE_WEIGHTS`."""
+    """Another form of the weights for computing prompts; the same on all workers of a pipeline. `decode` and `auto`
+    workers then have both forms in memory. Empty: as `PENSTOCK_ENGINE_WEIGHTS`."""
     kv_dtype: Literal["auto", "int8"] = "auto"
-    """How K and V are kept on a CPU. `auto`: in the model's dtype. `int8`: in 8 bits with a scale for each token and
-    head, which is room for twice the tokens of bfloat16; it has tokens of its own: the same on all workers of a
+    """How K and V are stored on a CPU. `auto`: in the model's dtype. `int8`: 8 bits with a scale for each token and
+    head, which has room for twice the tokens of bfloat16, and changes tokens: set it alike on all workers of a
     pipeline."""
     isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"] = "auto"
-    """The instruction set of the native kernels on a CPU. `auto`: the best that the processor has. In 16 bits, and with
-    integers, each has tokens and KV blocks of its own: where processors differ, name one that all workers have.
-    `torch`: torch computes models without the kernels, and in bfloat16 some tokens depend on the batch."""
+    """The instruction set of the native kernels on a CPU. `auto`: the best that the processor has. In 16 bits and with
+    integers, tokens and KV blocks depend on it: where processors differ, set one that all workers have. `torch`: torch
+    computes models without the kernels, and in bfloat16 some tokens depend on the batch."""
     mixed: bool = False
     """Whether a worker starts beside workers of its pipeline that compute in another way (dtype, form of weights or KV,
-    instruction set), for a change of these one worker after the other, or a GPU beside CPUs: an answer's tokens then
-    depend on which of them goes on with it. Workers of Penstock's own engine that all compute in float32, with weights
-    and KV in no smaller form, have the same tokens, and nothing is refused."""
+    instruction set): to change these one worker after the other, or to use a GPU beside CPUs. An answer's tokens then
+    depend on which worker continues it. Not needed for workers of Penstock's own engine that all compute in float32,
+    with weights and KV in no smaller form: their tokens are the same."""
     packed: str = ""
     """A file of packed weights (`penstock weights pack`) in the form of `PENSTOCK_ENGINE_WEIGHTS`, which is mapped. A
-    worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where
-    none fits, weights are packed at each start."""
+    worker does not start if it does not fit. Empty: one is looked for beside the model and in the cache; if none
+    fits, weights are packed at each start."""
     cache_dir: str = ""
-    """The directory of packed weights that have no place beside their model, and of notes of a
-    start: hashes of files, and proofs. Empty: `~/.cache/penstock/engine`."""
+    """The directory of packed weights that have no place beside their model, and of what a start has found out: hashes
+    of files, and proofs. Empty: `~/.cache/penstock/engine`."""
     threads: int = Field(default=0, ge=0)
-    """Threads that compute on a CPU; no more than the worker has cores. 0: as many as it has."""
+    """Threads that compute on a CPU; no more than the worker's cores. 0: as many as these."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block; the same on all workers of a pipeline."""
     pool_mb: int = Field(default=0, ge=0)
     """Memory for KV blocks, mapped in the background from the start on. 0: enough for eight sequences as long as the
-    model's context, 256 at least, and at most a quarter of the memory that is available, times the worker's share of
-    the machine's cores."""
+    model's context, at least 256, but at most a quarter of the available memory, times the share of the machine's cores
+    that the worker may use."""
     max_batch: int = Field(default=32, ge=1)
-    """Sequences that run at the same time, at most; no more than a step has tokens."""
+    """The most sequences that run at the same time; no more than `PENSTOCK_ENGINE_MAX_STEP_TOKENS`."""
     max_step_tokens: int = Field(default=256, ge=1)
-    """Token budget of one step; longer prompts are prefilled in chunks. Steps are up to four times as large while more
-    prompt tokens wait than four steps compute, as far as they take no longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`."""
+    """The most tokens of one step; longer prompts are prefilled in chunks. While more prompt tokens wait than four
+    steps compute, steps may be up to four times as large, but not longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`."""
     speculate: bool = True
-    """Whether a step may give a sequence several tokens, where its next tokens can be guessed. Its tokens are the same
-    either way."""
+    """Speculative decoding: whether a step may give a sequence several tokens if its next ones can be guessed. The
+    tokens are the same either way."""
     vllm_args: str = ""
     """With `vllm`: further arguments of `vllm serve`, as on its command line, such as `--tensor-parallel-size 2`."""
     response_template: str = ""
-    """A JSON file with the model's response template, by which calls and reasoning are told from text: for a model that
-    was published without one, and is of no family that is known."""
+    """A JSON file with the model's response template, which tells calls and reasoning from text: for a model that was
+    published without one and is of no known family."""
 
     @model_validator(mode="after")
     def _check_forms(self) -> Self:
@@ -239,20 +238,20 @@ class EndpointSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENDPOINT_", extra="forbid")
 
     urls: str = ""
-    """The servers, with commas between them: `http://host:8000`, or with a path other than `/v1` behind it. `#3` at an
+    """The servers, with commas between them: `http://host:8000`, with a path if that is not `/v1`. `#3` at an
     address's end is its weight: it gets three times the requests of one without."""
     key: str = Field(default="", repr=False)
     """The API key that is sent to them, if they ask for one."""
     model: str = ""
-    """The model's name at the servers. Empty: they are asked, and must serve one model."""
+    """The model's name at the servers. Empty: the worker asks them, and they must serve one model."""
     max_requests: int = Field(default=32, ge=1)
-    """Requests that one worker has under way at one server, at most."""
+    """The most requests that one worker has under way at one server."""
     silence_s: float = Field(default=120.0, gt=0)
     """A server that sends nothing for this long, also before the first piece of an answer, counts as failed."""
     interrupted: Literal["continue", "restart-if-unseen", "fail"] = "continue"
-    """The fate of an answer whose worker or server was lost in the middle of it. `continue`: a server is asked to
-    go on behind the text so far, where it can. `restart-if-unseen`: it begins anew, if the log has nothing of it.
-    `fail`: it ends with `answer_interrupted`. Each does what the next one does where it cannot do its own."""
+    """What happens to an answer whose worker or server was lost in the middle. `continue`: a server is asked to go on
+    behind the text so far. `restart-if-unseen`: the answer begins anew if the log has nothing of it. `fail`: it ends
+    with `answer_interrupted`. What is not possible for an answer falls back to the next of these."""
 
 
 class WorkerSettings(BaseSettings):
@@ -261,10 +260,10 @@ class WorkerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_", extra="forbid")
 
     name: str = ""
-    """Stable name of this slot (its transactional id). Empty: host, process id and a random part. A name that a living
-    process has is refused."""
+    """The worker's name, from which its transactional id follows. Empty: host, process id and a random part. A worker
+    does not start under the name of a living one."""
     next_name: bool = False
-    """Take the next free name instead, `auto-1` for `auto-0`. `penstock up` sets it for its workers."""
+    """Whether a worker whose name is taken takes the next free one, `auto-1` for `auto-0`. `penstock up` sets this."""
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -272,24 +271,24 @@ class WorkerSettings(BaseSettings):
     drain_s: float = Field(default=20.0, ge=0)
     """How long a stopping worker may finish its running requests before it hands the rest back."""
     stall_limit_s: float = Field(default=60.0, gt=0)
-    """A worker whose loop stands still for longer, and for longer than 20 of its longest engine steps, loses its
-    requests to others, says where it stands, and ends itself with exit code 70."""
+    """If a worker's loop stands still for longer than this, and than 20 of its longest engine steps, its requests go
+    to other workers, it logs where it stands, and ends itself with exit code 70."""
 
 
 class StaySettings(BaseSettings):
-    """Which requests a worker of kind `auto` decodes itself. All of them, where no other worker decodes."""
+    """Which requests a worker of kind `auto` decodes itself. If no other worker decodes, all of them."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_STAY_", extra="forbid")
 
     max_prompt_tokens: int = Field(default=512, ge=0)
-    """A request of whose prompt more tokens had to be computed is handed off to another worker that decodes."""
+    """A request is handed off to another worker that decodes if more tokens of its prompt had to be computed."""
     max_added_itl_ms: float = Field(default=50.0, ge=0)
-    """So is one whose prompt takes longer, by the measured cost of steps, while other answers are decoded beside it;
-    and an answer whose tokens prompts have kept for longer, on the mean."""
+    """A request is handed off if computing its prompt delays the answers beside it for longer, by the measured cost of
+    steps, or if prompts have delayed its tokens for longer each, on the mean."""
     max_answer_tokens: int = Field(default=2000, ge=1)
-    """An answer that gets as long goes on in another worker that decodes."""
+    """A request is handed off when its answer gets this long."""
     max_s: float = Field(default=60.0, gt=0)
-    """So does one that lasts for longer."""
+    """A request is handed off when its answer has lasted for longer."""
 
 
 class AdmissionSettings(BaseSettings):
@@ -320,9 +319,10 @@ class GuardSettings(BaseSettings):
     max_headers: int = Field(default=100, ge=1)
     """The most header lines."""
     headers_s: float = Field(default=10.0, gt=0)
-    """The longest time from the connection, or a further request's first byte, to the end of the headers."""
+    """The longest time to the end of the headers, from the connection or from the last request or answer. So a
+    connection that is idle for this long is closed, with 408."""
     body_s: float = Field(default=20.0, gt=0)
-    """The longest time from the headers to the end of the body, in addition to its length over `body_kb_per_s`."""
+    """How long a body may take after the headers, plus its length divided by `PENSTOCK_GATEWAY_BODY_KB_PER_S`."""
     body_kb_per_s: float = Field(default=64.0, gt=0)
     """The slowest rate at which a large body may arrive."""
     stalled_s: float = Field(default=60.0, gt=0)
@@ -368,9 +368,9 @@ class GatewaySettings(BaseSettings):
     port: int = Field(default=8080, ge=0, lt=65536)
     """The port on which it listens."""
     patience_s: float = Field(default=600.0, gt=0)
-    """How long an answer may bring no token, also before the first one, until its reader is asked to come back."""
+    """After this time without a token, also before the first one, the reader of an answer is asked to come back."""
     keep_alive_s: float = Field(default=15.0, gt=0)
-    """A stream without events for this long, or up to twice as long, is sent a comment, so that proxies keep the
+    """After this time without an event, or up to twice as long, a stream gets a comment, so that proxies keep the
     connection open."""
     stop_s: float = Field(default=10.0, ge=0)
     """How long a stopping gateway goes on with answers that are not streamed."""
@@ -385,7 +385,7 @@ class BatchSettings(BaseSettings):
     """Where files, batches and responses are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with
     its keys in the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
     rows_in_flight: int = Field(default=256, ge=1)
-    """Requests of batches that one gateway has under way, for each pipeline and for each batch."""
+    """The most lines that one gateway has under way of a batch, and of all batches together at a pipeline."""
     max_lines: int = Field(default=50_000, ge=1)
     """The most requests in one batch."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
@@ -419,15 +419,15 @@ class WebhookSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WEBHOOK_", extra="forbid")
 
     secret: str = Field(default="", repr=False)
-    """The key that signs events: `whsec_` and 24 to 64 bytes in base64, the same for all gateways. Empty: there are no
-    webhooks."""
+    """The key that signs events: `whsec_` and 24 to 64 bytes in base64. All gateways of a Redis need the same: one
+    without it drops events. Empty: there are no webhooks."""
     url: str = Field(default="", repr=False)
-    """Where the events of tenants go that have no webhook of their own. Empty: nowhere."""
+    """Where events go if their tenant has no webhook of its own. Empty: nowhere."""
     hosts: str = ""
     """Hosts, separated by commas, whose URLs may be `http`, and whose addresses may be private ones."""
     retry_s: float = Field(default=3 * 86400.0, ge=0)
-    """How long after its response or batch ended an event may be tried again: after 5 seconds at first, then after
-    longer and longer waits, up to an hour."""
+    """How long after the end of its response or batch an event is tried again: after 5 seconds at first, then after
+    growing waits of up to an hour."""
 
     @model_validator(mode="after")
     def _check_secret(self) -> Self:
@@ -446,8 +446,8 @@ class WebhookSettings(BaseSettings):
 
 
 class SloSettings(BaseSettings):
-    """Until when a request is in time. `penstock plan` tells the highest rate at which nine of ten of a class are, and
-    the engine makes steps larger while prompts wait, as far as a step takes no longer than `interactive_itl_s`.
+    """When a request is in time. `penstock plan` finds the highest rate at which nine of ten requests of a class are.
+    While prompts wait, the engine makes steps larger, but not longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`.
     """
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_SLO_", extra="forbid")
@@ -455,11 +455,11 @@ class SloSettings(BaseSettings):
     interactive_ttft_s: float = Field(default=4.0, gt=0)
     """The longest time to the first token of an interactive request."""
     interactive_itl_s: float = Field(default=0.2, gt=0)
-    """The longest time between two tokens of it, on the mean of its answer."""
+    """The longest mean time between two tokens of an interactive answer."""
     batch_ttft_s: float = Field(default=600.0, gt=0)
     """The longest time to the first token of a request of the class `batch`."""
     batch_itl_s: float = Field(default=1.0, gt=0)
-    """The longest time between two tokens of it, on the mean of its answer."""
+    """The longest mean time between two tokens of an answer of the class `batch`."""
 
 
 class FaultSettings(BaseSettings):
