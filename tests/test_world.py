@@ -56,7 +56,16 @@ def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, r
     assert ", 0 findings," in told, told
 
 
-@pytest.mark.parametrize("words", [pytest.param("--seed 77770020 --requests 31", id="a bug ends a line of a batch")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("--seed 77770020 --requests 31", id="a bug ends a line of a batch"),
+        pytest.param(
+            "--seed 5055 --rate bug=0.02 --rate gateways=0.6 --rate batches=0.3 --rate endpoint=0",
+            id="a bug ends an answer that is not streamed",
+        ),
+    ],
+)
 def test_a_seed_that_once_found_something_finds_nothing(run_world: RunWorld, words: str) -> None:
     told = run_world(*words.split())
     assert ", 0 findings," in told, told

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from penstock.messages import Request
+from sim.chaos.checker import Entry
 from sim.world.http import HttpClient, make_body, name_request
 from sim.world.ways import Place
 
@@ -69,7 +70,7 @@ class BatchClient:
         self._http.note_submitted(name_request(self._request, request_id, seed), [])
         self._http.note_accepted(request_id)
         choice = {"finish_reason": None, "text": ""} if error is not None else answer["choices"][0]
-        entry = {"reader": "batch", "finish": choice["finish_reason"], "text": choice["text"], "calls": []}
+        entry: Entry = {"reader": "batch", "finish": choice["finish_reason"], "text": choice["text"], "calls": []}
         self._http.note({"what": "end", "id": request_id, "count": None, "error": error, **entry})
         if error is None and (count := answer["usage"]["completion_tokens"]) != self._request.sampling.max_tokens:
             self._http.fail(f"{request_id} has {count} tokens by its usage")
