@@ -8,7 +8,7 @@ import mmap
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -145,7 +145,8 @@ def test_two_that_map_at_once_leave_a_quarter_between_them_but_for_one_look(
     available: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     available["bytes"] = 15 * LOOK_BYTES
-    count, both = pool_mapping.count_available_bytes, threading.Barrier(2)
+    count: Callable[[], int | None] = vars(pool_mapping)["count_available_bytes"]
+    both = threading.Barrier(2)
 
     def count_in_step() -> int | None:
         """Return what both see: neither maps while the other counts."""
