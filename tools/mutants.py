@@ -1,11 +1,12 @@
-"""`python -m tools.mutants draw|forget|run ROOM …`: small changes, which the world or the tests must notice.
+"""`python -m tools.mutants draw|forget|run|try|weigh ROOM …`: small changes, which the world or the tests must notice.
 
 `draw` writes a list of mutants that follows from a seed into `docs/figures/mutants/ROOM.json`. A mutant names a file,
 the lines that it changes, which place with this text it means, and the lines in their place: so a list can be played
 again on a later tree, and a mutant whose lines are gone says so. `run` makes each change in a copy of the repository,
 and writes into the list what noticed it: the first seconds of the world, the tests, or the rest of the world's minute.
 Seconds are processor time, as other work shares the machine. What was played before is left out, until `forget` takes
-the results off a list.
+the results off a list. `weigh` runs each test file of the room by itself, without the world, and writes into the list
+which of them notice the mutant. `try` plays newly drawn mutants and prints them, a JSON object a line.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,8 @@ class Mutant:
     seconds: float = 0.0
     equivalent: str = ""
     """Why nothing can notice it, written by hand."""
+    weighed: str = ""
+    """The test files that notice it, or `NOTHING`; empty if they were not run one by one yet."""
 
     def apply(self, source: str) -> str | None:
         """Return the changed source, or None where the lines are gone."""
@@ -329,14 +333,38 @@ class Copy:
 
     def play(self, mutant: Mutant, room: Room) -> Mutant:
         """Return a mutant with what noticed it."""
+        with self._apply(mutant) as is_there:
+            return self._play_applied(mutant, room) if is_there else replace(mutant, noticed=GONE, seconds=0.0)
+
+    def weigh(self, mutant: Mutant, room: Room) -> Mutant:
+        """Return a mutant with the test files that notice it, each of which runs by itself."""
+        with self._apply(mutant) as is_there:
+            if not is_there:
+                return replace(mutant, weighed=GONE)
+            limit_s = TESTS_S + ENDLESS_S
+            found = [
+                name
+                for name in _list_files(mutant, room)
+                if self._run(partial(run_tests, [name], room.without), limit_s)[0]
+            ]
+        return replace(mutant, weighed=" ".join(found) or NOTHING)
+
+    @contextlib.contextmanager
+    def _apply(self, mutant: Mutant) -> Iterator[bool]:
+        """Change the copy meanwhile. The value says whether the mutant's lines are there."""
         original, path = ROOT / mutant.file, self._folder / mutant.file
         changed = mutant.apply(original.read_text()) if original.exists() else None
-        if changed is None:
-            return replace(mutant, noticed=GONE, seconds=0.0)
-        path.write_text(changed)
+        if changed is not None:
+            path.write_text(changed)
+        try:
+            yield changed is not None
+        finally:
+            if changed is not None:
+                shutil.copy2(original, path)  # with its time, so that its bytecode is right again
+
+    def _play_applied(self, mutant: Mutant, room: Room) -> Mutant:
         level = next((level for start, level in room.levels if mutant.file.startswith(start)), None)
-        module = mutant.file[mutant.file.index("/penstock/") + 1 :].removesuffix(".py").replace("/", ".")
-        tests = [name for name in room.tests_of_modules if module in (ROOT / name).read_text()] + [*room.tests]
+        tests = _list_tests(mutant, room)
         stages: list[tuple[Callable[[], int], float]] = [(lambda: run_tests(tests, room.without), TESTS_S)]
         if level is not None:
             rest_s = self._world_s - BEGINNING_S
@@ -348,7 +376,6 @@ class Copy:
             seconds += spent_s
             if noticed:
                 break
-        shutil.copy2(original, path)  # with its time, so that its bytecode is right again
         return replace(mutant, noticed=noticed or NOTHING, seconds=round(seconds, 1))
 
     def _run(self, call: Callable[[], int], limit_s: float) -> tuple[str, float]:
@@ -396,6 +423,19 @@ class Copy:
             del sys.modules[name]
 
 
+def _list_tests(mutant: Mutant, room: Room) -> list[str]:
+    """Return the tests of a room for a mutant, those of its module first."""
+    module = mutant.file[mutant.file.index("/penstock/") + 1 :].removesuffix(".py").replace("/", ".")
+    return [name for name in room.tests_of_modules if module in (ROOT / name).read_text()] + [*room.tests]
+
+
+def _list_files(mutant: Mutant, room: Room) -> list[str]:
+    """Return the same as single files, without those that only hold helpers."""
+    paths = [ROOT / name for name in _list_tests(mutant, room)]
+    files = [file for path in paths for file in (sorted(path.glob("test_*.py")) if path.is_dir() else [path])]
+    return [str(file.relative_to(ROOT)) for file in files]
+
+
 def run_tests(tests: Sequence[str], without: str) -> int:
     """Run tests until one fails. Return 0 if none does."""
     import pytest
@@ -439,17 +479,33 @@ def run_list(name: str, copy: Copy, first: int, played: Sequence[str]) -> None:
                 print(f"    {mutant.file}: {mutant.text.strip()!r} -> {mutant.becomes.strip()!r}", flush=True)
 
 
+def weigh_list(name: str, copy: Copy, count: int) -> None:
+    """Weigh the first `count` mutants of a list that were not weighed yet."""
+    for index in [index for index, mutant in enumerate(read_list(name)) if not mutant.weighed][:count]:
+        weighed = copy.weigh(read_list(name)[index], ROOMS[name]).weighed
+        mutants = read_list(name)  # what was written by hand meanwhile stays
+        mutants[index] = replace(mutants[index], weighed=weighed)
+        write_list(name, mutants)
+        print(f"{name} {index}: {weighed}", flush=True)
+
+
+def try_mutants(name: str, copy: Copy, seed: int, count: int) -> None:
+    """Draw mutants, play them, and print each with what noticed it."""
+    for mutant in draw_mutants(ROOMS[name], seed, count):
+        print(json.dumps(asdict(copy.play(mutant, ROOMS[name]))), flush=True)
+
+
 def main() -> None:
     """Draw lists, or play them."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants")
-    parser.add_argument("what", choices=["draw", "forget", "run"])
+    parser.add_argument("what", choices=["draw", "forget", "run", "try", "weigh"])
     parser.add_argument("rooms", nargs="+", choices=list(ROOMS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60, help="how many are drawn, or played of each list")
     parser.add_argument("--world-s", type=float, default=60.0, help="how long the world plays")
     parser.add_argument("--again", action="store_true", help="play again what nothing noticed")
     given = parser.parse_args()
-    if given.what != "run":
+    if given.what in ("draw", "forget"):
         for name in given.rooms:
             is_new = given.what == "draw"
             found = draw_mutants(ROOMS[name], given.seed, given.count) if is_new else read_list(name)
@@ -463,7 +519,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as folder:
         copy = Copy(Path(folder), given.world_s)
         for name in given.rooms:
-            run_list(name, copy, given.count, ["", NOTHING] if given.again else [""])
+            match given.what:
+                case "weigh":
+                    weigh_list(name, copy, given.count)
+                case "try":
+                    try_mutants(name, copy, given.seed, given.count)
+                case _:
+                    run_list(name, copy, given.count, ["", NOTHING] if given.again else [""])
 
 
 if __name__ == "__main__":

@@ -116,6 +116,16 @@ def generate_faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             yield Fault(at_s, what, whose, for_s, by_s)
 
 
+def generate_clock_jumps(seed: int, workers: list[str]) -> Iterator[Fault]:
+    """Yield jumps of the workers' wall clocks without end, one or two a second: minutes, a day, a week, either way."""
+    chance = random.Random(f"{seed}/jumps")
+    at_s = 0.0
+    while True:
+        at_s += chance.uniform(0.3, 1.5)
+        by_s = chance.choice([-1.0, 1.0]) * chance.choice([2.0, 60.0, 900.0, 86_400.0, 604_800.0])
+        yield Fault(at_s, "clock", chance.choice(workers), chance.choice([0.2, 1.0, 5.0]), by_s)
+
+
 def generate_system_faults(
     seed: int, bus: Bus, kinds_of_workers: Sequence[WorkerKind] = STAGES, *, is_replicated: bool = False
 ) -> Iterator[Fault]:

@@ -1,5 +1,5 @@
-"""What a worker lives with here: a wall clock that is put forward and back, a disk that can be full, and a heartbeat
-that is wrong.
+"""What a worker lives with here: a wall clock that is put forward and back, a disk that can be full, a heartbeat that
+is wrong, and a processor that is several times slower than those of the other workers.
 
 The project reads the wall clock by `time.time` and `time.time_ns`, and these are replaced. Monotonic time goes on as it
 did, as it does when somebody sets a host's clock. A disk is a folder: while it counts as full, the write of a block
@@ -11,10 +11,13 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock import failpoints
+from penstock.engine.contract import SampledToken
+from penstock.engine.serving import ServingEngine
 from penstock.names import CLASSES
 from penstock.worker.load import WorkerLoad
 from sim.forked import run_penstock
@@ -65,9 +68,32 @@ def tell_wrong_load(factor: float) -> None:
     setattr(WorkerLoad, "summarize_load", summarize_wrongly)  # noqa: B010 - a method is replaced
 
 
-def run_worker(kind: str, clock: Path, full_mark: Path, load_factor: float) -> None:
-    """Run `penstock worker` with a clock and a disk of these, whose heartbeat tells so many times its load."""
+def slow_down_steps(factor: float) -> None:
+    """Let each engine step of this process take `factor` times as long."""
+    begin_step, finish_step = ServingEngine.begin_step, ServingEngine.finish_step
+    begun_s = 0.0
+
+    def begin_slow_step(engine: ServingEngine) -> bool:
+        nonlocal begun_s
+        begun_s = time.monotonic()
+        return begin_step(engine)
+
+    def finish_slow_step(engine: ServingEngine) -> Sequence[SampledToken]:
+        sampled = finish_step(engine)
+        time.sleep((factor - 1.0) * (time.monotonic() - begun_s))
+        return sampled
+
+    setattr(ServingEngine, "begin_step", begin_slow_step)  # noqa: B010 - methods are replaced
+    setattr(ServingEngine, "finish_step", finish_slow_step)  # noqa: B010
+
+
+def run_worker(kind: str, clock: Path, full_mark: Path, load_factor: float, slowness: float = 1.0) -> None:
+    """Run `penstock worker` with a clock and a disk of these, whose heartbeat tells `load_factor` times its load and
+    whose steps take `slowness` times as long as they do.
+    """
     follow_clock(clock)
     fail_where_full(full_mark)
     tell_wrong_load(load_factor)
+    if slowness > 1.0:
+        slow_down_steps(slowness)
     run_penstock("worker", kind)

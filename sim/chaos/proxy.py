@@ -9,6 +9,7 @@ from typing import Self
 from penstock.local.processes import find_free_port
 
 CHUNK_BYTES = 2**16
+MAX_DELAYED_CHUNKS = 4096
 
 
 class Proxy:
@@ -20,7 +21,7 @@ class Proxy:
         self._flows = asyncio.Event()
         self._flows.set()
         self._tls = tls
-        self._delay_s, self._refuses = 0.0, False
+        self._delay_s, self._reply_delay_s, self._refuses = 0.0, 0.0, False
         self._num_bytes_left: int | None = None
         self.num_connections = 0
         """How many connections there were."""
@@ -44,6 +45,13 @@ class Proxy:
     def delay_forwarding(self, delay_s: float) -> None:
         """Delay each forwarded chunk by `delay_s`."""
         self._delay_s = delay_s
+
+    def delay_replies(self, delay_s: float) -> None:
+        """Hand each reply on `delay_s` later, in order and without holding up the next one, as a slow server does.
+
+        `forward_normally` does not undo it.
+        """
+        self._reply_delay_s = delay_s
 
     def refuse_connections(self) -> None:
         """Abort all connections, and new ones as they come."""
@@ -85,9 +93,11 @@ class Proxy:
             self.num_connections += 1
             self._open.add(far_writer)
             try:
+                replies: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_DELAYED_CHUNKS)
                 ways = [
                     self._forward_bytes(reader, far_writer),
-                    self._forward_bytes(far_reader, writer, are_replies=True),
+                    self._forward_replies(replies, writer),
+                    self._read_replies(far_reader, replies),
                 ]
                 pumps = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -98,16 +108,31 @@ class Proxy:
                 self._open.discard(far_writer)
                 far_writer.transport.abort()
 
-    async def _forward_bytes(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, are_replies: bool = False
-    ) -> None:
+    async def _forward_bytes(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while chunk := await reader.read(CHUNK_BYTES):
-            self.num_reply_bytes += len(chunk) * are_replies
-            if self._delay_s:
-                await asyncio.sleep(self._delay_s)
-            await self._flows.wait()
+            await self._hold_back()
+            writer.write(chunk)
+            await writer.drain()
+
+    async def _read_replies(self, reader: asyncio.StreamReader, replies: "asyncio.Queue[tuple[float, bytes]]") -> None:
+        """Put each chunk of the server's, and an empty one at its end, into a queue with the time when it is due."""
+        while chunk := await reader.read(CHUNK_BYTES):
+            self.num_reply_bytes += len(chunk)
+            await replies.put((self._loop.time() + self._reply_delay_s, chunk))
+        await replies.put((self._loop.time() + self._reply_delay_s, b""))
+        await asyncio.Event().wait()  # `_forward_replies` ends the connection
+
+    async def _forward_replies(
+        self, replies: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter
+    ) -> None:
+        while True:
+            due_s, chunk = await replies.get()
+            await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+            if not chunk:
+                return
+            await self._hold_back()
             is_last, left = False, self._num_bytes_left
-            if are_replies and left is not None:
+            if left is not None:
                 is_last, chunk = len(chunk) >= left, chunk[:left]
                 self._num_bytes_left = None if is_last else left - len(chunk)
             writer.write(chunk)
@@ -116,6 +141,11 @@ class Proxy:
                 writer.close()
                 await writer.wait_closed()  # what was written arrives
                 return
+
+    async def _hold_back(self) -> None:
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        await self._flows.wait()
 
     def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -3,12 +3,13 @@
 import contextlib
 import heapq
 import itertools
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from sim.chaos.faults import (
     Bus,
     Fault,
     KillPlan,
+    generate_clock_jumps,
     generate_faults,
     generate_reply_faults,
     generate_system_faults,
@@ -77,7 +79,9 @@ class ChaosRound:
     seconds: float
     """How long faults are injected at most. The requests under way then end undisturbed."""
     kills: int = 10**9
-    """After how many kills, of workers of each kind, no more faults are injected."""
+    """After how many kills, of workers of each kind, no more faults are injected. With 0 nothing is killed, and only
+    the faults are injected that the round names.
+    """
     prefill: int = 3
     decode: int = 4
     auto: int = 0
@@ -94,6 +98,12 @@ class ChaosRound:
     """What clients ask; it says which model the workers have."""
     answer_tokens: int = LONG_ANSWER_TOKENS
     """Tokens of the long answers."""
+    slowness: Mapping[str, float] = field(default_factory=dict)
+    """How many times as long the steps of a worker take, by its name."""
+    delays_s: Mapping[str, float] = field(default_factory=dict)
+    """How much later the replies of a server (`redis`, `kafka`) come, until the end of the round."""
+    with_clock_jumps: bool = False
+    """Whether the wall clocks of workers jump all the time."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,10 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         asked = NUM_ENDPOINTS if plan.load == "endpoint" else 0
         endpoints = [exits.enter_context(CountingEndpoint(pause_s=PIECE_PAUSE_S)) for _ in range(asked)]
         stack = exits.enter_context(make_stack(plan, directory, history, servers, endpoints))
+        for proxy in stack.proxies.values():
+            proxy.delay_replies(plan.delays_s.get("redis", 0.0))
+        if servers.kafka_proxy is not None:
+            servers.kafka_proxy.delay_replies(plan.delays_s.get("kafka", 0.0))
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
         patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
         clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
@@ -161,7 +175,9 @@ def make_stack(
     size = {kind: count for kind, count in size.items() if count}
     away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
     size = {kind: count + more for kind, count in size.items()}
-    return ChaosStack(directory / "stack", history, servers, plan_of, size, settings, away)
+    stack = ChaosStack(directory / "stack", history, servers, plan_of, size, settings, away, plan.slowness)
+    stack.is_killing = plan.kills > 0
+    return stack
 
 
 def _inject_faults(
@@ -176,8 +192,10 @@ def _inject_faults(
     """Inject faults until there were enough kills, or the time is over."""
     begun = time.monotonic()
     kinds = sorted({worker.stage for worker in stack.workers})
-    plans = []
-    if not plan.is_replicated:
+    plans = [iter([Fault(math.inf, "", "", 0.0)])]
+    if plan.with_clock_jumps:
+        plans.append(generate_clock_jumps(plan.seed, [worker.name for worker in stack.workers]))
+    if plan.kills and not plan.is_replicated:
         plans.append(generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers]))
     if plan.is_replicated or plan.with_system_faults:
         plans.append(generate_system_faults(plan.seed, plan.bus, kinds, is_replicated=plan.is_replicated))
@@ -200,6 +218,8 @@ def _inject_faults(
 
 def _has_killed_enough(stack: ChaosStack, num_kills: int) -> bool:
     """Return whether there were as many kills, and workers of each kind were killed, at their steps too."""
+    if not num_kills:
+        return False
     at_steps = {kind for kind, step in stack.counts.kills if step != ANY_TIME}
     return stack.counts.kills.total() >= num_kills and at_steps >= {worker.stage for worker in stack.workers}
 

@@ -158,14 +158,17 @@ class ChaosStack(Stack):
         size: Mapping[WorkerKind, int],
         more: Mapping[str, str] | None = None,
         away: Collection[str] = (),
+        slowness: Mapping[str, float] | None = None,
     ) -> None:
-        """`size`: how many workers of each kind; `more`: their settings; `away`: workers that are not started yet."""
+        """`size`: how many workers of each kind; `more`: their settings; `away`: workers that are not started yet;
+        `slowness`: how many times as long the steps of a worker take, by its name.
+        """
         super().__init__(
             directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url,
             prefill=size.get("prefill", 0), decode=size.get("decode", 0), auto=size.get("auto", 0),
             endpoint=size.get("endpoint", 0), environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
-        self._plan_kill = plan_of
+        self._plan_kill, self._slowness = plan_of, slowness or {}
         self.counts = FaultCounts()
         self.absent = set(away)
         """Names of workers that must not run. Those that do are sent SIGTERM and are not replaced."""
@@ -278,7 +281,7 @@ class ChaosStack(Stack):
         self.counts.faults[worker.stage, "lie"] += load_factor != 1.0
         child = fork_process(
             worker.name, self._log_path(worker), hazards.run_worker, worker.stage, self.clocks[worker.name],
-            self.full_mark, load_factor, environment={**environment, **own},
+            self.full_mark, load_factor, self._slowness.get(worker.name, 1.0), environment={**environment, **own},
         )  # fmt: skip
         self._history.add_entry(
             "start",

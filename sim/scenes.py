@@ -1,0 +1,272 @@
+"""`python -m sim.scenes [NAME …] [--seed N]`: worlds of real processes, each with what must hold in it.
+
+A scene has a name, a load, faults and what must hold. Most are rounds of `sim/chaos`: real workers, a real Redis, a
+real Kafka and clients, whose history is checked against the promises. Some worlds need more than a round, as a
+container does; these are functions. A fault that a new part of the product has to outlive becomes a scene here.
+
+A scene that fails by a fault which is known and not mended yet has its name in `known`. It must fail: one that does not
+is a finding too, so that the mark is taken away with the mend.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.local.processes import find_free_port, start_child
+from penstock.local.stack import Stack
+from penstock.waiting import wait_until
+from sim.chaos.clients import Load
+from sim.chaos.faults import Bus
+from sim.chaos.runner import ChaosRound, run_round
+from sim.forked import preload_modules
+
+ROOT = Path(__file__).parents[1]
+BUSES: tuple[Bus, ...] = ("embedded", "kafka")
+LOADS: tuple[Load, ...] = ("text", "tools", "states", "endpoint")
+WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
+"""How many workers of prefill, of decode and of both there may be in a round with kills."""
+KILLS, MAX_KILLS_S = 60, 150.0
+"""A round with kills ends after so many, or so many seconds."""
+STEADY_S = 40.0
+"""How long clients send requests in a round without kills."""
+START_PATIENCE_S = 150.0
+"""How long a stack may take until it answers."""
+ASKED = {"model": "demo", "prompt": "In the beginning", "max_tokens": 40, "temperature": 0, "stream": True}
+
+
+class LeftOutError(Exception):
+    """The machine lacks what a scene needs; the message says what."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """The outcome of a scene."""
+
+    requests: int = 0
+    kills: int = 0
+    findings: Sequence[str] = ()
+    story: str = ""
+    """The file with the history, if there is one."""
+
+
+Play = Callable[[int, Path], Played]
+"""Plays a scene with a seed, below a directory."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A world, and what must hold in it."""
+
+    name: str
+    must: str
+    play: Play
+    known: str = ""
+    """The fault by which it fails today, by its name in the list of known faults; empty if it must pass."""
+    half_core: bool = False
+    """Whether all of it runs on half a core."""
+
+    @property
+    def group(self) -> str:
+        """`kills`, or `unlike` for worlds unlike a quiet machine with quick servers and equal workers."""
+        return "kills" if self.name.startswith("kills") else "unlike"
+
+
+# Rounds of real processes.
+
+ANSWERED = "each accepted request has one result, the right one, and each reader has each token once"
+
+
+def _play_round(plan: ChaosRound, seed: int, directory: Path) -> Played:
+    outcome = run_round(replace(plan, seed=seed), directory)
+    told = [f"{one.kind}: {one.id}: {one.description}" for one in outcome.findings]
+    if not plan.kills:
+        told += [f"a worker ended by itself: {line}" for line in outcome.counts.crashes]
+    return Played(outcome.requests, outcome.counts.kills.total(), told, str(outcome.history))
+
+
+def make_kill_round(seed: int, bus: Bus, load: Load, *, is_replicated: bool = False) -> ChaosRound:
+    """Return a round in which all workers are killed again and again, and the servers disturbed, as the seed says."""
+    prefill, decode, auto = random.Random(f"{seed}/{bus}").choice(WORKERS)
+    return ChaosRound(
+        seed, bus, MAX_KILLS_S, KILLS, prefill, decode, auto, is_replicated=is_replicated, with_system_faults=True,
+        load=load,
+    )  # fmt: skip
+
+
+def _kill(bus: Bus, load: Load, *, is_replicated: bool = False) -> Scene:
+    def play(seed: int, directory: Path) -> Played:
+        return _play_round(make_kill_round(seed, bus, load, is_replicated=is_replicated), seed, directory)
+
+    where = "three brokers and Sentinel" if is_replicated else bus
+    return Scene(f"kills, {where}, {load}", ANSWERED, play)
+
+
+def _undisturbed(name: str, known: str = "", must: str = ANSWERED, *, half_core: bool = False, **fields: Any) -> Scene:
+    """Return a scene without kills, in which no worker ends by itself."""
+    plan = ChaosRound(0, **{"bus": "kafka", "seconds": STEADY_S, "kills": 0, "prefill": 0, "decode": 0, "auto": 2,
+                            "num_in_flight": 6, **fields})  # fmt: skip
+    return Scene(
+        name, f"{must}; no worker ends", lambda seed, directory: _play_round(plan, seed, directory), known, half_core
+    )
+
+
+# Stacks as users start them.
+
+
+def _ask(url: str, body: dict[str, Any], timeout_s: float = 60.0) -> str:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return str(answer.read().decode())
+
+
+def _join_texts(events: str) -> str:
+    """Return the text of a stream of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for line in lines for choice in json.loads(line).get("choices", ()))
+
+
+def _play_container(seed: int, directory: Path, *, is_read_only: bool = False) -> Played:
+    """Start `penstock up` with what a container has by Docker's defaults, and ask it."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        raise LeftOutError("a mount namespace needs root and unshare")
+    data, log = directory / "data", directory / "up.log"
+    data.mkdir(parents=True)
+    mounts = ["mount -t tmpfs -o size=64m tmpfs /dev/shm", f"mount -t tmpfs tmpfs {shlex.quote(str(data))}"]
+    if is_read_only:
+        mounts.append("mount -o remount,bind,ro /")
+    port, gateway = find_free_port(), find_free_port()
+    up = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--gateway-port", str(gateway)]
+    command = " && ".join([*mounts, f"exec {shlex.join([*up, '--data', str(data)])}"])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    child = start_child(
+        ["unshare", "-m", "sh", "-c", command], name="container", log=log, environment={**environment, "HOME": "/"}
+    )
+
+    def has_answered() -> bool:
+        if not child.is_alive():
+            raise ChildProcessError
+        with suppress(OSError):
+            answers.append(_join_texts(_ask(f"http://127.0.0.1:{gateway}/v1/completions", ASKED)))
+        return bool(answers)
+
+    answers: list[str] = []
+    try:
+        wait_until(has_answered, START_PATIENCE_S, "the container answers", every_s=0.5)
+    except (ChildProcessError, TimeoutError):
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        return Played(1, 0, [f"`penstock up` does not answer; its last line: {' '.join(last)}"], str(log))
+    finally:
+        child.stop(timeout_s=60.0)
+    return Played(1, 0, [] if answers[0] else ["the answer is empty"], str(log))
+
+
+LANGUAGES = {
+    "Java": ("java", ["java", "{folder}/Ask.java"]),
+    "Go": ("go", ["go", "run", "{folder}/ask.go"]),
+    "Node": ("node", ["node", "{folder}/ask.mjs"]),
+    "curl": ("curl", ["sh", "-c", 'exec curl -sN "$1" -H "Content-Type: application/json" -d "$2"', "sh"]),
+}
+"""By language: the program that has to be there, and the command, which is followed by the URL and the body."""
+
+
+def _play_language(language: str, seed: int, directory: Path) -> Played:
+    """Ask a gateway with a client of another language, and compare its text with that of ours."""
+    program, words = LANGUAGES[language]
+    if not shutil.which(program):
+        raise LeftOutError(f"{program} is not installed")
+    body = {**ASKED, "seed": seed}
+    with Stack(directory, prefill=0, decode=0, auto=1, gateway=find_free_port()) as stack:
+        stack.wait_until_ready(START_PATIENCE_S)
+        url = f"{stack.gateway_url}/v1/completions"
+        expected = _join_texts(_ask(url, body))
+        command = [word.format(folder=ROOT / "sim/languages") for word in words] if program != "curl" else words
+        told = subprocess.run(
+            [*command, url, json.dumps(body)], capture_output=True, text=True, timeout=START_PATIENCE_S, check=False
+        )
+    if _join_texts(told.stdout) == expected != "":
+        return Played(2)
+    return Played(2, 0, [f"{language} got {(told.stdout or told.stderr)[:200]!r}"])
+
+
+def _language(language: str, known: str = "") -> Scene:
+    return Scene(
+        f"a client in {language}", "it gets the text that our client gets",
+        lambda seed, directory: _play_language(language, seed, directory), known,
+    )  # fmt: skip
+
+
+SCENES = (
+    *(_kill(bus, load) for load in LOADS for bus in BUSES),
+    _kill("kafka", "text", is_replicated=True),
+    _undisturbed("Kafka answers 0.2 s late", delays_s={"kafka": 0.2}),
+    _undisturbed("Kafka answers 0.5 s late", delays_s={"kafka": 0.5}),
+    _undisturbed("Kafka answers 1 s late", "L3", delays_s={"kafka": 1.0}),
+    _undisturbed("Kafka answers 2 s late", "L3", delays_s={"kafka": 2.0}),
+    _undisturbed("Redis answers 0.2 s late", bus="embedded", delays_s={"redis": 0.2}),
+    _undisturbed("Redis answers 1 s late", "L3", bus="embedded", delays_s={"redis": 1.0}),
+    _undisturbed("one of four workers four times slower", auto=4, num_in_flight=8, slowness={"auto-3": 4.0}),
+    _undisturbed("clocks that jump", with_clock_jumps=True, auto=0, prefill=1, decode=2),
+    _undisturbed("half a core", half_core=True, num_in_flight=3),
+    Scene("a container with 64 MB of shared memory", "`penstock up` starts and answers", _play_container, "D4"),
+    Scene(
+        "a container with a read-only root", "`penstock up` starts and answers",
+        lambda seed, directory: _play_container(seed, directory, is_read_only=True), "D4",
+    ),
+    _language("Java", "D1"), _language("Go"), _language("Node"), _language("curl"),
+)  # fmt: skip
+
+
+def play_scene(scene: Scene, seed: int, directory: Path) -> dict[str, Any]:
+    """Play a scene and return what is told about it: requests, kills, findings, and what it did that is known.
+
+    Where the machine lacks something, `left_out` says what.
+    """
+    try:
+        played = scene.play(seed, directory)
+    except LeftOutError as missing:
+        return {"scene": scene.name, "seed": seed, "left_out": str(missing)}
+    findings = list(played.findings)
+    if scene.known:
+        findings = [] if findings else [f"it passes, though it is known to fail by {scene.known}: take the mark away"]
+    failed_as_known = bool(scene.known and played.findings)
+    return {
+        "scene": scene.name, "seed": seed, "requests": played.requests, "kills": played.kills, "findings": findings,
+        "known": list(played.findings)[:3] if failed_as_known else [], "story": played.story if findings else "",
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Play scenes, and print a line of JSON for each."""
+    parser = argparse.ArgumentParser(prog="python -m sim.scenes", epilog="; ".join(scene.name for scene in SCENES))
+    parser.add_argument("names", nargs="*", help="parts of names; all if there are none")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    preload_modules("sim.chaos.runner")
+    for scene in (one for one in SCENES if not given.names or any(name in one.name for name in given.names)):
+        if scene.half_core and "SIM_HALF_CORE" not in os.environ:
+            command = [str(ROOT / "tools/slow.sh"), sys.executable, "-m", "sim.scenes", scene.name]
+            environment = {**os.environ, "SIM_HALF_CORE": "1"}
+            subprocess.run([*command, "--seed", str(given.seed)], env=environment, check=True)
+            continue
+        directory = Path(tempfile.mkdtemp(prefix="penstock-scene-"))
+        with ExitStack() as exits:
+            told = play_scene(scene, given.seed, directory)
+            if not told.get("findings"):
+                exits.callback(shutil.rmtree, directory, ignore_errors=True)
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
