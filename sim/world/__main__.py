@@ -22,12 +22,14 @@ runs to its end first, in the product's `finally`s.
 """
 
 
-def run_scene(plan: Plan, *, shorten: bool) -> Verdict:
-    """Return the verdict of a plan's run, or of the shortest one that finds something as well."""
-    verdict = Scene(plan).run()
+def run_scene(plan: Plan, *, shorten: bool) -> tuple[Verdict, float]:
+    """Return the verdict of a plan's run, or of the shortest one that finds something as well, and the processor's time
+    that it took.
+    """
+    begun_s, verdict = time.process_time(), Scene(plan).run()
     if verdict.findings and shorten:
-        return Scene(shorten_plan(plan, lambda what: print(f"    still found {what}", flush=True))).run()
-    return verdict
+        verdict = Scene(shorten_plan(plan, lambda what: print(f"    still found {what}", flush=True))).run()
+    return verdict, time.process_time() - begun_s
 
 
 def main(*words: str) -> None:
@@ -54,9 +56,9 @@ def main(*words: str) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "sim.world", *sys.argv[1:]])
     gc.freeze()  # what is imported lives on: looking through it again and again takes a tenth of the time
     load_tokenizer()
-    begun_s, total, kills, found, exits = time.monotonic(), 0, 0, 0, contextlib.ExitStack()
+    begun_s, used_s, total, kills, found, exits = time.monotonic(), 0.0, 0, 0, 0, contextlib.ExitStack()
     for seed in range(given.seed, given.seed + given.seeds):
-        if time.process_time() > given.max_s or (given.until_found and found):
+        if used_s > given.max_s or (given.until_found and found):
             break
         plan = Plan.draw(seed, given.requests, given.level)
         rates = {name: float(value) for name, _, value in (rate.partition("=") for rate in given.rate)}
@@ -64,7 +66,8 @@ def main(*words: str) -> None:
         if (seed - given.seed) % SCENES_OF_A_PROCESS == 0:
             exits.close()
             process = exits.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("fork")))
-        verdict = process.submit(run_scene, plan, shorten=given.shorten).result()
+        verdict, scene_s = process.submit(run_scene, plan, shorten=given.shorten).result()
+        used_s += scene_s
         total, kills, found = total + verdict.requests, kills + verdict.kills, found + len(verdict.findings)
         told = hashlib.sha256(json.dumps(verdict.history, sort_keys=True).encode()).hexdigest()[:12]
         if verdict.findings or given.seeds == 1:
