@@ -66,10 +66,10 @@ WORKS_AS_DECODER = "Work as decoders, if their configuration says `is_decoder`:"
 CONTEXT = """\
 ## Context
 
-A model is served with the context of its configuration. Not so where a rotary embedding has other frequencies once a
-sequence is longer than its original context (`longrope`, `dynamic`): transformers then takes these for all sequences
-of a batch, and a sequence's cached keys would have those of its beginning. Such a model is served up to its original
-context, and the load logs both numbers: Phi-3.5-mini and Phi-4-mini have 4,096 of their 131,072 tokens.
+A model is served with the context of its configuration, except where a rotary embedding changes its frequencies once a
+sequence is longer than the original context (`longrope`, `dynamic`): the cached keys of such a sequence would have the
+frequencies of its beginning. Such a model is served up to its original context, and the load logs both numbers:
+Phi-3.5-mini and Phi-4-mini have 4,096 of their 131,072 tokens.
 """
 """The page's section about models that are served with a part of their context."""
 
@@ -88,13 +88,13 @@ Checkpoints whose `config.json` has a `quantization_config` of these formats are
 - `modelopt`: `FP8`, `FP8_PER_CHANNEL_PER_TOKEN`, `NVFP4` and `MIXED_PRECISION` of these.
 - `bitsandbytes`: 4 bits (`nf4`, `fp4`, with and without double quantisation), and 8 bits.
 
-Each weight is unpacked at load, one after the other, to the plain one that it stands for: computed in float32, and
+Each weight is unpacked at load to the plain number that it stands for: computed in float32, and
 rounded once to the dtype in which the engine runs (`PENSTOCK_ENGINE_DTYPE`). From then on the model is like any other.
 It takes the memory of the plain model, not of its files, and workers of a host do not share it through the page cache;
 `PENSTOCK_ENGINE_WEIGHTS` may keep it in fewer bits again ([precision of weights](precision.md)).
-Activations and the KV cache are in the engine's dtype, also where the format would quantise them: scales that a
-checkpoint has for them are left out. The tokens are those of `generate()` with the unpacked weights, and the log says
-how many tensors were unpacked. Its fingerprint differs
+Activations and the KV cache are in the engine's dtype, also where the format would quantise them: a checkpoint's
+scales for them are not used. The tokens are those of `generate()` with the unpacked weights, and the log says
+how many tensors were unpacked. The fingerprint differs
 from that of the model before it was quantised: the two exchange no KV blocks.
 
 Refused by name, before weights are read: other formats (AQLM, HQQ and more), other numbers of bits, and inputs that a
@@ -110,17 +110,17 @@ that are called Q8_0, Q6_K, Q5_K_M, Q4_K_M and the like.
 On processors with AVX2 or AVX-512 the kernels compute with the numbers and scales of the file itself, which are put
 into another order once and are never rounded: Q8_0 takes 8.5 bits a weight in memory, Q6_K 6.6, Q5_K 6.8, Q5_0 6.5,
 Q4_K 4.8 and Q4_0 4.5. The inputs of such a layer become integers of 8 bits, as with `int8`
-([precision](precision.md#a-gguf-files-own-numbers)). Layers that read the same input may be of several types, gate and
-up of one. An embedding that is the output layer too is read from its rows there.
+([precision](precision.md#a-gguf-files-own-numbers)). Layers that read the same input may be of several types; a pair of
+gate and up with two types is unpacked. An embedding that is also the output layer keeps the file's numbers, too.
 
-All else is unpacked as above, bit by bit to the values that the format says: Q4_1 and Q5_1, an embedding of its own,
-everything with `PENSTOCK_ENGINE_WEIGHTS=bf16`, on other processors and in float16. The log says what is. While a model
-is loaded all its values are in memory, in the engine's dtype; those of layers that keep the file's numbers are let go.
+Everything else is unpacked as above, to exactly the values that the format defines: Q4_1 and Q5_1, an embedding of its
+own, and all tensors with `PENSTOCK_ENGINE_WEIGHTS=bf16`, on other processors and in float16. The log says which. The
+values of layers that keep the file's numbers are read for one matrix at a time while the model is loaded.
 
-What the header says is written as a configuration and a tokenizer, once, to `gguf` in the
-[cache directory](settings.md) (a gateway that tokenizes: in the default one). The tokenizer is what transformers, 5.23
-or a later 5, makes of it. The factors of the rotary embedding of Llama 3.1 to 3.3 are found again. A file on the hub is
-downloaded first, by hand. vLLM as the engine is not given such files.
+The header is written as a configuration and a tokenizer, once, to `gguf` in the
+[cache directory](settings.md) (by a gateway that tokenizes: in the default one). transformers 5.23, or a later 5, makes
+the tokenizer. The factors of the rotary embedding of Llama 3.1 to 3.3 are recognised. Download a file on the hub first,
+by hand. vLLM as the engine takes no such files.
 
 Refused by name: other architectures and types (Q2_K, Q3_K, IQ…, MXFP4), files in parts (`llama-gguf-split --merge`
 joins them), a directory with several files, files without a tokenizer, scaled positions (YaRN), sliding windows,
@@ -134,16 +134,16 @@ MIXTURES = """\
 
 Where a layer has its experts in two merged tensors, as nearly all mixtures in transformers have, the native kernels of
 a CPU compute them in one call, in every form of the weights, and the router's product with its weight in another.
-Their results are compared with the original at load; the kernels stay only where they are the same. Weights are freed
-layer by layer as they are packed, so that memory never holds the model twice, unpacked checkpoints included. In
+Their results are compared with the original at load, and the kernels are used only where they are the same. Weights are
+freed layer by layer as they are packed, so that memory never holds the model twice, unpacked checkpoints included. In
 bfloat16 tokens do not depend on the batch, the chunks or the number of threads.
 
 With latent attention (DeepSeek, Kimi, GLM-4.7-Flash) that holds for the experts alone: PyTorch computes the attention,
 and its sums may depend on the chunks in which a prompt is read. In bfloat16 a token may therefore depend on the chunks,
-and on how much of the prompt was found in the store; in float32 tokens are those of `generate()`. Blocks with tokens of
-an answer are not found by the next turn's prompt in bfloat16, as answers attend to latents and prompts to K and V.
+and on how much of the prompt was found in the store; in float32 tokens are those of `generate()`. In bfloat16 the next
+turn's prompt does not find blocks with tokens of an answer, as answers attend to latents and prompts to K and V.
 
-Not so for `dbrx`, `jetmoe` and `llama4_text`, whose experts have forms of their own: they run on PyTorch's operators.
+The experts of `dbrx`, `jetmoe` and `llama4_text` have forms of their own and run on PyTorch's operators.
 In float32 their tokens are those of `generate()`; in bfloat16 a token of theirs may depend on the batch.
 """
 """The page's section about mixtures of experts."""
@@ -155,16 +155,16 @@ Some layers keep a recurrent or convolution state instead of keys and values (`l
 are served on a CPU, by transformers' modules as they are; their linear layers and norms run on the native kernels, and
 so do convolution and recurrence of single tokens. Tokens of all sequences of a batch are read at once if a comparison
 at load shows that this changes no bit. The state of each running sequence and the snapshots share
-`PENSTOCK_ENGINE_POOL_MB` with the KV blocks. Where it has no room for the states of `PENSTOCK_ENGINE_MAX_BATCH`
-sequences, fewer run, and a warning says so.
+`PENSTOCK_ENGINE_POOL_MB` with the KV blocks. If the states of `PENSTOCK_ENGINE_MAX_BATCH` sequences do not fit in it,
+fewer sequences run, and a warning says so.
 
-Snapshots go to the store with the KV, so a decode worker goes on where the prompt ended, and a worker that takes a
-request over at the last snapshot. A prefix that is found counts up to its last snapshot; answers are no part of it.
-Tokens are guessed where no token's bits depend on other tokens of the step, which is looked at at load, too (not so
-with latent attention, or experts on PyTorch's operators). Guesses are read into a copy of the state, and those that
-were right once more, into the state itself: it is what single tokens give.
+Snapshots of states go to the store with the KV, so a decode worker goes on where the prompt ended, and a worker that
+takes a request over goes on at the last snapshot. A found prefix counts up to its last snapshot; answers have none.
+The engine drafts tokens if a comparison at load shows that no token's bits depend on other tokens of the step (they do
+with latent attention, or experts on PyTorch's operators). Drafts are read into a copy of the state, and the right ones
+once more into the state itself, so it is the state that single tokens give.
 `PENSTOCK_KV_STORE_REDIS_CODEC=int8` is refused. Models without keys and values (Mamba, RWKV, xLSTM)
-are refused, and so are states that a module keeps to itself (RecurrentGemma, MiniMax).
+are refused, and so are models that keep a state in their modules (RecurrentGemma, MiniMax).
 """
 """The page's section about layers that keep a state."""
 
@@ -172,11 +172,15 @@ ALONE = """\
 ## Attention of its own
 
 Some models compute their attention inside their own modules (BLOOM, Falcon, GPT-J), or an indexer chooses which tokens
-a layer attends to (DeepSeek-V3.2, GLM-5, MiniMax-M3). Such a model reads one sequence at a time, on a CPU: it finds in
-its cache what transformers' own would hold, the indexer's keys included, and attends to it unchanged. Its linear layers
-and norms run on the native kernels. The log says so at load. More sequences at once save no time; KV blocks, prefixes
-and hand-over are those of all models. It is not packed, and has no int8 KV. Refused are layers that compress several
-tokens to one (DeepSeek-V4).
+a layer attends to (DeepSeek-V3.2, GLM-5, MiniMax-M3). Such a model reads one sequence at a time, on a CPU: the engine
+gives it a cache like transformers' own, the indexer's keys included, and it attends to that unchanged. Its linear
+layers and norms run on the native kernels. The log says so at load. A batch saves no time; KV blocks, prefixes and
+hand-over are those of all models. It is not packed, and has no int8 KV. Layers that compress several tokens to one
+(DeepSeek-V4) are refused.
+
+Not proved are prompts with more tokens than an indexer chooses (`index_topk`). A small copy of DeepSeek-V3.2 that
+chooses 24 tokens gave other tokens than `generate()` for such prompts, since transformers' own cached computation
+differs there from that of a whole prompt.
 """
 """The page's section about models that attend by themselves."""
 
@@ -355,23 +359,24 @@ transformers
 {transformers.__version__}, torch {torch.__version__.partition("+")[0]} and Python {platform.python_version()}, in
 float32 on a CPU.
 
-**equal**: a small random model, made from the checkpoint's own configuration with every kind of layer it has, fewer and
-narrower layers, and windows of a few tokens, said the same tokens on the engine as in `generate()`: in a batch with
-others and in small chunks, with its prefix found in the pool, and handed over as exported KV blocks to a second engine
-with a pool of its own; on PyTorch's operators and on the native kernels. It said at least {MIN_DISTINCT_TOKENS}
-different tokens, and other ones once the exported blocks were damaged. The last column says what the native kernels
-compute on a CPU: the **whole** model in one call, its **layers** in one call each, or **parts** of them (linear layers,
-norms, attention). **alone**: the model attends in a way of its own, and the sequences of a step are computed one after
-the other.
+**equal**: a small random model gave the same tokens on the engine as in `generate()`. It is made from the checkpoint's
+own configuration, with every kind of layer it has, fewer and narrower layers, and windows of a few tokens. It is tried
+in a batch with others and in small chunks, with its prefix found in the pool, and handed over as exported KV blocks to
+a second engine with a pool of its own; on PyTorch's operators and on the native kernels. It must give at least
+{MIN_DISTINCT_TOKENS} different tokens, and other ones when the exported blocks are damaged. The last column says how
+much the native kernels compute on a CPU: the **whole** model in one call, its **layers** in one call each, or **parts**
+of them (linear layers, norms, attention). **alone**: the model attends in a way of its own, and the sequences of a step
+are computed one after the other.
 
-**refused**: it cannot be served, or was not proved, for the reason in the last column. At load the model itself
-must give the logits of the plain transformers model for one prompt, and the same with what is cached handed over and
-beside another sequence. A model that was not proved, or is not on this page, is served if it does; its windows and long
-answers are unproved then.
+**refused**: the model cannot be served, or could not be proved, for the reason in the last column.
 
-A model that sees or hears is served for texts. No code of a model's authors is run, also not for its tokenizer.
-Published weights were not loaded for this page, configurations alone were: they are in `tools/configurations/`, each
-with where it was read. One with * was rebuilt from the model's report and transformers' defaults.
+**At each load** the engine compares the model itself with the plain transformers model: the logits of one prompt must
+agree, also when its cache is handed over and computed beside another sequence. A model that is not on this page is
+served if they do; its windows and long answers are unproved then.
+
+A model that sees or hears is served for texts. No code of a model's authors is run, not even for its tokenizer.
+Published weights were not loaded for this page, only configurations: `tools/configurations/` has each of them, and says
+where it was read. One with * was rebuilt from the model's report and transformers' defaults.
 
 ## The most used
 
