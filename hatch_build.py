@@ -20,14 +20,12 @@ class NativeKernels(BuildHookInterface[Any]):
         """Compile in place; an editable installation uses what lies there, a wheel carries it."""
         sys.path[:0] = [f"{self.root}/{folder}" for folder in FOLDERS]
         for module in map(importlib.import_module, NATIVE):
-            module.LIBRARY.unlink(missing_ok=True)
             try:
                 module.build_library()
-            except OSError as error:
-                self.app.display_warning(f"no C++ compiler, {module.__name__} is left out: {error}")
-                continue
-            except subprocess.CalledProcessError as error:
-                self.app.display_warning(f"{module.__name__} does not compile and is left out: {error.stderr}")
+            except (OSError, subprocess.CalledProcessError) as error:
+                module.LIBRARY.unlink(missing_ok=True)  # it may be of other sources
+                why = getattr(error, "stderr", "") or f"no C++ compiler: {error}"
+                self.app.display_warning(f"{module.__name__} does not compile and is left out: {why}")
                 continue
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

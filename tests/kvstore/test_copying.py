@@ -194,6 +194,15 @@ def test_a_library_of_another_version_is_left_out(
 
 
 @needs_compiler
-def test_it_builds_into_a_new_place(tmp_path: Path) -> None:
-    build.build_library(tmp_path / "libcopying.so")
-    assert [path.name for path in tmp_path.iterdir()] == ["libcopying.so"]
+def test_it_builds_into_a_new_place_once_for_the_same_sources_and_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "libcopying.so"
+    build.build_library(place)
+    assert list(tmp_path.iterdir()) == [place]
+    written_ns = place.stat().st_mtime_ns
+    build.build_library(place)
+    assert place.stat().st_mtime_ns == written_ns
+    monkeypatch.setenv("CXX", "c++ -O1")
+    build.build_library(place)
+    assert place.stat().st_mtime_ns > written_ns

@@ -47,8 +47,14 @@ def is_current(library: Path) -> bool:
 
 
 def build_library(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None) -> None:
-    """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
+    """Compile and link `library`, unless it is that already.
+
+    Raises `OSError` without a compiler and `CalledProcessError` where it fails.
+    """
     variants = variants or instruction_sets()
+    build_id = native.make_build_id([Path(__file__), *(HERE / "src").iterdir()], repr(variants))
+    if native.is_built(library, build_id):
+        return
     listed = [
         f"-DISAS={' '.join(f'EACH({name})' for name in variants)}",
         f'-DINTERFACE="{interface_mark().decode().split()[-1]}"',
@@ -63,7 +69,7 @@ def build_library(library: Path = LIBRARY, variants: dict[str, list[str]] | None
                 objects.append((target, threads.submit(native.run_compiler, command)))
         for _, done in objects:
             done.result()
-        native.link_library(library, [str(target) for target, _ in objects])
+        native.link_library(library, [str(target) for target, _ in objects], build_id)
 
 
 if __name__ == "__main__":

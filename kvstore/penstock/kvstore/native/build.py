@@ -9,13 +9,17 @@ from pathlib import Path
 from penstock import native
 
 LIBRARY = Path(__file__).parent / "libcopying.so"
+_SOURCE = LIBRARY.with_name("copying.cpp")
 
 
 def build_library(library: Path = LIBRARY) -> None:
-    """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
-    native.link_library(
-        library, [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, str(Path(__file__).parent / "copying.cpp")]
-    )
+    """Compile and link `library`, unless it is that already.
+
+    Raises `OSError` without a compiler and `CalledProcessError` where it fails.
+    """
+    build_id = native.make_build_id([Path(__file__), _SOURCE])
+    if not native.is_built(library, build_id):
+        native.link_library(library, [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, str(_SOURCE)], build_id)
 
 
 if __name__ == "__main__":
