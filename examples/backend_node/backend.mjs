@@ -1,6 +1,6 @@
 // A backend that uses a pipeline through Kafka alone: a producer, a consumer of results, and a table of its own.
 //
-//     npm install
+//     npm install                      (Node 22.13 or newer)
 //     KAFKA=localhost:9092 PIPELINE=demo node backend.mjs questions.db
 //
 // 1  A question is a row of the backend's own table, with an id that never changes.
