@@ -71,14 +71,18 @@ def run_benchmark(
     run: Callable[[A], Mapping[str, float]],
     kind: type[A] = Arguments,  # type: ignore[assignment]
     **options: Mapping[str, Any],
-) -> None:
-    """Run a benchmark as the main program. Beside the arguments that all have, `kind` has these options."""
+) -> Mapping[str, float]:
+    """Run a benchmark as the main program, and return its figures.
+
+    Beside the arguments that all have, `kind` has these options.
+    """
     parser = make_parser(description or "")
     for name, how in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **how)
     given = kind(**vars(parser.parse_args()))
     print(describe_machine())
-    report_figures(run(given), given)
+    report_figures(figures := run(given), given)
+    return figures
 
 
 def report_figures(figures: Mapping[str, float], given: Arguments) -> None:

@@ -1,15 +1,11 @@
 """The campaign: whose turn it is, what is kept between runs, and what its page says."""
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from benchmarks import campaign
+from benchmarks.campaign import PARTS, Figures, Part, Runner, Task, Told, choose_part, write_page
 from sim.scenes import SCENES, LeftOutError, Played, Scene, play_scene
-from tools import campaign
-from tools.campaign import PARTS, Figures, Part, Runner, Task, Told, choose_part, main, write_page
 
 WORLD, FLAWS = PARTS[0], next(part for part in PARTS if part.name == "flaws")
 
@@ -90,23 +86,3 @@ def test_commands_of_a_piece_run_side_by_side_and_tell_what_they_printed() -> No
 
     told = [(task.what, one.told) for task, one, _ in Runner().run_tasks([make("a"), make("b")])]
     assert told == [("a", ["a"]), ("b", ["b"])]
-
-
-def test_a_run_plays_the_world_and_writes_figures_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = iter([True, False])
-
-    def choose_once(*given: Any) -> Any:
-        return choose_part(*given) if next(turns) else None
-
-    monkeypatch.setattr(campaign, "WORLD_S", 1)
-    monkeypatch.setattr(campaign, "choose_part", choose_once)
-    monkeypatch.setattr(Runner, "end_on_signals", lambda _: None)
-    words = ["campaign", "--only", "world", "--no-commit", "--figures", str(tmp_path / "f.json")]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
-    assert {row["part"] for row in rows} == {"world"}
-    assert all(row["counts"]["requests"] > 0 and "findings" not in row for row in rows)
-    assert "## Left out" in (tmp_path / "f.md").read_text()

@@ -1,4 +1,6 @@
-"""`python -m tools.campaign [--minutes 60] [--only PART …]`, or `make campaign MINUTES=60`: what takes hours, in turns.
+"""What takes hours, in turns: `make campaign MINUTES=60`.
+
+python -m benchmarks.campaign [--minutes M] [--only PART …] [--quick | --smoke] [--json FILE]
 
 Half of the minutes go to the simulated world, to scenes with real kills and to scenes unlike a quiet machine
 (`sim/scenes.py`). The other parts share the rest: the one whose last result is oldest is next. Work is cut into pieces
@@ -9,16 +11,17 @@ at any time, and the next one goes on with other seeds. A result counts for the 
 with, which a hash tells apart (`hash_sources`). Results of older sources stay as sums, their findings by name.
 """
 
-import argparse
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.common import describe_machine
+from benchmarks.common import Arguments, describe_machine, run_benchmark
 from sim.scenes import SCENES
 from sim.world.flaws import FLAWS
 from sim.world.servers import LEVELS
@@ -60,7 +63,7 @@ class Row:
     """The day and minute of the last piece, in UTC."""
     played: int = 0
     seconds: float = 0.0
-    """The time of all pieces."""
+    """Its share of the time of all pieces."""
     counts: dict[str, int] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)
     """The first and the last seed, or the seed that found a flaw."""
@@ -355,7 +358,7 @@ class Runner:
         sys.exit(128 + number)
 
     def run_tasks(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Told, float]]:
-        """Run commands side by side. Yield what each told, and how long it took."""
+        """Run commands side by side. Yield what each told, and its share of the time until its end."""
         begun_s, logs = time.monotonic(), [ROOT / LOGS / f"{index}.log" for index in range(len(tasks))]
         for task, log in zip(tasks, logs, strict=True):
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -368,7 +371,8 @@ class Runner:
         for task, log, process in zip(tasks, logs, list(self._running), strict=True):
             status = process.wait()
             self._running.remove(process)
-            yield task, task.read(log.read_text(errors="replace"), status), time.monotonic() - begun_s
+            spent_s = (time.monotonic() - begun_s) / len(tasks)
+            yield task, task.read(log.read_text(errors="replace"), status), spent_s
 
 
 def choose_part(
@@ -402,25 +406,35 @@ def commit_results() -> None:
     _run_git("commit", "--quiet", "-m", "Results of the campaign", "--", *paths)
 
 
-def main() -> None:
-    """Run pieces until the minutes are over."""
-    parser = argparse.ArgumentParser(prog="python -m tools.campaign")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="these parts alone")
-    parser.add_argument("--no-commit", action="store_true", help="write the results, but do not commit them")
-    parser.add_argument("--figures", type=Path, default=ROOT / FIGURES, help="where the figures are kept")
-    given = parser.parse_args()
-    page = ROOT / PAGE if given.figures == ROOT / FIGURES else given.figures.with_suffix(".md")
-    parts = [part for part in PARTS if not given.only or part.name in given.only]
-    begun_s, runner, spent_s = time.monotonic(), Runner(), dict[str, float]()
+@dataclass(frozen=True)
+class Options(Arguments):
+    """The arguments of all benchmarks; how long a full run goes on, which parts it has, and whether it commits."""
+
+    minutes: float = 60.0
+    only: Sequence[str] = ()
+    no_commit: bool = False
+
+
+def run(given: Options) -> dict[str, float]:
+    """Run pieces until the minutes are over. Return how many requests, kills and findings there were."""
+    if given.size == "smoke":
+        with tempfile.TemporaryDirectory() as folder:
+            smoke = replace(given, size="full", minutes=10.0, only=("world",), no_commit=True)
+            return run_pieces(smoke, Path(folder) / "campaign.json", 1)
+    return run_pieces(given if given.is_full else replace(given, minutes=2.0), ROOT / FIGURES)
+
+
+def run_pieces(given: Options, path: Path, max_pieces: int | None = None) -> dict[str, float]:
+    """Run pieces until the minutes are over, or there were so many, and keep the figures in a file."""
+    runner, spent_s, figures = Runner(), dict[str, float](), Figures(path, hash_sources())
     runner.end_on_signals()
-    figures, machine, is_over = Figures(given.figures, hash_sources()), describe_machine(), False
-    before = len(figures.list_open_findings())
-    while not is_over:
+    parts = [part for part in PARTS if not given.only or part.name in given.only]
+    begun_s, machine, before = time.monotonic(), describe_machine(), len(figures.list_open_findings())
+    totals = {"requests": 0.0, "kills": 0.0}
+    for _ in itertools.count() if max_pieces is None else range(max_pieces):
         spent = time.monotonic() - begun_s
-        chosen = choose_part(figures, spent_s, 60.0 * given.minutes - spent, parts)
-        if is_over := chosen is None:
-            continue
+        if (chosen := choose_part(figures, spent_s, 60.0 * given.minutes - spent, parts)) is None:
+            break
         part, tasks = chosen
         print(
             f"{spent / 60:5.1f} of {given.minutes:g} min  {part.name}: {', '.join(t.what for t in tasks)}", flush=True
@@ -428,19 +442,27 @@ def main() -> None:
         piece_s, commit = time.monotonic(), _run_git("rev-parse", "--short", "HEAD")
         for task, told, seconds in runner.run_tasks(tasks):
             figures.add(part.name, task, told, seconds, commit, machine)
-            counts = ", ".join(f"{count} {name}" for name, count in told.counts.items())
-            what = told.left_out or f"{counts}; {len(told.findings)} findings" + f"; known: {told.known}" * bool(
-                told.known
+            totals = {name: count + told.counts.get(name, 0) for name, count in totals.items()}
+            print(
+                f"{'':17}{task.what}: {_describe_told(told)} ({seconds:.0f} s)",
+                *told.findings,
+                sep="\n    ",
+                flush=True,
             )
-            print(f"                 {task.what}: {what} ({seconds:.0f} s)", *told.findings, sep="\n    ", flush=True)
         spent_s[part.name] = spent_s.get(part.name, 0.0) + time.monotonic() - piece_s
         figures.write()
-        page.write_text(write_page(figures, given.minutes))
+        (ROOT / PAGE if path == ROOT / FIGURES else path.with_suffix(".md")).write_text(
+            write_page(figures, given.minutes)
+        )
         if not given.no_commit:
             commit_results()
-    num_found = len(figures.list_open_findings()) - before
-    print(f"{(time.monotonic() - begun_s) / 60:.1f} min, {num_found} findings; the page: {page}")
-    sys.exit(num_found > 0)
+    return totals | {"findings": len(figures.list_open_findings()) - before}
+
+
+def _describe_told(told: Told) -> str:
+    counts = ", ".join(f"{count} {name}" for name, count in told.counts.items())
+    known = f"; known: {told.known}" if told.known else ""
+    return told.left_out or f"{counts}; {len(told.findings)} findings{known}"
 
 
 # The page.
@@ -464,7 +486,7 @@ def list_left_out(figures: Figures) -> Iterator[str]:
     for group in ("kills", "unlike"):
         missing = [one.name for one in SCENES if one.group == group and not figures.of(group, one.name)]
         if missing:
-            yield f"{group}: {', '.join(missing)}"
+            yield f"{group}: {'; '.join(missing)}"
     if missing := [flaw.name for flaw in FLAWS if not figures.of("flaws", flaw.name)]:
         yield f"flaws: {len(missing)} of {len(FLAWS)} are not played yet"
     if num_left := sum(not one.weighed for room in ROOMS for one in read_list(room)):
@@ -549,4 +571,10 @@ its mark is a finding. {"; ".join(f"{fault}: {name}" for fault, name in known)}.
 
 
 if __name__ == "__main__":
-    main()
+    found = run_benchmark(
+        __doc__, run, Options,
+        minutes={"type": float, "default": 60.0, "help": "how long a full run goes on"},
+        only={"action": "append", "default": [], "choices": [part.name for part in PARTS], "help": "these parts alone"},
+        no_commit={"action": "store_true", "help": "write the results, but do not commit them"},
+    )  # fmt: skip
+    sys.exit(found["findings"] > 0)
