@@ -416,7 +416,8 @@ class Copy:
         os.dup2(out, 1)
         os.dup2(out, 2)
         paths = [str(self._folder), *(str(self._folder / name) for name in PACKAGES)]
-        sys.path[:] = [*paths, *(one for one in sys.path if one and not Path(one).is_relative_to(ROOT))]
+        originals = {"", *map(str, (ROOT, *(ROOT / name for name in PACKAGES)))}  # the environment is below ROOT, too
+        sys.path[:] = [*paths, *(one for one in sys.path if one not in originals)]
         sys.dont_write_bytecode = True
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         for name in [name for name in sys.modules if name.split(".")[0] == "tools"]:
