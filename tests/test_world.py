@@ -1,7 +1,10 @@
 """The simulated world: nothing is lost, doubled or wrong in some seeds, a seed repeats, and a planted flaw is found."""
 
+import contextlib
 import os
 import re
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +12,13 @@ import pytest
 
 from penstock.worker.confine import UNWRITABLE
 from sim.forked import fork_process
-from sim.waiting import PATIENCE_S
-from sim.world.__main__ import main
+from sim.waiting import PATIENCE_S, wait_for
+from sim.world.__main__ import INTERRUPTED, SIGNALS, main
 from sim.world.flaws import FLAWS, Flaw, find_flaw
 from sim.world.scene import Plan, Scene
 
 ROOT, FULL = Path(__file__).parents[1], pytest.mark.full
+ENVIRONMENT = {**os.environ, "PYTHONHASHSEED": "0"}
 RunWorld = Callable[..., str]
 
 
@@ -24,7 +28,7 @@ def run_world(tmp_path: Path) -> RunWorld:
 
     def run_process(*words: str) -> str:
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
-        child = fork_process("world", log, main, *words, environment={**os.environ, "PYTHONHASHSEED": "0"})
+        child = fork_process("world", log, main, *words, environment=ENVIRONMENT)
         assert child.wait(PATIENCE_S) == 0, log.read_text()
         return log.read_text()
 
@@ -78,6 +82,25 @@ def test_only_errors_of_injected_exceptions_are_allowed() -> None:
     assert not scene.is_injected(UNWRITABLE), "none was injected yet"
     scene.history.append({"what": "bug"})
     assert scene.is_injected(UNWRITABLE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_run_that_is_told_to_end_ends_with_its_process_of_scenes(tmp_path: Path, number: signal.Signals) -> None:
+    child = fork_process("world", log := tmp_path / "log", main, "--seeds", "1000", environment=ENVIRONMENT)
+    listed = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    wait_for(listed.read_text, "scenes run")
+    scenes = Path(f"/proc/{listed.read_text().strip()}/stat")
+
+    def is_gone() -> bool:
+        with contextlib.suppress(OSError):
+            return ") Z " in scenes.read_text()
+        return True
+
+    child.send_signal(number)
+    assert child.wait(PATIENCE_S) == INTERRUPTED
+    assert re.search(r"^[0-9]+ requests, [0-9]+ kills, 0 findings,", log.read_text(), re.MULTILINE)
+    wait_for(is_gone, "their process is gone")
 
 
 def test_nothing_is_found_over_redis_streams(run_world: RunWorld) -> None:

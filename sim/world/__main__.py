@@ -1,16 +1,21 @@
-"""`python -m sim.world --seed N --requests M`."""
+"""`python -m sim.world --seed N --requests M`.
+
+SIGINT and SIGTERM end it at once, with the process in which scenes run. It prints what it had counted then.
+"""
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.testing.engine import load_tokenizer
 from sim.world.scene import Plan, Scene, Verdict, shorten_plan
@@ -20,6 +25,28 @@ SCENES_OF_A_PROCESS = 50
 """How many scenes run in one process. With it alone are threads freed that never end: a greenlet that is freed before
 runs to its end first, in the product's `finally`s.
 """
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130
+"""The exit status after one of these signals."""
+
+
+@dataclass
+class Tally:
+    """What was counted of all scenes that have ended."""
+
+    requests: int = 0
+    kills: int = 0
+    findings: int = 0
+    processor_s: float = 0.0
+
+
+def bind_to_parent() -> None:
+    """Let this process, in which scenes run, end with the one that started it. That one alone deals with signals."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def run_scene(plan: Plan, *, shorten: bool) -> tuple[Verdict, float]:
@@ -56,19 +83,39 @@ def main(*words: str) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "sim.world", *sys.argv[1:]])
     gc.freeze()  # what is imported lives on: looking through it again and again takes a tenth of the time
     load_tokenizer()
-    begun_s, used_s, total, kills, found, exits = time.monotonic(), 0.0, 0, 0, 0, contextlib.ExitStack()
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    begun_s, tally, is_interrupted = time.monotonic(), Tally(), False
+    try:
+        run_seeds(given, tally)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        for process in multiprocessing.active_children():
+            process.kill()
+    per_s = tally.requests / (time.monotonic() - begun_s)
+    print(
+        f"{tally.requests} requests, {tally.kills} kills, {tally.findings} findings, {per_s:.0f} requests/s", flush=True
+    )
+    if is_interrupted:
+        os._exit(INTERRUPTED)  # the pool would wait for its process
+
+
+def run_seeds(given: argparse.Namespace, tally: Tally) -> None:
+    """Run scenes as the command says, and print what was found."""
+    exits = contextlib.ExitStack()
     for seed in range(given.seed, given.seed + given.seeds):
-        if used_s > given.max_s or (given.until_found and found):
+        if tally.processor_s > given.max_s or (given.until_found and tally.findings):
             break
         plan = Plan.draw(seed, given.requests, given.level)
         rates = {name: float(value) for name, _, value in (rate.partition("=") for rate in given.rate)}
         plan = replace(plan, rates=replace(plan.rates, **rates))
         if (seed - given.seed) % SCENES_OF_A_PROCESS == 0:
             exits.close()
-            process = exits.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("fork")))
+            context = multiprocessing.get_context("fork")
+            process = exits.enter_context(ProcessPoolExecutor(1, context, bind_to_parent))
         verdict, scene_s = process.submit(run_scene, plan, shorten=given.shorten).result()
-        used_s += scene_s
-        total, kills, found = total + verdict.requests, kills + verdict.kills, found + len(verdict.findings)
+        tally.requests, tally.kills = tally.requests + verdict.requests, tally.kills + verdict.kills
+        tally.findings, tally.processor_s = tally.findings + len(verdict.findings), tally.processor_s + scene_s
         told = hashlib.sha256(json.dumps(verdict.history, sort_keys=True).encode()).hexdigest()[:12]
         if verdict.findings or given.seeds == 1:
             print(f"seed {seed}: {verdict.requests} requests, {verdict.kills} kills, {verdict.virtual_s:.0f} s, {told}")
@@ -78,8 +125,6 @@ def main(*words: str) -> None:
             for entry in verdict.history:
                 print(json.dumps(entry))
     exits.close()
-    spent_s = time.monotonic() - begun_s
-    print(f"{total} requests, {kills} kills, {found} findings, {total / spent_s:.0f} requests/s")
 
 
 if __name__ == "__main__":

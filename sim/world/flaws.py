@@ -7,6 +7,7 @@ seed after the other until it finds something.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -357,6 +358,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of names; all if there are none")
     parser.add_argument("--seconds", type=float, default=600.0)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the world ends too, and the copy is removed
     root, table = Path(__file__).parents[2], Table("flaw", "seed", "s", "found")
     for flaw in FLAWS:
         if not given.names or any(name in flaw.name for name in given.names):
