@@ -1,4 +1,4 @@
-"""Three brokers, each topic on all of them: one is killed for good, and what was accepted is answered."""
+"""A broker is killed, one alone or one of three with each topic on all of them, and what was accepted is answered."""
 
 import contextlib
 import threading
@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from confluent_kafka import IsolationLevel, Producer
@@ -17,11 +18,19 @@ from penstock.bus.kafka.admin_lookups import list_partitions, read_log_offsets
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
-from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
+from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster, KafkaServer
 from penstock.names import Pipeline
-from sim.servers import serve_server
+from sim.servers import serve_server, start_or_skip
 from sim.waiting import PATIENCE_S, wait_for
-from tests.bus.buses import CAPACITY, make_settlement, take_deliveries
+from tests.bus.buses import (
+    CAPACITY,
+    SHORT_TIMEOUT_SETTINGS,
+    list_values,
+    make_messages,
+    make_settlement,
+    publish_messages,
+    take_deliveries,
+)
 
 RETENTION = {"log.retention.check.interval.ms": "500", "log.initial.task.delay.ms": "500"}
 """The broker looks often for what it may delete."""
@@ -34,6 +43,49 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
     """One of its brokers is killed by the last test here."""
     timeouts = SHORT_TIMEOUTS | QUICK_RESTART | RETENTION
     yield from serve_server(KafkaCluster(tmp_path_factory.mktemp("cluster"), timeouts=timeouts))
+
+
+def test_a_broker_is_killed(pipeline: Pipeline, tmp_path: Path) -> None:
+    """A member goes on, and readers are not held up by transactions that were open.
+
+    The broker ends them at once when it is started again, in the time in which it cannot write their markers.
+    """
+    often = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}
+    server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | often).start)
+    bus = KafkaBus(pipeline, server.bootstrap, SHORT_TIMEOUT_SETTINGS)
+    bus.create_topics()
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
+    short = {"transaction.timeout.ms": 1000, "socket.timeout.ms": 1000}
+    producers = [Producer(bus.clients | short | {"transactional.id": f"killed-{one}"}) for one in range(4)]
+    for producer in producers:
+        producer.init_transactions(PATIENCE_S)
+    with server, bus.join_group("decode", "a") as member:
+        held = take_deliveries(member, 3)
+        member.settle([make_settlement(pipeline, held[0])])
+        for producer in producers:
+            producer.begin_transaction()
+            for partition in range(SHORT_TIMEOUT_SETTINGS.partitions):
+                producer.produce(pipeline.results_topic, b"not committed", partition=partition)
+            assert producer.flush() == 0
+        server.kill()
+        producers.clear()
+        with pytest.raises(BusUnavailable):
+            member.settle([make_settlement(pipeline, held[1])])
+        server.start()
+        publish_messages(bus, [Outgoing(pipeline.results_topic, b"later", f"k{number}") for number in range(8)])
+
+        def has_all() -> bool:
+            """The member's transaction is still being aborted at first; and the group may have to be joined anew."""
+            fresh = {d.value: d for d in [*held[1:], *member.poll(0.1, CAPACITY)]}
+            for d in fresh.values():
+                with contextlib.suppress(BusUnavailable, DeliveryLost):
+                    member.settle([make_settlement(pipeline, d)])
+            with contextlib.suppress(BusUnavailable):  # the broker is not done with starting
+                return len(bus.read_all(pipeline.results_topic)) == 11
+            return False
+
+        wait_for(has_all, "all is settled, and readers see what is committed")
+        assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2", *[b"later"] * 8]
 
 
 def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, pipeline: Pipeline) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter
@@ -20,14 +19,12 @@ from penstock.bus.streams.member import StreamsMember
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, NameShared, RequestTooLarge
-from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, CLASSES, ORIGIN_HEADER, REASON_HEADER, Pipeline, WorkerKind
 from penstock.ops import lag
 from penstock.testing.bus import MemoryBus
 from sim.forked import fork_process
-from sim.servers import start_or_skip
-from sim.waiting import PATIENCE_S, wait_for
+from sim.waiting import wait_for
 from tests.bus import worker_process
 from tests.bus.buses import (
     CAPACITY,
@@ -380,49 +377,6 @@ def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None
         rest = take_deliveries(member, 2)
         assert {d.value for d in (held, *rest)} == {b"0", b"1", b"2"}
         member.settle([make_settlement(pipeline, d) for d in (held, *rest)])
-
-
-def test_a_broker_is_killed(pipeline: Pipeline, tmp_path: Path) -> None:
-    """A member goes on, and readers are not held up by transactions that were open.
-
-    The broker ends them at once when it is started again, in the time in which it cannot write their markers.
-    """
-    often = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}
-    server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | often).start)
-    bus = KafkaBus(pipeline, server.bootstrap, SHORT_TIMEOUT_SETTINGS)
-    bus.create_topics()
-    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
-    short = {"transaction.timeout.ms": 1000, "socket.timeout.ms": 1000}
-    producers = [Producer(bus.clients | short | {"transactional.id": f"killed-{one}"}) for one in range(4)]
-    for producer in producers:
-        producer.init_transactions(PATIENCE_S)
-    with server, bus.join_group("decode", "a") as member:
-        held = take_deliveries(member, 3)
-        member.settle([make_settlement(pipeline, held[0])])
-        for producer in producers:
-            producer.begin_transaction()
-            for partition in range(SHORT_TIMEOUT_SETTINGS.partitions):
-                producer.produce(pipeline.results_topic, b"not committed", partition=partition)
-            assert producer.flush() == 0
-        server.kill()
-        producers.clear()
-        with pytest.raises(BusUnavailable):
-            member.settle([make_settlement(pipeline, held[1])])
-        server.start()
-        publish_messages(bus, [Outgoing(pipeline.results_topic, b"later", f"k{number}") for number in range(8)])
-
-        def has_all() -> bool:
-            """The member's transaction is still being aborted at first; and the group may have to be joined anew."""
-            fresh = {d.value: d for d in [*held[1:], *member.poll(0.1, CAPACITY)]}
-            for d in fresh.values():
-                with contextlib.suppress(BusUnavailable, DeliveryLost):
-                    member.settle([make_settlement(pipeline, d)])
-            with contextlib.suppress(BusUnavailable):  # the broker is not done with starting
-                return len(bus.read_all(pipeline.results_topic)) == 11
-            return False
-
-        wait_for(has_all, "all is settled, and readers see what is committed")
-        assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2", *[b"later"] * 8]
 
 
 def test_a_prefill_member_settles_a_result_between_its_hand_offs(bus: Bus, pipeline: Pipeline) -> None:
