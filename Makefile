@@ -1,4 +1,17 @@
-# make demo | demo-kafka | test | test-all | test-clients | test-vllm | sanitize | gpu-check | install | format | lint
+# make demo | demo-kafka | test | test-all | test-clients | test-vllm | sanitize | campaign | gpu-check | install | format | lint
+ifneq ($(shell test -w . && echo yes),yes)
+# A checkout that this user cannot write is copied below the user's cache, and made there. Without a cache the copy is removed at the end.
+.PHONY: copy $(or $(MAKECMDGOALS),install)
+$(or $(MAKECMDGOALS),install): copy ;
+copy:
+	@copy=$${XDG_CACHE_HOME:-$${HOME:-/dev/null}/.cache}/penstock/checkout-$$(pwd | cksum | cut -d ' ' -f 1); \
+	mkdir -p "$$copy" 2>/dev/null || { copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT; }; \
+	echo "penstock: this folder cannot be written; its copy is made: $$copy" >&2; \
+	find "$$copy" \( -name '.venv*' -o -name .cache \) -prune -o -type f ! -name '*.so' -exec rm -f {} +; \
+	tar -cf - --exclude ./.git --exclude './.venv*' --exclude ./.cache --exclude '*.so' . | tar -xf - -C "$$copy" && \
+	chmod -R u+w "$$copy" && $(MAKE) --no-print-directory -C "$$copy" $(MAKECMDGOALS)
+else
+
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -6,14 +19,19 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test test-all test-clients test-vllm sanitize gpu-check format lint clean
+# Where there is no home that can be written, pip, uv and Penstock keep below the checkout what they would keep in it.
+ifneq ($(shell test -w ~ && echo yes),yes)
+export HOME := $(CURDIR)/.cache/home
+$(shell mkdir -p .cache/home)
+endif
+.PHONY: install demo demo-kafka test test-all test-clients test-vllm sanitize campaign gpu-check format lint clean
 
 # make_environment: an environment with uv, and INSTALL with torch's own index where that can be reached: torch without CUDA is 1 GB instead of 5.
 define make_environment
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(BIN:/bin=) || { \
 	  rm -rf $(BIN:/bin=); echo "penstock: python3 cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
+	  rm -rf $(BIN:/bin=); echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
 	@# A regular package of that name, from an older checkout or installation, would hide or add a portion.
 	@$(BIN)/uv pip uninstall --quiet --python $(BIN)/python penstock 2>/dev/null; rm -rf penstock
@@ -75,12 +93,19 @@ $(CLIENTS)/installed: pyproject.toml constraints.txt tests/ingest/node/package.j
 sanitize: install
 	$(BIN)/python -m tools.sanitize
 
+# What takes hours, in pieces that go on where the last run ended.
+MINUTES ?= 60
+
+campaign: install
+	$(BIN)/python -m benchmarks.campaign --minutes $(MINUTES)
+
 # Tokens, kills and speed on a GPU: five minutes. GPU_PYTHON may be any Python that has torch and what `penstock[worker,embedded]` needs.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PORTIONS := $(CURDIR)/core:$(CURDIR)/ingest:$(CURDIR)/prefill_worker:$(CURDIR)/decode_worker:$(CURDIR)/kvstore
 
+gpu-check: export PYTHONPATH := $(PORTIONS)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check:
-	PYTHONPATH=$(PORTIONS)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu --device cuda $(GPU_ARGUMENTS)
+	$(GPU_PYTHON) -m benchmarks.gpu --device cuda $(GPU_ARGUMENTS)
 
 # vLLM in an environment of its own, 6 GB: it pins another torch.
 VLLM := .venv-vllm
@@ -103,7 +128,8 @@ format: install
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf .venv .venv-clients .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+endif
