@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.kernels import build, library
+from penstock.engine.kernels import build
 from penstock.engine.kernels.library import Library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
@@ -17,9 +17,6 @@ from tests.engine.helpers import save_model, use_instruction_set
 
 HEADER = Path(__file__).parent / "emulated_tiles.h"
 EMULATED = "emulated tiles"
-
-if "TEST_KERNEL_LIBRARY" in os.environ:  # one with checks (tools/sanitize.py)
-    pytest.MonkeyPatch().setattr(library, "LIBRARY", Path(os.environ["TEST_KERNEL_LIBRARY"]))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Shared by the engine's tests: sequences, running them, and the tokens of transformers itself."""
 
 import hashlib
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,9 @@ from tools.tiny import build_tiny_model, shrink_config
 GREEDY = Sampling(temperature=0.0)
 BLOCK = 16
 
+if "TEST_KERNEL_LIBRARY" in os.environ:  # one with checks (tools/sanitize.py)
+    assert not library.load_library.cache_info().misses, "the usual library was loaded before this one took its place"
+    pytest.MonkeyPatch().setattr(library, "LIBRARY", Path(os.environ["TEST_KERNEL_LIBRARY"]))
 needs_kernels = pytest.mark.skipif(library.load_library() is None, reason="no compiler, so no kernels")
 
 
