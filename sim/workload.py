@@ -147,15 +147,14 @@ def compute_answers(work: Iterable[Request], load: ModelLoader = load_demo_model
     It is the plain model's by `generate()` if it is greedy and has no grammar, else that of an engine run alone; always
     this one if the model's weights are not those of its files.
     """
-    engine, reader = Engine(load(), ENGINE_SETTINGS), PromptTokenizer(load())
-    answers = {}
+    reader, answers = PromptTokenizer(load()), {}
     for request in work:
         is_plain = request.sampling.temperature == 0 and request.sampling.grammar is None and not load().stage_forms
         prompt = tuple(reader.tokenize_prompt(request))
         tokens = (
             list(_generate_plain(load, prompt, request.sampling.max_tokens))
             if is_plain
-            else _generate_with_engine(engine, request, prompt, load)
+            else _generate_with_engine(load, prompt, request.sampling.model_dump_json(), sampling_seed(request))
         )
         start = reader.find_answer_start(prompt) if request.sampling.special_text else ""
         answers[request.id] = _cut_answer(request.sampling, tokens, load, start)
@@ -176,19 +175,17 @@ def _generate_plain(load: ModelLoader, token_ids: tuple[int, ...], max_tokens: i
     return tuple(int(token) for token in output[0, prompt.shape[1] :])
 
 
-def _generate_with_engine(engine: Engine, request: Request, prompt: tuple[int, ...], load: ModelLoader) -> list[int]:
+@cache
+def _generate_with_engine(load: ModelLoader, prompt: tuple[int, ...], sampling_json: str, seed: int) -> list[int]:
+    """Return the tokens of an engine that has nothing else to do. Cached, as many tests need the same."""
+    sampling = Sampling.model_validate_json(sampling_json)
+    engine, grammar = Engine(load(), ENGINE_SETTINGS), start_grammar(sampling, load)
     seq = Sequence(
-        request.id,
-        list(prompt),
-        sampling=request.sampling,
-        seed=sampling_seed(request),
-        max_new_tokens=request.sampling.max_tokens,
-        grammar=start_grammar(request.sampling, load),
+        "alone", list(prompt), sampling=sampling, seed=seed, max_new_tokens=sampling.max_tokens, grammar=grammar
     )
     engine.add_sequence(seq)
     while seq.num_output_tokens < seq.max_new_tokens and not seq.is_grammar_ended:
         engine.step()
-    engine.remove_sequence(seq)
     return seq.output_token_ids
 
 

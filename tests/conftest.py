@@ -44,48 +44,16 @@ os.environ.setdefault("PENSTOCK_ENGINE_DTYPE", "float32")
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
 
-FULL_FILES = {
-    "test_answers.py", "test_attention_kernel.py", "test_batch_emptied.py", "test_check.py", "test_cli_kv.py",
-    "test_cluster.py", "test_compatibility.py", "test_compose.py", "test_copying.py",
-    "test_damaged_messages.py", "test_equality.py", "test_exact_drafts.py", "test_experts_kernel.py",
-    "test_fingerprint.py",
-    "test_hazards.py", "test_host_deaths.py",
-    "test_kernels.py", "test_lag.py", "test_life.py", "test_loading.py",
-    "test_mixtures.py", "test_native.py", "test_openapi.py", "test_outages.py",
-    "test_packed_model.py", "test_page.py", "test_pipeline.py",
-    "test_prometheus.py", "test_published_weights.py", "test_quantized.py",
-    "test_refused.py", "test_replay.py", "test_schedule_properties.py", "test_slow_link.py", "test_stack.py",
-    "test_staging.py", "test_standing_loop.py", "test_states.py", "test_takeover.py",
-    "test_tool_kills.py", "test_tool_model.py", "test_top.py", "test_weight_forms.py",
-}  # fmt: skip
-"""Files whose tests load and build models, explore, or kill processes at every step: minutes together."""
-FULL_FOLDERS = {"benchmarks"}
-PROMISES = {
-    "test_the_master_of_redis_is_killed_while_streams_run",
-    "test_tokens_equal_the_undivided_model",
-}
-"""Tests of those files that the README names as proofs: `make test` runs them."""
-CLIENT_FILES = {"test_frameworks.py", "test_messages_sdk.py"}
-"""Files whose tests need what only the extra `clients` installs. One parameter elsewhere has the mark itself."""
-HAS_CLIENTS = find_spec("anthropic") is not None
+CLIENTS, PROOF = "pytestmark = pytest.mark.clients", "mark.proof"
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out files that cannot be imported without the extra `clients`."""
-    return True if collection_path.name in CLIENT_FILES and not HAS_CLIENTS else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its place: `make test`, or with the mark `full` `make test-all`, or `make test-clients`."""
-    for item in items:
-        if item.path.name in CLIENT_FILES:
-            item.add_marker("clients")
-        elif getattr(item, "originalname", "") in PROMISES:
-            continue
-        elif item.get_closest_marker("clients") is None and (
-            item.path.name in FULL_FILES or item.path.parent.name in FULL_FOLDERS
-        ):
-            item.add_marker("full")
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that cannot be imported without the extra `clients`, and in `make test` those without a proof."""
+    if collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text("utf-8")
+    is_without_proof = config.option.markexpr.startswith("proof") and PROOF not in text
+    return is_without_proof or (CLIENTS in text and find_spec("anthropic") is None) or None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -76,6 +76,7 @@ def declare_beside(living: list[Heartbeat], beat: Heartbeat, words: str) -> None
     declared.result()
 
 
+@pytest.mark.proof
 def test_one_that_computes_otherwise_is_refused_by_name(
     start: Start, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -176,7 +177,6 @@ def test_the_doctor_says_that_workers_compute_otherwise(addresses: Addresses, pi
     assert finding.detail == f"workers compute in {HALF}; in {FLOAT}"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("accepted", [False, True])
 def test_a_real_worker_refuses_to_start(addresses: Addresses, pipeline: Pipeline, *, accepted: bool) -> None:
     """A worker in float32 is asked for beside one in bfloat16."""

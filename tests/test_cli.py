@@ -57,13 +57,13 @@ def url(stack: Stack) -> str:
     return stack.addresses.stream_url
 
 
+@pytest.mark.proof
 def test_doctor_says_what_to_do_where_nothing_runs(terminal: Terminal) -> None:
     done = terminal("doctor")
     assert done.returncode == 1
     assert "penstock up" in done.stdout
 
 
-@pytest.mark.full
 def test_doctor_is_content_with_a_running_pipeline(url: str) -> None:
     done = penstock("doctor", PENSTOCK_STREAM_URL=url)
     assert done.returncode == 0, done.stdout
@@ -71,6 +71,7 @@ def test_doctor_is_content_with_a_running_pipeline(url: str) -> None:
     assert len(re.findall(r"worker  +\S+: [1-9][\d,]* MiB of memory are resident", done.stdout)) == len(STAGES)
 
 
+@pytest.mark.proof
 def test_doctor_says_how_far_the_clock_is_off(
     terminal: Terminal, redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_doctor_says_how_far_the_clock_is_off(
     assert "behind that of Redis" in line
 
 
+@pytest.mark.proof
 def test_doctor_finds_a_missing_topic(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
     missing = terminal("doctor", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
     assert "penstock topics create" in missing.stdout
@@ -123,6 +125,7 @@ def test_the_error_of_a_check_is_raised() -> None:
         list(doctor._run_within_limit("bus", check))
 
 
+@pytest.mark.proof
 def test_generate_joins_and_resumes(terminal: Terminal, url: str) -> None:
     first = penstock("generate", "In the beginning", "--max-tokens", "12", "--id", "one", PENSTOCK_STREAM_URL=url)
     assert first.returncode == 0, first.stderr
@@ -134,6 +137,7 @@ def test_generate_joins_and_resumes(terminal: Terminal, url: str) -> None:
     assert "id_conflict" in other.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("schema", "printed", "code"),
     [('{"enum": ["yes"]}', '"yes"', ""), ('{"not": {}}', "", "unsupported_schema"), ("{", "", "invalid_request")],
@@ -165,6 +169,7 @@ def test_a_bad_request_is_one_line_in_our_own_words(
     assert f"penstock: {said}" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.proof
 def test_the_version_is_told(terminal: Terminal) -> None:
     done = terminal("--version")
     assert (done.returncode, done.stdout) == (0, f"{version('penstock')}\n")
@@ -186,6 +191,7 @@ def test_no_client_is_imported_for_the_help(arguments: list[str], code: int) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.proof
 def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, redis_url: str) -> None:
     port = find_free_port()
     redis = terminal("generate", "x", PENSTOCK_STREAM_URL=f"redis://:secret@127.0.0.1:{port}/0")
@@ -213,6 +219,7 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.proof
 def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
     terminal: Terminal, tmp_path: Path, taken_port: int
 ) -> None:
@@ -249,6 +256,7 @@ def test_up_with_data_that_another_one_has_is_refused(tmp_path: Path) -> None:
     assert f"{blocked}, for data and logs: " in find_up_obstacles(blocked)[0]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("status", "asks", "said"),
     [
@@ -282,6 +290,7 @@ def test_a_worker_that_was_killed_stands_in_nobodys_way(redis_url: str, pipeline
     assert list_running_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name)) == []
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -322,7 +331,6 @@ def test_a_gateway_port_without_a_gateway_is_refused(tmp_path: Path, monkeypatch
         up(gateway_port=7001, data=tmp_path)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_key_of_another_type_ends_a_worker_before_it_is_ready(
     stage: Stage, redis_url: str, pipeline: Pipeline
@@ -365,6 +373,7 @@ def test_a_request_for_another_bus_is_told_so(theirs: str, ours: str, message: s
     assert bool(message) == bool(found)
 
 
+@pytest.mark.proof
 def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.generate.SILENCE_BEFORE_REASONS_S", 0.0)
     addresses, output = Addresses(stream_url=redis_url, pipeline=pipeline.name), io.StringIO()
@@ -390,6 +399,7 @@ def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | 
     return start_child(command, name="up", log=log, environment=environment, directory=HERE)
 
 
+@pytest.mark.proof
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"

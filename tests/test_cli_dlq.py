@@ -45,6 +45,7 @@ def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> 
         yield made
 
 
+@pytest.mark.proof
 def test_dead_requests_are_listed_shown_and_asked_again(line: InProcessPipeline, terminal: Terminal) -> None:
     dlq = DeadLetterCommand(line.addresses, terminal)
     assert "no dead letters" in dlq("list")

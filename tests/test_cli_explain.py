@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
@@ -11,6 +13,7 @@ from sim.line import InProcessPipeline
 from tests.commands import Terminal
 from tests.pipeline.test_failures import poison
 
+pytestmark = pytest.mark.proof
 PLACED = {
     "partition": 2,
     "worker": "auto-1",

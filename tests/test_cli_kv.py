@@ -91,6 +91,7 @@ def host(tmp_path: Path, server: str, terminal: Terminal) -> Iterator[Host]:
         tier.close()
 
 
+@pytest.mark.proof
 def test_stats_of_each_tier(host: Host) -> None:
     names = new_names(5)
     for tier in host.tiers.values():
@@ -147,6 +148,7 @@ def test_stats_tell_of_a_server_that_is_away(host: Host) -> None:
     assert "removed" not in host.kv("evict", "--all", "--yes", "--tier", "redis", PENSTOCK_KV_URL=away, code=1)
 
 
+@pytest.mark.proof
 def test_inspect_by_a_beginning_of_the_key(host: Host) -> None:
     names = new_names(40)
     for kind in KINDS:
@@ -172,6 +174,7 @@ def flipped(at: int) -> Change:
     return lambda stored: stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_found_named_and_removed(host: Host, kind: str) -> None:
     for tier in host.tiers.values():
@@ -215,6 +218,7 @@ def test_progress_is_shown_on_a_terminal_only(host: Host) -> None:
         assert ("/s" in done.stderr) is is_terminal
 
 
+@pytest.mark.proof
 def test_evict_takes_what_is_named_and_spares_what_is_leased(host: Host) -> None:
     names = new_names(6)
     for tier in host.tiers.values():

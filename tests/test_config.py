@@ -57,6 +57,7 @@ def test_what_is_given_goes_before_the_environment_and_that_before_the_default(m
     assert load_settings(RecordSettings).lease_s == 2.5
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("variable", "nearest"),
     [
@@ -79,6 +80,7 @@ def test_other_programs_variables_are_left_alone() -> None:
     check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(list_variables(), "x")})
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("part", "variable", "value"),
     [
@@ -96,6 +98,7 @@ def test_a_bad_value_is_named(
         load_settings(part)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("model", "given", "name"),
     [
@@ -180,6 +183,7 @@ def shown(terminal: Terminal) -> Any:
     return run
 
 
+@pytest.mark.proof
 def test_every_setting_is_shown_with_its_origin(shown: Any, tmp_path: Path, terminal: Terminal) -> None:
     secret, config = tmp_path / "password", tmp_path / "penstock.toml"
     secret.write_text("correct horse\n")
@@ -201,6 +205,7 @@ def test_every_setting_is_shown_with_its_origin(shown: Any, tmp_path: Path, term
     assert "correct horse" not in table
 
 
+@pytest.mark.proof
 def test_a_secret_in_a_file_is_the_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     url = tmp_path / "url"
     url.write_text("redis://me:secret@host:1/0\n")
@@ -209,6 +214,7 @@ def test_a_secret_in_a_file_is_the_value(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "secret" not in repr(load_settings(Addresses))
 
 
+@pytest.mark.proof
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(secrets, min_size=4, max_size=4), broken=st.booleans())
 def test_no_secret_is_printed(terminal: Terminal, words: list[str], broken: bool) -> None:
@@ -257,6 +263,7 @@ BAD = {
 """Of each part something that is wrong, in itself or together with what else is in force."""
 
 
+@pytest.mark.proof
 def test_check_tells_everything_at_once(terminal: Terminal) -> None:
     done = terminal("config", "check", **BAD, PENSTOCK_KAFAK="x", PENSTOCK_KAFKA_CERT_FILE=__file__)
     assert done.returncode == 1

@@ -60,6 +60,7 @@ def test_what_workers_hold_is_told_exactly_and_the_rest_by_recent_means() -> Non
     assert found.stages["prefill"]["batch"] == found.stages["decode"]["interactive"] == Lag(0, 0, 0)
 
 
+@pytest.mark.proof
 def test_the_prompts_that_wait_for_a_worker_are_told_in_seconds() -> None:
     def estimate_by_rate(stage: str, rate: float | None) -> float | None:
         some, more = {"waiting_tokens": 900}, {"waiting_tokens": 100}
@@ -263,6 +264,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert asyncio.run(awaited()) == (client.lag(), 0.0)
 
 
+@pytest.mark.proof
 def test_the_command_shows_what_waits(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
     with InProcessPipeline(addresses) as line:

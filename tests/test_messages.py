@@ -141,6 +141,7 @@ def test_bytes_before_the_json_are_named(prefix: bytes, words: str) -> None:
         decode_message(Request, prefix + body())
 
 
+@pytest.mark.proof
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_a_request_error(value: bytes) -> None:
     with contextlib.suppress(RequestError):
@@ -165,6 +166,7 @@ def test_the_largest_request_is_read() -> None:
     assert decode_message(Request, body(prompt="x" * spare)).prompt == "x" * spare
 
 
+@pytest.mark.proof
 def test_only_requests_are_limited() -> None:
     """The answer to a large prompt must fit as well."""
     ids = [2**31 - 1] * (MAX_REQUEST_BYTES // 10)
@@ -247,6 +249,7 @@ FIRST_TOKEN_EVENTS = st.builds(
 END_EVENTS = st.builds(EndEvent, finish_reason=REASONS, text=st.text(), usage=USAGES, timings=TIMINGS, error=ERRORS)
 
 
+@pytest.mark.proof
 @given(st.one_of(REQUESTS, JOBS, RESULTS, TOKEN_EVENTS, FIRST_TOKEN_EVENTS, END_EVENTS))
 def test_what_is_encoded_is_decoded(message: Wire) -> None:
     again = decode_message(type(message), message.encode())
@@ -339,6 +342,7 @@ def list_subclasses(root: type[Exception]) -> list[type[Exception]]:
     return [root, *(found for child in root.__subclasses__() for found in list_subclasses(child))]
 
 
+@pytest.mark.proof
 def test_every_request_error_has_a_code_of_its_own() -> None:
     kinds = list_subclasses(RequestError)
     codes = [vars(kind)["code"] for kind in kinds]

@@ -35,11 +35,13 @@ def test_hostile_pipelines_are_refused(name: str) -> None:
         Pipeline(name)
 
 
+@pytest.mark.proof
 def test_request_ids() -> None:
     assert all(map(is_request_id, ("a", "7", "A.b_c:d-e", "a" * MAX_ID_CHARS)))
     assert [name for name in (*HOSTILE, "a" * (MAX_ID_CHARS + 1)) if is_request_id(name)] == []
 
 
+@pytest.mark.proof
 @given(PIPELINES)
 def test_topics_are_legal_in_kafka_and_all_different(name: str) -> None:
     topics = Pipeline(name).all_topics()
@@ -67,6 +69,7 @@ def test_kv_keys() -> None:
 # Event ids.
 
 
+@pytest.mark.proof
 @given(st.integers(0, 10**9 - 1), TOKENS)
 def test_event_ids_round_trip(position: int, token: int) -> None:
     rolled = roll_hash(START_HASH, token)
@@ -108,6 +111,7 @@ def chain(tokens: list[int]) -> list[str]:
     return rolled[1:]
 
 
+@pytest.mark.proof
 def test_the_rolling_hash_is_what_the_protocol_says() -> None:
     """Stored logs and foreign readers rely on these values."""
     assert chain([302, 17, 4]) == ["f816e6a17711cef4", "67d53d841f204f56", "108655e99ff8868d"]

@@ -78,6 +78,7 @@ VECTORS: list[tuple[dict[str, Any], list[str], str, tuple[int, int]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("fields", "links", "home", "partitions"), VECTORS)
 def test_a_producer_in_another_language_can_compare(
     fields: dict[str, Any], links: list[str], home: str, partitions: tuple[int, int]
@@ -255,6 +256,7 @@ def placer_of(*beats: WorkerBeat) -> Placer:
     return made
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("waiting", "batch", "klass", "chosen"),
     [
@@ -331,6 +333,7 @@ def test_equal_costs_are_decided_alike_by_placers_that_do_not_talk() -> None:
     assert min(chosen.values()) > 25
 
 
+@pytest.mark.proof
 def test_a_request_stays_at_home_unless_that_costs_much_more() -> None:
     """Who has sent no turn of a chat knows its home too: there may be all of it."""
     for name in map(str, range(8)):
@@ -353,6 +356,7 @@ def test_a_worker_with_several_partitions_gets_a_home_in_one() -> None:
     assert found == [choose_by_hash(f"p{number % 9}".encode(), [0, 2, 5]) for number in range(90)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "beats",
     [
@@ -407,6 +411,7 @@ def test_what_was_sent_is_remembered_for_a_while_and_not_without_end() -> None:
     assert len(next(reversed(placer._memory.values()))) == 1
 
 
+@pytest.mark.proof
 def test_chats_with_one_long_system_prompt_keep_their_workers_and_load_is_even() -> None:
     """200 of them, with four turns, over two producers at random, and heartbeats that are half a second late.
 

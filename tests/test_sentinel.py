@@ -41,6 +41,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplicatedValkey
     yield from serve_server(ReplicatedValkey(tmp_path_factory.mktemp("group")))
 
 
+@pytest.mark.proof
 def test_an_address_names_sentinels_users_service_and_database() -> None:
     found = parse_sentinels(TWO)
     assert (found.hosts, found.service, found.db) == ((("one", 1), ("two", 2)), "the service", 3)
@@ -146,6 +147,7 @@ def test_a_late_reply_is_never_taken_for_that_to_the_next_command(group: Replica
         going_on.join()
 
 
+@pytest.mark.proof
 def test_every_kind_of_connection_finds_the_next_master(group: ReplicatedValkey) -> None:
     """The last test here: it kills the first one."""
     client, bus = redis_client(group.url), connect_client(group.url)

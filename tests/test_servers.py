@@ -22,6 +22,7 @@ THREE = ("s1", "s2", "s3")
 IDS = [f"request-{number}" for number in range(6000)]
 
 
+@pytest.mark.proof
 def test_the_choice_is_that_of_the_protocol() -> None:
     found = re.findall(
         r"^\| `([^`]+)` \| `(\w{16})` \| `(\w{16})` \| `(\w{16})` \| `(s\d)` \|$", PROTOCOL, re.MULTILINE
@@ -76,6 +77,7 @@ def test_names_that_are_none_or_not_their_own_are_refused(urls: str) -> None:
     )
 
 
+@pytest.mark.proof
 def test_who_comes_with_another_list_is_refused(server: "redis.Redis", pipeline: Pipeline) -> None:
     check_server_list(server, pipeline, ["a", "b"])
     store_server_list(server, pipeline, ["a", "b"])
@@ -93,6 +95,7 @@ def test_one_server_alone_may_be_called_by_any_name(redis_url: str, pipeline: Pi
         store_server_lists(f"redis://127.0.0.1:{find_free_port()}/0,{redis_url}", pipeline)
 
 
+@pytest.mark.proof
 def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
     """Here two servers are two databases of one. Workers and gateways with another list do not start."""
     both = f"{redis_url}#s1,{redis_url.removesuffix('/0')}/1#s2"

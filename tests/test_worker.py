@@ -516,6 +516,7 @@ def raises_failure(beat: Heartbeat) -> bool:
     return False
 
 
+@pytest.mark.proof
 def test_a_name_of_a_living_worker_is_refused_or_the_next_one_taken(addresses: Addresses, pipeline: Pipeline) -> None:
     first, refused, second = (Heartbeat(addresses.stream_url, pipeline, "prefill", "prefill-0", 60.0) for _ in range(3))
     with first, ThreadPoolExecutor(2) as pool:
@@ -535,6 +536,7 @@ def test_a_name_of_a_living_worker_is_refused_or_the_next_one_taken(addresses: A
         assert [status["name"] for status in read_worker_status(addresses)] == ["prefill-0"]
 
 
+@pytest.mark.proof
 def test_a_name_is_taken_once_the_lease_of_its_killed_process_ends(addresses: Addresses, pipeline: Pipeline) -> None:
     killed = Heartbeat(addresses.stream_url, pipeline, "prefill", "prefill-0", 0.05)
     killed.take_name()  # its thread was never started: nothing renews it

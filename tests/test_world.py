@@ -17,7 +17,7 @@ from sim.world.__main__ import INTERRUPTED, SIGNALS, main
 from sim.world.flaws import FLAWS, Flaw, find_flaw
 from sim.world.scene import Plan, Scene
 
-ROOT, FULL = Path(__file__).parents[1], pytest.mark.full
+ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONHASHSEED": "0"}
 RunWorld = Callable[..., str]
 
@@ -46,13 +46,9 @@ def test_nothing_is_lost_doubled_or_wrong(run_world: RunWorld) -> None:
     ("seed", "rates"),
     [
         pytest.param(1, ["gateways=1", "kill_s=3", "batches=0.2"], id="gateways"),
-        pytest.param(2, ["gateways=0", "endpoint=0.3", "crash=0.003"], id="endpoints", marks=FULL),
-        pytest.param(
-            3, ["gateways=0", "endpoint=0", "bug=0.002", "hostile_s=1", "full_s=10", "slow=0.02"], id="bugs", marks=FULL
-        ),
-        pytest.param(
-            4, ["gateways=0", "endpoint=0", "wedge=0.002", "stall=0", "deadlines=0.5"], id="endless steps", marks=FULL
-        ),
+        pytest.param(2, ["gateways=0", "endpoint=0.3", "crash=0.003"], id="endpoints"),
+        pytest.param(3, ["gateways=0", "endpoint=0", "bug=0.002", "hostile_s=1", "full_s=10", "slow=0.02"], id="bugs"),
+        pytest.param(4, ["gateways=0", "endpoint=0", "wedge=0.002", "stall=0", "deadlines=0.5"], id="endless steps"),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, rates: list[str]) -> None:
@@ -109,7 +105,7 @@ def test_nothing_is_found_over_redis_streams(run_world: RunWorld) -> None:
     assert ", 0 findings," in told, told
 
 
-@pytest.mark.parametrize("level", ["fast", pytest.param("kafka", marks=FULL)])
+@pytest.mark.parametrize("level", ["fast", "kafka"])
 def test_a_seed_repeats(run_world: RunWorld, level: str) -> None:
     rates = [] if level != "fast" else ["--rate", "gateways=0.5", "--rate", "kill_s=2"]
     first, second = (run_world("--seed", "5", "--requests", "15", "--level", level, *rates) for _ in range(2))
@@ -124,7 +120,6 @@ def test_each_flaw_has_its_place(flaw: Flaw) -> None:
     assert (ROOT / flaw.file).read_text().count(flaw.before) == 1
 
 
-@FULL
 def test_a_planted_flaw_is_found() -> None:
     flaw = next(one for one in FLAWS if one.name == "the log is not read")
     seed, found, _ = find_flaw(flaw, ROOT, seconds=600.0)

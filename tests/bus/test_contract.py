@@ -37,6 +37,8 @@ from tests.bus.buses import (
     take_deliveries,
 )
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture
 def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[str, str], Child]]:

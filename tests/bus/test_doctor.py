@@ -1,5 +1,6 @@
 """What `penstock doctor` finds on a real Kafka: settings that may lose requests, and transactions that nobody ends."""
 
+import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
@@ -28,6 +29,7 @@ def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> N
         future.result()
 
 
+@pytest.mark.proof
 def test_doctor_says_how_to_mend_topics_that_may_lose_requests(
     kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
 ) -> None:

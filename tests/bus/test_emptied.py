@@ -19,6 +19,7 @@ from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import take_deliveries
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("is_reclaiming", [False, True])
 def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipeline, is_reclaiming: bool) -> None:
     """Also where it is to look for what members hold that are gone."""

@@ -15,6 +15,8 @@ from penstock.redis.client import redis_client
 from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
 
+pytestmark = pytest.mark.proof
+
 
 def read(follower: Follower, count: int, most: int = 500) -> list[FollowedMessage]:
     found: list[FollowedMessage] = []

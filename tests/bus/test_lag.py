@@ -17,6 +17,7 @@ def wait_for_lag(bus: Bus, topic: str, count: int) -> None:
     wait_for(lambda: bus.count_unsettled()[topic] == count, f"{count} in {topic}, not {bus.count_unsettled()[topic]}")
 
 
+@pytest.mark.proof
 def test_what_is_not_settled_counts_with_and_without_a_holder(bus: Bus, pipeline: Pipeline) -> None:
     requests, jobs = pipeline.request_topic("batch"), pipeline.job_topic("batch")
     assert set(bus.count_unsettled().values()) == {0}

@@ -59,6 +59,7 @@ def choose_hashed(home: str, count: int = NUM) -> int:
     return choose_by_hash(home.encode(), range(count))
 
 
+@pytest.mark.proof
 def test_a_session_is_in_one_partition_and_many_are_in_all(
     bus: KafkaBus, kafka: str, redis_url: str, pipeline: Pipeline
 ) -> None:

@@ -12,6 +12,8 @@ from penstock.worker.settler import Settler
 from sim.waiting import wait_for
 from tests.bus.buses import list_values, publish_messages, take_deliveries
 
+pytestmark = pytest.mark.proof
+
 
 class Forgetful:
     """A member whose first settlement succeeds, though its reply is lost."""

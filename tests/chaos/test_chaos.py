@@ -35,10 +35,11 @@ def needs(bus: Bus) -> None:
 @pytest.mark.parametrize(
     ("bus", "load", "kills"),
     [
-        pytest.param("embedded", "forms", 12, marks=pytest.mark.full),
-        pytest.param("embedded", "states", 12, marks=pytest.mark.full),
-        pytest.param("embedded", "endpoint", 12, marks=pytest.mark.full),
-        ("kafka", "tools", 6),  # the slowest bus, and all that a request of text does
+        ("embedded", "forms", 12),
+        ("embedded", "states", 12),
+        ("embedded", "endpoint", 12),
+        # The slowest bus, and all that a request of text does.
+        pytest.param("kafka", "tools", 6, marks=pytest.mark.proof),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, kills: int, tmp_path: Path) -> None:

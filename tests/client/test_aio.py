@@ -18,6 +18,7 @@ from sim.waiting import PATIENCE_S
 from tests.record.play import decode, end, prefill, say
 
 
+@pytest.mark.proof
 async def test_many_streams_share_one_connection(
     redis_url: str, server: "redis.Redis", pipeline: Pipeline, record: Record
 ) -> None:

@@ -17,6 +17,7 @@ from penstock.record.live import MAX_MAILBOX_EVENTS
 from sim.waiting import wait_for
 from tests.record.play import decode, end, prefill, say
 
+pytestmark = pytest.mark.proof
 WORDS = [11, 22, 33, 44, 55]
 
 

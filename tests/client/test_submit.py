@@ -16,11 +16,13 @@ from penstock.record import Record
 from tests.record.play import end, prefill, say
 
 
+@pytest.mark.proof
 def test_a_caller_may_give_every_field_of_a_request() -> None:
     of_request = Request.model_fields.keys() - {"v", "prompt", "sampling"}
     assert RequestFields.__annotations__.keys() == of_request | Sampling.model_fields.keys() | {"response_format"}
 
 
+@pytest.mark.proof
 def test_a_request_is_published_under_its_id(client: Client, bus: Bus, pipeline: Pipeline) -> None:
     deadline = time.time() + 60
     request_id = client.submit(
@@ -69,6 +71,7 @@ def test_a_request_may_not_be_larger_than_a_message(client: Client) -> None:
         client.submit("x" * MAX_REQUEST_BYTES)
 
 
+@pytest.mark.proof
 def test_an_id_that_is_known_for_another_body_is_refused(
     client: Client, bus: Bus, pipeline: Pipeline, record: Record
 ) -> None:
@@ -80,6 +83,7 @@ def test_an_id_that_is_known_for_another_body_is_refused(
         client.submit("two", id="r1")
 
 
+@pytest.mark.proof
 def test_generating_is_submitting_and_streaming(client: Client, bus: Bus, record: Record) -> None:
     claim = prefill(record, "r1", body="")
     say(record, claim, [1, 2])
@@ -87,6 +91,7 @@ def test_generating_is_submitting_and_streaming(client: Client, bus: Bus, record
     assert "".join(event.text for event in client.generate("hello", id="r1")) == "<1><2>"
 
 
+@pytest.mark.proof
 def test_a_request_carries_on_the_callers_trace(redis_url: str, bus: Bus, pipeline: Pipeline) -> None:
     caller = trace.SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=trace.TraceFlags(1))
     with Client(redis=redis_url, pipeline=pipeline.name) as client, trace.use_span(trace.NonRecordingSpan(caller)):

@@ -31,6 +31,7 @@ def environment(service: str) -> dict[str, str]:
     return {name: str(value) for name, value in SERVICES[service]["environment"].items()}
 
 
+@pytest.mark.proof
 def test_it_is_a_compose_file() -> None:
     parsed = PyCompose.from_json(json.dumps(compose()))
     parsed.validate()
@@ -46,6 +47,7 @@ def test_only_this_machine_reaches_it_and_secrets_have_to_be_given() -> None:
             compose({other: value for other, value in GIVEN.items() if other != name})
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("service", OURS)
 def test_its_settings_are_settings_and_its_command_is_one(
     service: str, monkeypatch: pytest.MonkeyPatch, terminal: Terminal

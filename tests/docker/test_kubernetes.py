@@ -30,6 +30,7 @@ def pods() -> list[dict[str, Any]]:
     return [one["spec"]["template"]["spec"] for _, one in FILES if one["kind"] in {"Deployment", "Job"}]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("file", "one"), FILES, ids=[f"{file}-{one['kind']}" for file, one in FILES])
 def test_it_is_as_kubernetes_wants_it(file: str, one: dict[str, Any]) -> None:
     kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
@@ -43,6 +44,7 @@ def test_scaling_is_as_keda_wants_it() -> None:
         assert taken.model_dump(mode="json", by_alias=True, exclude_unset=True) == one, "no field is unknown"
 
 
+@pytest.mark.proof
 def test_kustomize_has_all_but_the_template_of_the_secret() -> None:
     folder = DOCKER / "kubernetes"
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())
@@ -64,6 +66,7 @@ def test_who_is_told_to_stop_has_the_time() -> None:
     assert pod("gateway")["terminationGracePeriodSeconds"] >= pause_s + float(CONFIG["PENSTOCK_GATEWAY_STOP_S"]) + 10
 
 
+@pytest.mark.proof
 def test_probes_ask_what_is_answered() -> None:
     answered = {getattr(route, "path", "") for route in router.routes}
     for component in DEPLOYED:

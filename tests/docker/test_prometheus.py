@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import yaml
 
 from penstock.local.processes import find_free_port, start_child
@@ -28,6 +29,7 @@ MAY_BE_EMPTY = {
 PROMTOOL, PACKAGE = "promtool", "apt-get install prometheus"
 
 
+@pytest.mark.proof
 def test_promtool_accepts_configuration_and_rules() -> None:
     promtool = program(PROMTOOL, PACKAGE)
     run(promtool, "check", "config", DOCKER / "prometheus" / "prometheus.yml")

@@ -30,6 +30,7 @@ def test_the_model_is_that_of_the_first_endpoint_that_answers(addresses: Address
         find_model(pool, "", beat, StopSignal())
 
 
+@pytest.mark.proof
 def test_one_pipeline_has_one_kind_of_workers(addresses: Addresses) -> None:
     check_only_kind(addresses)
     beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "prefill", "p0", 60.0)
@@ -55,6 +56,7 @@ def test_what_is_missing_is_said(
     assert said in done.stderr
 
 
+@pytest.mark.proof
 def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: CountingEndpoint) -> None:
     port, gateway_port = find_free_port(), find_free_port()
     command = [

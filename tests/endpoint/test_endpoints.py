@@ -51,6 +51,7 @@ def test_addresses_that_are_none_are_refused(text: str) -> None:
         parse_urls(text, 1)
 
 
+@pytest.mark.proof
 def test_requests_are_dealt_out_by_weight(clock: Clock) -> None:
     one, other = Endpoint("one", 1.0, 100), Endpoint("other", 3.0, 100)
     endpoints, chosen = Endpoints([one, other], clock), Counter[str]()
@@ -71,6 +72,7 @@ def test_no_endpoint_has_more_than_it_may(clock: Clock) -> None:
     assert (endpoints.choose(), endpoints.count_free(), endpoints.current_problem) == (None, 0, "")
 
 
+@pytest.mark.proof
 def test_pauses_grow_up_to_a_limit_and_end_with_an_answer(clock: Clock) -> None:
     endpoint = Endpoint("one")
     endpoints, pauses = Endpoints([endpoint], clock), []
@@ -101,6 +103,7 @@ def test_requests_that_fail_together_are_one_failure(clock: Clock) -> None:
     assert endpoint.paused_until_s <= clock.now_s + FIRST_PAUSE_S
 
 
+@pytest.mark.proof
 def test_a_busy_endpoint_is_left_alone_for_as_long_as_it_says(clock: Clock) -> None:
     one, other = Endpoint("one"), Endpoint("other", 0.1, num_running=5)
     endpoints = Endpoints([one, other], clock)

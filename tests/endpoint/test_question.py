@@ -45,6 +45,7 @@ SENT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("fields", "sent"), SENT)
 def test_each_field_is_sent(fields: dict[str, Any], sent: dict[str, Any]) -> None:
     assert ask(**fields) == ask() | sent
@@ -55,6 +56,7 @@ def test_no_field_of_the_sampling_is_forgotten() -> None:
     assert {name for fields, _ in SENT for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "fields",
     [

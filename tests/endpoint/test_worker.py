@@ -19,6 +19,7 @@ from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline, engi
 pytestmark = pytest.mark.in_memory
 
 
+@pytest.mark.proof
 def test_an_answer_is_a_log_of_pieces_and_one_result(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
     line.add_worker(endpoint)
     request = line.send("count to five|", max_tokens=5, tenant="acme")
@@ -164,6 +165,7 @@ def test_what_becomes_of_an_answer(line: EndpointPipeline, endpoint: CountingEnd
     assert not case.again or case.again.items() <= endpoint.bodies[1].items()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("lost", ["worker", "endpoint"])
 @pytest.mark.parametrize("num_pieces", [0, 3])
 @pytest.mark.parametrize("choice", ["continue", "restart-if-unseen", "fail"])
@@ -232,6 +234,7 @@ def test_pieces_of_several_answers_that_came_in_turns_are_each_judged_by_their_o
     assert [len(results[name].text.split()) for name in ("a", "z")] == [8, 8]
 
 
+@pytest.mark.proof
 def test_an_endpoint_that_hangs_counts_as_lost(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
     worker = line.add_worker(endpoint, silence_s=0.2)
     endpoint.faults.append(Fault("hang", after=1))
@@ -243,6 +246,7 @@ def test_an_endpoint_that_hangs_counts_as_lost(line: EndpointPipeline, endpoint:
     assert result.text == WHOLE
 
 
+@pytest.mark.proof
 def test_requests_wait_for_endpoints_and_are_never_more_than_the_limit(
     line: EndpointPipeline, endpoint: CountingEndpoint, other: CountingEndpoint
 ) -> None:
@@ -261,6 +265,7 @@ def test_requests_wait_for_endpoints_and_are_never_more_than_the_limit(
     assert other.bodies
 
 
+@pytest.mark.proof
 def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline) -> None:
     gone = CountingEndpoint().start()
     gone.stop()
@@ -272,6 +277,7 @@ def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline)
     assert result.text == WHOLE
 
 
+@pytest.mark.proof
 def test_a_deadline_and_a_cancellation_end_an_answer_and_the_endpoints_work(
     line: EndpointPipeline, endpoint: CountingEndpoint
 ) -> None:
@@ -330,6 +336,7 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
     }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("bus", ["embedded", "kafka"])
 def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpointPipeline, bus: str) -> None:
     """Twenty requests, and their worker lost twice."""

@@ -44,6 +44,7 @@ def _num_batch(dummy: ScheduledEngine) -> int:
     return sum(num for seq, num in dummy.step() if seq.klass == "batch")
 
 
+@pytest.mark.proof
 def test_a_step_with_interactive_rows_is_hardly_longer_and_the_rest_pauses_in_place() -> None:
     dummy = _dummy()
     batch = _fill(dummy, 10, "batch")

@@ -75,6 +75,7 @@ def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
     return load_model(EngineSettings(model=str(save_model(directory, kind(**{**BASE, **extra})))))
 
 
+@pytest.mark.proof
 def test_latent_attention_makes_no_keys_and_values_for_an_answer(tmp_path: Path) -> None:
     model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
     rows: list[int] = []
@@ -142,6 +143,7 @@ def test_models_that_also_see_are_served_for_texts(name: str, tmp_path: Path) ->
     assert run_sequences(Engine(prove_model(model, settings), settings), [sequence(p, 10) for p in prompts]) == expected
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", REFUSED)
 def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) -> None:
     kind, extra, reason = REFUSED[name]
@@ -163,6 +165,7 @@ def test_rope_that_changes_with_the_longest_sequence_is_not_reached(
     prove_model(model, EngineSettings())
 
 
+@pytest.mark.proof
 def test_the_demo_model_passes(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
     engine = open_engine(EngineSettings(pool_mb=8), lambda what, done: seen.append(what))
@@ -183,6 +186,7 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBatch, "__init__", wrong)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wrong_positions_are_noticed(dtype: str, wrong_positions: None) -> None:
     with pytest.raises(EngineCheckFailed, match=r"other logits.* than by itself"):

@@ -77,7 +77,7 @@ def list_others() -> list[str]:
     return [name for kind, name in by_type.items() if kind not in tried]
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTS, *(pytest.param(one, marks=pytest.mark.full) for one in list_others())])
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *list_others()])
 def test_the_page_says_what_becomes_of_a_published_checkpoint(name: str) -> None:
     verdict = judge_checkpoint(read_checkpoints()[name])
     row = next(line for line in read_page() if name in list_checkpoints(line))

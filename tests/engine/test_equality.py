@@ -45,9 +45,10 @@ NATIVE: dict[str, dict[str, str]] = {
     GGUF: {"dtype": "float32"},
     "prompts with stored weights, answers in int4": {"weights": "int4", "prefill_weights": "bf16"},
 }
+FORMS = [pytest.param(name, marks=[needs_kernels, *[pytest.mark.proof] * (name == "float32")]) for name in NATIVE]
 
 
-@pytest.fixture(scope="module", params=["plain", *(pytest.param(name, marks=needs_kernels) for name in NATIVE)])
+@pytest.fixture(scope="module", params=["plain", *FORMS])
 def model(
     request: pytest.FixtureRequest, demo: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LoadedModel]:
@@ -179,6 +180,7 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
 # What a prefill finds of its own prompt
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("length", "num_cached_tokens"), [(64, 48), (33, 32), (31, 30), (5, 4), (1, 0)]
 )  # never all: the last token's logits are needed

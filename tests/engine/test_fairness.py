@@ -27,6 +27,7 @@ def _admitted_before(dummy: ScheduledEngine, name: str) -> Counter[str]:
     return served
 
 
+@pytest.mark.proof
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     dummy = ScheduledEngine(max_batch=2)
     dummy.add(*(seq_of(8, 4, first=20 * i, tenant="flood") for i in range(50)))
@@ -36,6 +37,7 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     assert _admitted_before(dummy, "other")["flood"] <= 4  # two run already, two at most come before it
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("length", "max_new_tokens", "weight"), [(64, 16, 1.0), (8, 4, 3.0)])
 def test_tenants_get_tokens_by_weight_whatever_the_size_of_their_requests(
     length: int, max_new_tokens: int, weight: float

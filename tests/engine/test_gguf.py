@@ -91,6 +91,7 @@ def content(made: tuple[Path, GgufContent]) -> GgufContent:
 # Blocks
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind not in FLOAT_KINDS])
 def test_blocks_are_what_the_format_says(kind: str) -> None:
     rng = np.random.default_rng(1)
@@ -145,6 +146,7 @@ def test_a_file_is_the_model_that_its_values_are(
     assert second.content_fingerprint == load(file, dtype=dtype).content_fingerprint
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_are_those_of_the_same_safetensors(dtype: str, plain: Path, content: GgufContent) -> None:
     file = content.save(plain.parent / "model.gguf")
@@ -465,6 +467,7 @@ def test_tensors_that_cannot_be_served(
     refuse(content.save(plain.parent / "model.gguf"), message)
 
 
+@pytest.mark.proof
 def test_what_is_no_gguf_file_is_seen_before_anything_is_loaded(plain: Path, content: GgufContent) -> None:
     folder = plain.parent / "files"
     folder.mkdir()

@@ -39,6 +39,7 @@ def answer(model: LoadedModel, *numbers: int) -> list[list[int]]:
     return run_sequences(Engine(model, SETTINGS), seqs)
 
 
+@pytest.mark.proof
 def test_they_stay_close_to_those_of_the_model_itself(model: LoadedModel) -> None:
     settings = SETTINGS.model_copy(update={"kv_dtype": "auto"})
     stored = prove_model(load_model(settings), settings)
@@ -66,6 +67,7 @@ def test_instruction_sets_that_round_otherwise_exchange_no_blocks(model: LoadedM
     assert len(prints) == len(names)
 
 
+@pytest.mark.proof
 def test_a_worker_goes_on_from_the_blocks_that_another_one_stored(model: LoadedModel, tmp_path: Path) -> None:
     (expected,) = answer(model, 3)
     num_read = []

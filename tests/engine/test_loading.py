@@ -229,6 +229,7 @@ def test_a_config_that_lies_or_is_none(copy: Path, lie: dict[str, object] | str,
     _refused(copy, message)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -93,6 +93,7 @@ def test_a_model_that_leaves_activations_to_torch_is_no_native_body() -> None:
     assert model.native.body is None
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
 def test_float32_logits_are_those_of_transformers(architecture: str) -> None:
     model = make_model(architecture, torch.float32)

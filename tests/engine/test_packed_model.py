@@ -102,6 +102,7 @@ def test_a_packed_file_gives_the_bits_of_an_unpacked_load(
         assert torch.equal(model.module.get_input_embeddings()(ids), expected.module.get_input_embeddings()(ids))
 
 
+@pytest.mark.proof
 def test_two_processes_share_the_mapping(packed: EngineSettings) -> None:
     path = find_file(packed)
     model = open_model(packed)  # one in this process, the other in a child that maps the file itself
@@ -174,6 +175,7 @@ def test_what_does_not_fit_is_refused_by_name_and_not_served(
     assert message in caplog.text
 
 
+@pytest.mark.proof
 def test_files_of_other_models_and_dtypes_are_refused(
     packed: EngineSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -89,6 +89,7 @@ def test_where_the_kernels_have_no_vectors_the_faster_ones_are_taken(
     assert isinstance(Engine(model, settings), Engine)
 
 
+@pytest.mark.proof
 def test_the_doctor_says_which_are_slower(native: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     set_ratio(monkeypatch, 1.0)
     assert [one.state for one in doctor._check_kernels()] == ["ok"]

@@ -40,6 +40,7 @@ def expected(demo: LoadedModel) -> list[Logprobs]:
     return seq.prompt_logprobs
 
 
+@pytest.mark.proof
 @torch.inference_mode()
 def test_they_are_those_of_transformers(demo: LoadedModel, expected: list[Logprobs]) -> None:
     demo.module.set_attn_implementation(demo.stock_attention)

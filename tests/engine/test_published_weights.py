@@ -23,8 +23,8 @@ from tools.published import make_config, read_checkpoints
 from tools.tiny import build_tiny_model, shrink_config
 
 CPU = torch.device("cpu")
-QUICK = ("Qwen/Qwen3-VL-8B-Instruct-FP8", "MiniMaxAI/MiniMax-M2.5")
-LONG = (
+CHECKPOINTS = (
+    "Qwen/Qwen3-VL-8B-Instruct-FP8", "MiniMaxAI/MiniMax-M2.5",
     "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "Qwen/Qwen2.5-7B-Instruct-AWQ",
     "RedHatAI/gemma-3-4b-it-FP8-dynamic", "moonshotai/Kimi-K2.5", "XiaomiMiMo/MiMo-V2-Flash", "zai-org/GLM-4.5-Air-FP8",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def _load(directory: Path) -> Any:
     return load_module(skeleton, config, weights, CPU, lambda what, done: None)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_published_checkpoint_is_the_plain_model(name: str, tmp_path: Path) -> None:
     config = make_config(read_checkpoints()[name])
     settings = take_quantization(config)

@@ -194,6 +194,7 @@ def _check_native_experts(model: LoadedModel, plain: dict[str, Tensor]) -> None:
         _check_tokens(model, plain)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_the_model_it_stands_for(
     case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +229,7 @@ def _write_gpt_oss(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor
     return stored, plain
 
 
+@pytest.mark.proof
 def test_experts_in_mxfp4_are_those_of_the_plain_model(tmp_path: Path) -> None:
     _, plain = _write_gpt_oss(tmp_path)
     model = load_model(_settings(tmp_path))

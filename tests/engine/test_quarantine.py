@@ -145,6 +145,7 @@ def test_rows_that_no_token_can_be_drawn_from(
     assert find_broken_rows(logits) == {1, 3, 4, 5}
 
 
+@pytest.mark.proof
 def test_what_fails_only_in_company_goes_on_alone(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.response_template import find_response_template
 from penstock.errors import ModelLoadError
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
-from tools.train_tools import TOOL_MODEL
+from sim.workload import TOOL_MODEL
 
 TOOL = {"type": "function", "function": {"name": "get_weather"}}
 OWN: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
@@ -33,6 +33,7 @@ def parse(template: dict[str, Any] | None, text: str, step: int) -> AnswerPart:
     return told + parser.end("")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("step", [1, 3, 100])
 @pytest.mark.parametrize(
     ("family", "text", "expected"),

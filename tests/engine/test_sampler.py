@@ -26,6 +26,7 @@ def _draws(num: int, **sampling: Any) -> list[SamplingParams]:
     return [SamplingParams(Sampling.model_validate(sampling), seed=3, position=i) for i in range(num)]
 
 
+@pytest.mark.proof
 def test_these_numbers_never_change() -> None:
     """A rolling upgrade may hand a request to a newer worker: both must draw the same."""
     drawn = [draw_uniform(0, 0), draw_uniform(0, 1), draw_uniform(1, 0), draw_uniform(2**63 - 1, 4095)]
@@ -73,6 +74,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     assert set(sample_tokens(logits, _draws(500, temperature=100.0, top_p=0.999))) == {4}
 
 
+@pytest.mark.proof
 def test_penalties_and_bias() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, 0.0]])
 
@@ -104,6 +106,7 @@ def _draw_with_ends(sampling: Sampling, position: int, allowed: list[int] | None
     return sample_tokens(torch.tensor([[9.0, 8.0, 1.0, 2.0]]), [draw])[0]
 
 
+@pytest.mark.proof
 def test_tokens_that_end_an_answer_are_not_drawn_before_min_tokens() -> None:
     for temperature in (0.0, 0.01):
         sampling = Sampling(temperature=temperature, min_tokens=3)

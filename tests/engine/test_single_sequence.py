@@ -52,6 +52,7 @@ def expected(model: LoadedModel) -> list[tuple[list[int], list[float]]]:
     return [read_answers(Engine(model, SETTINGS), [ask(number)])[0] for number in range(len(PROMPTS))]
 
 
+@pytest.mark.proof
 def test_tokens_and_log_probabilities_are_those_of_each_by_itself(
     model: LoadedModel, expected: list[tuple[list[int], list[float]]]
 ) -> None:
@@ -76,6 +77,7 @@ def test_an_indexer_that_forgets_is_noticed(model: LoadedModel, monkeypatch: pyt
         prove_model(load_model(EngineSettings(model=model.name, dtype="float32")), SETTINGS)
 
 
+@pytest.mark.proof
 def test_it_says_so_at_load_and_is_not_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kind, extra = ALONE["bloom"]
     save_model(tmp_path, kind(**{**BASE, **extra}))

@@ -16,6 +16,7 @@ LAYOUT = BlockLayout((LayerShape(0, (8, 128), (8, 128)),), 16, torch.float32)
 CPU, OPEN = torch.device("cpu"), EngineSettings(pool_mb=0)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("context_length", "available_mb", "cores", "pool_mb"),
     [

@@ -40,7 +40,7 @@ SIZES = {
 LENGTHS = (70, 33, 1, 48, 17, 90)
 
 
-@pytest.fixture(scope="module", params=["lfm2", "bamba", "zamba", "qwen3_next"])
+@pytest.fixture(scope="module", params=[pytest.param("lfm2", marks=pytest.mark.proof), "bamba", "zamba", "qwen3_next"])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     """Tiny models with convolutions alone, a scan in chunks, one that cannot go on in chunks, and a delta rule."""
     tiny = make_tiny(request.param, 1, **SIZES.get(request.param, {}))

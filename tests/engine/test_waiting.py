@@ -27,6 +27,7 @@ def _step(scheduler: Scheduler, token_budget: int) -> list[tuple[Sequence, int]]
     return plan
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("num_steps_before", [0, 1, 10])
 def test_short_prompts_do_not_wait_for_a_long_one_of_another_tenant(num_steps_before: int) -> None:
     scheduler = Scheduler(BlockPool(1000, 16))

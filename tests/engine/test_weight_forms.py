@@ -51,11 +51,13 @@ def answer(model: LoadedModel) -> list[list[int]]:
     return run_sequences(Engine(model, make_settings("auto")), seqs)
 
 
+@pytest.mark.proof
 def test_without_loss_tokens_and_fingerprint_are_those_of_stored_weights(models: dict[str, LoadedModel]) -> None:
     assert answer(models["p12"]) == answer(models["bf16"])
     assert models["p12"].fingerprint == models["bf16"].fingerprint
 
 
+@pytest.mark.proof
 def test_other_forms_are_other_models(models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({models[weights].fingerprint for weights in ("bf16", "int8", "int4")}) == 3
     in_float32 = replace(models["int8"], dtype=torch.float32)
@@ -64,6 +66,7 @@ def test_other_forms_are_other_models(models: dict[str, LoadedModel], monkeypatc
     assert replace(in_float32).fingerprint != before
 
 
+@pytest.mark.proof
 def test_prompts_and_answers_may_have_weights_in_two_forms(models: dict[str, LoadedModel]) -> None:
     """Prompts are computed as they are stored, and answers in 4 bits. Each stage loads what it needs."""
     settings = make_settings("int4").model_copy(update={"prefill_weights": "bf16"})
@@ -115,6 +118,7 @@ def make_packer(native: Library, num_bytes: int) -> WeightPacker:
     return WeightPacker(native, "auto", torch.bfloat16, 1000, stored)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("is_faster", "form"), [(True, WeightForm.COMPRESSED), (False, WeightForm.STORED)])
 def test_large_models_have_the_faster_form(monkeypatch: pytest.MonkeyPatch, is_faster: bool, form: WeightForm) -> None:
     native, probes = load_library(), []

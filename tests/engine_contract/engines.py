@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.settings import KVSettings
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.contract import EngineEvent, InferenceEngine, SampledToken
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
@@ -32,7 +33,7 @@ BLOCK = 32
 
 @cache
 def _load_model() -> LoadedModel:
-    return load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK}))
+    return accelerate_model(load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK})))
 
 
 def open_store(core: "Engine | VllmCore", directory: Path) -> KVStore:

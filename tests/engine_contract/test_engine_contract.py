@@ -16,6 +16,7 @@ from sim.workload import compute_answers, make_requests, start_grammar
 from tests.engine_contract.engines import BLOCK, ENGINES, Caller, EngineUnderTest
 from tests.kvstore.places import overwrite_block
 
+pytestmark = pytest.mark.proof
 NUM_NEW = 24
 OpenEngine = Callable[..., EngineUnderTest]
 

@@ -51,6 +51,7 @@ def test_who_takes_over_at_any_token_has_the_same_masks() -> None:
             assert read_mask(resumed).tobytes() == mask
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("spec", "valid"),
     [

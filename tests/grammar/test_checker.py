@@ -29,6 +29,7 @@ def test_a_good_grammar_comes_back_with_its_engine(checker: GrammarChecker) -> N
     assert checker.check_grammar(GOOD) is checked
 
 
+@pytest.mark.proof
 def test_a_refusal_keeps_its_keyword_and_path(checker: GrammarChecker) -> None:
     with pytest.raises(UnsupportedSchema) as raised:
         checker.check_grammar(make_schema_spec({"items": {"not": {"type": "null"}}}, "schema"))
@@ -67,6 +68,7 @@ def test_a_child_that_does_not_start_is_no_fault_of_the_grammar(
     assert checker.check_grammar(GOOD).engine == ENGINE_VERSION
 
 
+@pytest.mark.proof
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ PETS = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("schema", "allowed", "refused"),
     [

@@ -42,6 +42,7 @@ READ: list[tuple[Any, Any, GrammarSpec | None]] = [
 ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("read", "value", "spec"), READ)
 def test_a_field_gives_its_grammar(read: Any, value: Any, spec: GrammarSpec | None) -> None:
     assert read(value) == spec
@@ -72,6 +73,7 @@ def test_what_cannot_be_read_is_refused_with_the_name_of_its_field(read: Any, va
         read(value)
 
 
+@pytest.mark.proof
 def test_only_one_field_may_have_a_grammar() -> None:
     assert choose_grammar({"response_format": None, "guided_json": SPEC}) == SPEC
     with pytest.raises(InvalidRequest, match="response_format, guided_json"):

@@ -17,7 +17,7 @@ from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import ConstrainedTool, begin_in_answer, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece, CallsForm
 from penstock.messages import GrammarSpec
-from tools.train_tools import TOOL_MODEL
+from sim.workload import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
@@ -142,6 +142,7 @@ def test_an_answer_calls_or_else_follows_its_schema(
     assert any(part.reasoning for part in found)
 
 
+@pytest.mark.proof
 def test_who_takes_an_answer_over_has_the_same_masks(tokenizer: GrammarTokenizer) -> None:
     grammar = CompiledGrammar(hold(required=False, answer=WEATHER), tokenizer)
     rows = [np.zeros(tokenizer.num_mask_words, np.int32) for _ in range(2)]
@@ -208,6 +209,7 @@ def test_a_gateway_without_the_models_words_can_check_it() -> None:
             checker.check_grammar(GrammarSpec(kind="tools", source="{}"))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "change",
     [

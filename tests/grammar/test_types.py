@@ -44,6 +44,7 @@ def compile_types(library: str) -> tuple[dict[str, CompiledGrammar], dict[str, U
     return compiled, refused
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("library", REFUSED)
 def test_the_types_that_are_refused_are_few_and_known(library: str) -> None:
     compiled, refused = compile_types(library)
@@ -107,6 +108,7 @@ FORMATS: dict[str, tuple[Callable[[str], object], list[str], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_allows_what_another_reader_takes(name: str) -> None:
     check, good, bad = FORMATS[name]

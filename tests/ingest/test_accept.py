@@ -91,6 +91,7 @@ def refuse_to_make(*_: object) -> None:
     raise AssertionError("a request was made")
 
 
+@pytest.mark.proof
 async def test_each_post_under_one_key_costs_a_request_and_publishes_nothing_more(site: Site) -> None:
     site.caller = replace(site.caller, requests_per_min=3)
     metas = [await site.post(n % 2) for n in range(3)]

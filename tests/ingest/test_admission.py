@@ -20,6 +20,7 @@ from penstock.names import CLASSES, Pipeline
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client
 
+pytestmark = pytest.mark.proof
 DEMO = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
 
 

@@ -189,6 +189,7 @@ async def test_rows_with_tools_are_told_apart_as_at_the_gateway(tmp_path: Path) 
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", "{}")
 
 
+@pytest.mark.proof
 async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchKind) -> None:
     rows = [row(number) for number in range(20)]
     rows[3], rows[4], rows[5] = row(3, temperature=99), row(4, stream=True), row(5)
@@ -278,6 +279,7 @@ async def test_a_request_that_fails_is_the_line_of_its_row(
     assert (failed["status_code"], failed["body"]["error"] | error) == (status, failed["body"]["error"])
 
 
+@pytest.mark.proof
 async def test_what_is_no_batch_file_is_refused_with_its_lines(batch: BatchKind) -> None:
     assert await batch.create(lines([row(0), row(0), {**row(1), "url": "/v1/none"}]) + b"{") == [
         (2, "The custom_id 'row-0' was used before in this file."), (3, f"The 'url' must be {URLS[type(batch)]}."),
@@ -408,6 +410,7 @@ async def test_a_file_with_too_many_lines_is_refused(objects: ObjectStorage) -> 
     assert (state.status, state.output_file_id) == ("failed", None)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("status", ["cancelled", "expired"])
 async def test_a_batch_that_ends_early_gives_what_is_finished(objects: ObjectStorage, status: str) -> None:
     """It is cancelled, or its window ends, while no gateway works on it."""
@@ -431,6 +434,7 @@ async def test_a_batch_that_ends_early_gives_what_is_finished(objects: ObjectSto
     assert state.request_counts.failed == len(failed)
 
 
+@pytest.mark.proof
 async def test_open_batches_have_a_limit_of_tokens(objects: ObjectStorage) -> None:
     """They are counted until they end; a batch that would be too much fails."""
     poor = Caller(tenant="poor", max_batch_tokens=1500)
@@ -474,6 +478,7 @@ class FadingPipelines:
         return await self.client.find(model)
 
 
+@pytest.mark.proof
 async def test_lines_wait_for_their_model_whatever_else_is_served(
     objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,6 +580,7 @@ async def let_one_pass(objects: ObjectStorage, runner: BatchRunner, tenants: lis
     await wait_for_state(objects, late, "completed")
 
 
+@pytest.mark.proof
 async def test_a_tenant_with_many_batches_makes_way_for_another(objects: ObjectStorage, runner: BatchRunner) -> None:
     """One gateway works on so many at once."""
     await let_one_pass(objects, runner, ["many"] * runner_module.MAX_MOVING_BATCHES)

@@ -39,6 +39,7 @@ def stand_still_after_some(*command: str) -> None:
         run_penstock(*command)
 
 
+@pytest.mark.proof
 def test_killed_at_any_time_it_goes_on(line: Stack, tmp_path: Path) -> None:
     """Every row once, and asked once; one bad row fails alone; a changed input is refused."""
     count, output, max_tokens = 200, tmp_path / "out.jsonl", 40

@@ -31,6 +31,7 @@ from penstock.local.processes import find_free_port, start_child, wait_until_ser
 from sim.waiting import PATIENCE_S
 from tests.ingest.batch_files import create_batch
 
+pytestmark = pytest.mark.proof
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
 

@@ -9,6 +9,8 @@ from penstock.local.stack import Stack
 from sim.waiting import PATIENCE_S, wait_for
 from tests.ingest.batch_files import each_once, lines, read, result_ids, row, wait_for_results
 
+pytestmark = pytest.mark.proof
+
 
 def make(sdk: Any, content: bytes) -> Any:
     file = sdk.files.create(file=("in.jsonl", content), purpose="batch")

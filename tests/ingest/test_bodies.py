@@ -95,6 +95,7 @@ def prompted(endpoint: ApiEndpoint[Any], given: dict[str, Any]) -> dict[str, Any
     return {"model": "demo", **prompt[endpoint.path], **given}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
 def test_each_field_with_the_name_of_a_requests_is_in_the_request(endpoint: ApiEndpoint[Any]) -> None:
     given: dict[str, Any] = {
@@ -139,6 +140,7 @@ CHAT_DEFAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("endpoint", "defaults"), [(CHAT, CHAT_DEFAULTS), (COMPLETIONS, {"add_special_tokens": True}), (RESPONSES, {})]
 )
@@ -234,6 +236,7 @@ def test_a_response_may_only_call_what_it_offers(given: dict[str, Any], message:
     assert (refused.value.status, refused.value.code) == (400, "invalid_value")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("path", "param"),
     [
@@ -246,6 +249,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, par
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", param)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
@@ -313,6 +317,7 @@ def test_a_body_that_is_no_object_says_why(raw: bytes, code: str, message: str) 
     assert (refused.value.status, refused.value.code) == (400, code)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_a_compressed_body_is_called_so(bare: httpx.AsyncClient, path: str) -> None:
     answer = await bare.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})

@@ -61,6 +61,7 @@ def by_choice(pieces: list[SentEvent]) -> dict[Any, list[str]]:
     return texts
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("case", CASES)
 @given(first=st.lists(st.integers(0, 5), max_size=20), second=st.lists(st.integers(0, 5), max_size=20), data=st.data())
 def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[int], data: st.DataObject) -> None:

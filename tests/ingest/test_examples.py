@@ -19,6 +19,7 @@ from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.proof
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -21,6 +21,7 @@ from sim.workload import TOOL_MODEL
 from tests.ingest import nodejs
 from tests.ingest.test_tools import WEATHER
 
+pytestmark = pytest.mark.clients
 MODEL = str(TOOL_MODEL)
 """A model in a directory is served under its path."""
 

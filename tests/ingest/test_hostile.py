@@ -139,6 +139,7 @@ def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
 # Time.
 
 
+@pytest.mark.proof
 def test_a_request_that_never_ends_is_closed(impatient: GuardedGateway) -> None:
     for begin in (b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nhost: gateway\r\nx-slow: ", b"\r\n"):
         with impatient.connect() as connection:
@@ -168,6 +169,7 @@ def test_the_second_request_of_a_connection_may_not_be_slow_either(impatient: Gu
         assert read_reply(connection).status == 408
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("framing", ["content-length: 100000", "transfer-encoding: chunked"])
 def test_a_body_that_never_ends_is_refused(impatient: GuardedGateway, framing: str) -> None:
     head = encode_request("POST", "/v1/chat/completions", {"authorization": f"Bearer {impatient.acme}"})[:-2]
@@ -185,6 +187,7 @@ def test_a_body_after_the_answer_is_not_waited_for(impatient: GuardedGateway) ->
         assert connection.recv(10) == b""
 
 
+@pytest.mark.proof
 def test_a_reader_that_takes_nothing_is_cut_off(impatient: GuardedGateway) -> None:
     with impatient.connect() as connection:
         connection.settimeout(0.2)
@@ -201,6 +204,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(impatient: GuardedGateway) -> No
 # Size.
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "flood",
     [
@@ -220,6 +224,7 @@ def test_a_flood_of_headers_is_refused(gateway: GuardedGateway, flood: bytes) ->
         assert reply.error["code"] == "headers_too_large"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("path", "most"), [("/v1/chat/completions", 1), ("/v1/files", 2), ("/v1/batches", 1)])
 @pytest.mark.parametrize("says_length", [True, False])
 def test_a_body_of_100_mb_is_refused(gateway: GuardedGateway, path: str, most: int, says_length: bool) -> None:
@@ -305,6 +310,7 @@ def test_invalid_bodies(gateway: GuardedGateway, body: bytes) -> None:
 # Rights.
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "key",
     ["", "Bearer", "Bearer ", "Basic YTpi", "Bearer psk_000000000000_" + "a" * 43, "Bearer {acme}x", "Bearer {id}",
@@ -334,6 +340,7 @@ def test_headers_do_not_say_who_one_is(gateway: GuardedGateway) -> None:
     assert (found.tenant, found.klass, found.weight) == ("acme", "interactive", 3.0)
 
 
+@pytest.mark.proof
 def test_too_many_requests(gateway: GuardedGateway) -> None:
     reply = gateway.post("/v1/chat/completions", CHAT, key=gateway.slow)
     assert (reply.status, "x-ratelimit-remaining-requests: 0" in reply.headers) == (200, True)
@@ -345,6 +352,7 @@ def test_too_many_requests(gateway: GuardedGateway) -> None:
     assert (reply.status, reply.error["code"]) == (429, "busy")
 
 
+@pytest.mark.proof
 def test_a_class_above_ones_right(gateway: GuardedGateway) -> None:
     flex = {**CHAT, "service_tier": "flex"}
     reply = gateway.post("/v1/chat/completions", flex)
@@ -354,6 +362,7 @@ def test_a_class_above_ones_right(gateway: GuardedGateway) -> None:
     assert gateway.post("/v1/batches", batch).status == 403
 
 
+@pytest.mark.proof
 def test_anothers_ids_are_as_unknown_ones(gateway: GuardedGateway) -> None:
     before, same = gateway.read_requests(), {"idempotency-key": "the-same"}
     for key in (gateway.acme, gateway.other):
@@ -368,6 +377,7 @@ def test_anothers_ids_are_as_unknown_ones(gateway: GuardedGateway) -> None:
         assert first == second
 
 
+@pytest.mark.proof
 def test_usage_is_ones_own(gateway: GuardedGateway) -> None:
     publisher = gateway.bus.create_publisher()
     for number, (tenant, tokens) in enumerate([("acme", 5), ("other", 700), ("acme", 6)]):

@@ -116,6 +116,7 @@ def test_each_parameter_of_the_sdk_has_an_effect_or_is_ignored_or_refused(
     assert params.__annotations__.keys() - known == set()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_answer_names_what_was_ignored(base_url: str, sdk: openai.OpenAI, stream: bool) -> None:
     asked = {"model": "demo", "messages": [TURN], "max_tokens": 2, "stream": stream}

@@ -23,7 +23,7 @@ from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, Server
 from tests.ingest.answers import TEMPLATE
 from tests.record.play import decode, end, say
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.proof]
 SECRET = "a word that nobody else says"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from penstock.local.stack import Stack
 from tests.gateways import EventSource, GatewayProcess
+
+pytestmark = pytest.mark.proof
 
 
 def test_a_stream_goes_on_at_another_gateway_after_the_first_was_killed(line: Stack, tmp_path: Path) -> None:

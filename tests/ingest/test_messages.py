@@ -45,6 +45,7 @@ def make_turns(*messages: dict[str, Any], **fields: Any) -> list[Any]:
     return turns
 
 
+@pytest.mark.proof
 def test_a_body_is_the_request_of_a_chat() -> None:
     options = {"temperature": 0.5, "top_k": 5, "top_p": 0.5}
     chat = {"model": "demo", "max_tokens": 9, "stop": ["x"], "messages": [{"role": "user", "content": "hi"}], **options}
@@ -62,6 +63,7 @@ def test_what_has_no_effect_is_accepted() -> None:
     assert given == make_requests()
 
 
+@pytest.mark.proof
 def test_blocks_become_turns_in_their_order() -> None:
     thinking = {"type": "thinking", "thinking": "I call.", "signature": "s"}
     parts = [text_block("a"), text_block("b")]
@@ -89,6 +91,7 @@ def test_blocks_become_turns_in_their_order() -> None:
     ]
 
 
+@pytest.mark.proof
 def test_tools_and_thinking_are_given_to_the_chat_template() -> None:
     function = {"name": "f", "description": "It does.", "parameters": {"type": "object"}}
     variables = make_requests(tools=[TOOL | CACHED], thinking={"type": "enabled", "budget_tokens": 1024})
@@ -100,6 +103,7 @@ def test_tools_and_thinking_are_given_to_the_chat_template() -> None:
     assert "chat_template_kwargs" not in make_requests(thinking={"type": "adaptive"})
 
 
+@pytest.mark.proof
 def test_a_format_is_the_grammar_of_a_chat() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     chat = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -146,6 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.proof
 def test_what_cannot_be_had_is_named_and_not_published(scripted: ScriptedPipeline) -> None:
     with scripted.open_gateway() as gateway, gateway.client() as http:
         for fields, param in REFUSED.values():
@@ -221,6 +226,7 @@ def accumulate(events: list[SentEvent]) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.proof
 def test_an_answer_has_its_blocks_in_order() -> None:
     answer = answer_whole(f"<think>I see</think>\n\nNow {FIRST}\n{SECOND} and").model_dump()
     assert answer["content"] == [
@@ -236,6 +242,7 @@ def test_an_answer_has_its_blocks_in_order() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("text", "reason", "expected"),
     [
@@ -296,6 +303,7 @@ def test_the_arguments_of_a_held_call_come_in_pieces_and_a_cut_call_has_what_is_
 TEXTS = [*PIECES, FIRST, SECOND, f"</think>\n{SECOND}{FIRST}b", ""]
 
 
+@pytest.mark.proof
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=6), st.data())
 def test_a_stream_has_the_same_blocks_and_can_be_resumed_at_any_event(texts: list[str], data: st.DataObject) -> None:
@@ -328,6 +336,7 @@ def test_errors_have_the_form_of_their_path(status: int, kind: str) -> None:
     assert make_error_body("/v1/chat/completions", error) == error.body
 
 
+@pytest.mark.proof
 async def test_routes_answer_errors_in_their_form(bare: httpx.AsyncClient) -> None:
     wrong = await bare.post("/v1/messages", json=ASKED | {"sed": 1})
     method = await bare.get("/v1/messages")

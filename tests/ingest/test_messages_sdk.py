@@ -27,13 +27,14 @@ from penstock.ingest.anthropic.messages import (
 from penstock.ingest.ignored import IGNORED_HEADER
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, ErrorInfo
+from sim.workload import TOOL_MODEL
 from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 from tests.ingest.test_frameworks import PROMPT, Person
 from tests.ingest.test_ignored import list_fields
 from tests.ingest.test_tools import CALLS, CITY
 from tests.record.play import decode
-from tools.train_tools import TOOL_MODEL
 
+pytestmark = pytest.mark.clients
 MODEL = str(TOOL_MODEL)
 WEATHER: Any = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": CITY}
 TURNS: Any = [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}]

@@ -113,6 +113,7 @@ def start(results: PublishedResults, tmp_path: Path, name: str, order: str = "")
     return fork_process(name, tmp_path / f"{name}.log", meter_process.main, environment=os.environ | own)
 
 
+@pytest.mark.proof
 def test_killed_at_every_step_and_counted_exactly(results: PublishedResults, tmp_path: Path) -> None:
     orders = ["meter.1.read=kill@2", "meter.2.counted=kill@2"]
     for number, order in enumerate(orders):
@@ -202,6 +203,7 @@ def test_every_time_has_a_day(seconds: float) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", utc_day(seconds))
 
 
+@pytest.mark.proof
 def test_operators_see_it(results: PublishedResults, terminal: Terminal) -> None:
     here = {"PENSTOCK_STREAM_URL": results.addresses.stream_url, "PENSTOCK_PIPELINE": results.pipeline.name}
     assert "nothing was counted" in terminal("usage", **here).stdout

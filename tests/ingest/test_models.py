@@ -10,6 +10,8 @@ from penstock.names import Pipeline
 from penstock.redis.client import async_redis_client
 from penstock.worker.heartbeat import Heartbeat
 
+pytestmark = pytest.mark.proof
+
 
 def beat(redis_url: str, pipeline: Pipeline, name: str = "d-0", **status: Any) -> None:
     """Write a heartbeat as a decode worker that is ready."""

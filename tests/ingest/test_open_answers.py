@@ -46,6 +46,7 @@ def test_without_a_limit_chats_and_responses_may_fill_the_context(
     assert (sampling.max_tokens, sampling.fit_context) == (most, fits)
 
 
+@pytest.mark.proof
 def test_a_tenants_limit_ends_answers_that_have_none() -> None:
     def capped(most: int | None, **body: Any) -> list[int]:
         made = asks("chat/completions", **CHAT, **body)

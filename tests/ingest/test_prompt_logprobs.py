@@ -15,6 +15,7 @@ from penstock.ingest.openai.completions import join_prompt_text
 from penstock.messages import PromptToken
 from sim.workload import load_demo_model
 
+pytestmark = pytest.mark.proof
 TEXT = "In the beginning God created é😀 the heaven"
 
 

@@ -14,6 +14,7 @@ from sim.workload import compute_answers, load_demo_model
 from tests.gateways import ScriptedPipeline
 from tests.ingest.batch_files import result_ids
 
+pytestmark = pytest.mark.proof
 MODEL = "demo"
 TURNS = [{"role": "user", "content": "In the beginning God created"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}

@@ -125,6 +125,7 @@ def test_a_long_user_id_is_hashed(site: Site) -> None:
     assert site.find_session(MESSAGES, body) == hash_session(LONG)
 
 
+@pytest.mark.proof
 def test_a_chain_of_responses_is_one_chat_from_its_first_one_on(site: Site) -> None:
     def ask(previous: str | None, **more: Any) -> tuple[str, str | None]:
         answer = site.post("/v1/responses", {"previous_response_id": previous, "store": True, **more})
@@ -147,6 +148,7 @@ def test_a_chain_of_responses_is_one_chat_from_its_first_one_on(site: Site) -> N
     assert stranger.json()["error"]["code"] == "previous_response_not_found"
 
 
+@pytest.mark.proof
 def test_tenants_share_no_chat(site: Site) -> None:
     for tenant in ("one", "other"):
         site.post("/v1/chat/completions", KEY, **{"x-tenant": tenant})
@@ -167,6 +169,7 @@ def test_the_chat_is_no_part_of_the_body(site: Site, path: str) -> None:
         assert site.post(path, KEY, **key).json()["error"]["code"] == "idempotency_conflict"
 
 
+@pytest.mark.proof
 def test_lines_of_batches_say_it_as_well(site: Site) -> None:
     path, written = "/v1/chat/completions", list[FinishedRow]()
     bodies = {"kept": KEY, "refused": {"prompt_cache_key": "x" * 300}}

@@ -128,6 +128,7 @@ STOPS, GOES_ON, TOO_LONG = {"stop": [" the"]}, {"ignore_eos": True}, {"prompt": 
 TELLS_TOO_LONG = "context_length_exceeded"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("ask", "more"),
     [

@@ -17,6 +17,7 @@ from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.record.play import end, say
 
+pytestmark = pytest.mark.proof
 MODEL = "scripted"
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 

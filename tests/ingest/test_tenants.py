@@ -20,6 +20,8 @@ from penstock.names import KEYS_KEY, TENANTS_KEY
 from penstock.redis.client import async_redis_client, redis_client
 from tests.commands import Terminal
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture(scope="module")
 def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

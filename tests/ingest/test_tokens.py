@@ -47,7 +47,7 @@ async def gateway() -> AsyncIterator[httpx.AsyncClient]:
 @pytest.mark.parametrize(
     ("asked", "request_fields"),
     [
-        ({"prompt": TEXT}, {"prompt": TEXT}),
+        pytest.param({"prompt": TEXT}, {"prompt": TEXT}, marks=pytest.mark.proof),
         ({"messages": TURNS}, {"messages": [ChatMessage.model_validate(turn) for turn in TURNS]}),
     ],
     ids=["text", "chat"],
@@ -94,5 +94,6 @@ async def test_a_child_that_died_is_started_again(gateway: httpx.AsyncClient) ->
     assert again.json() == first.json()
 
 
+@pytest.mark.proof
 async def test_the_version_is_that_of_the_package(gateway: httpx.AsyncClient) -> None:
     assert (await gateway.get("/version")).json() == {"version": version("penstock")}

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.local.stack import Stack
 from sim.waiting import wait_for
+from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
-from tools.train_tools import TOOL_MODEL
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {
@@ -68,6 +68,7 @@ def list_written(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
 
 
+@pytest.mark.proof
 def test_calls_are_told_from_text_and_their_results_go_back(sdk: Any, model: str) -> None:
     whole = sdk.chat.completions.create(model=model, **ASKED).choices[0]
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
@@ -83,6 +84,7 @@ def test_calls_are_told_from_text_and_their_results_go_back(sdk: Any, model: str
     assert answer.message.content or answer.message.tool_calls
 
 
+@pytest.mark.proof
 def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(urls: tuple[str, str], model: str) -> None:
     """In each form by the id of an event, and a response by its number, while its log is in Redis."""
     thinking = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "thinking": {"type": "enabled"}}
@@ -110,6 +112,7 @@ def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(urls: tuple[st
     assert found["reasoning"] == {"effort": "low", "summary": None}
 
 
+@pytest.mark.proof
 def test_reasoning_is_apart_from_the_answer(sdk: Any, model: str) -> None:
     asked: dict[str, Any] = ASKED | {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "tools": []}
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -132,6 +135,7 @@ def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: A
     assert not getattr(message, "reasoning_content", None)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -220,6 +224,7 @@ ANSWER: dict[str, Any] = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("choice", "names", "must_call"),
     [
@@ -289,6 +294,7 @@ def list_called(response: Any) -> list[tuple[str, Any]]:
     return [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
 
 
+@pytest.mark.proof
 def test_a_response_calls_and_goes_on_with_the_results(sdk: Any, model: str) -> None:
     """With the whole history sent again, or with `previous_response_id`: the prompts are the same."""
     first = sdk.responses.create(model=model, **ASKED_FLAT)

@@ -117,6 +117,7 @@ def test_a_response_that_is_not_in_the_background_has_no_event(site: Site, recei
     assert [event.data.id for event in receiver.unwrap(site.secret)] == [told]
 
 
+@pytest.mark.proof
 def test_each_end_of_a_background_response_is_told(
     site: Site, receiver: WebhookReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,6 +193,7 @@ def objects(tmp_path: Path) -> Iterator[ObjectStorage]:
         yield made
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("status", ["completed", "expired"])
 async def test_the_end_of_a_batch_is_told_once_and_its_mark_goes_after_that(
     hooks: Webhooks, objects: ObjectStorage, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch, status: str

@@ -132,6 +132,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_sdk_reads_each_event_and_refuses_one_that_was_changed(kind: str) -> None:
     body = make_event(kind, "an-id", 1_800_000_000)
@@ -156,6 +157,7 @@ def test_ids_and_secrets_differ() -> None:
     assert all(WebhookSettings(secret=secret) for secret in secrets)
 
 
+@pytest.mark.proof
 async def test_an_event_is_delivered_once_where_its_receiver_accepts_it(sender: Sender) -> None:
     receiver = sender.receive()
     one, other = (sender.open(receiver.url) for _ in range(2))
@@ -168,6 +170,7 @@ async def test_an_event_is_delivered_once_where_its_receiver_accepts_it(sender: 
     assert {headers["content-type"] for headers, _ in receiver.posted} == {"application/json"}
 
 
+@pytest.mark.proof
 async def test_an_event_is_tried_after_growing_waits_until_its_time_is_over(sender: Sender) -> None:
     receiver = sender.receive(default=503)
     sender.open(receiver.url, retry_s=24 * 3600.0)
@@ -214,6 +217,7 @@ async def test_a_receiver_that_is_away_gets_its_events_when_it_is_back(sender: S
     assert len(receiver.posted) == 1
 
 
+@pytest.mark.proof
 async def test_one_that_hangs_delays_only_its_own_events(sender: Sender) -> None:
     hanging, quick, ids = sender.receive(default=HANGS), sender.receive(), [f"resp_{number}" for number in range(30)]
     slow, other = sender.add_tenant(hanging.url), sender.add_tenant(quick.url)
@@ -269,6 +273,7 @@ async def test_tenants_without_a_receiver_have_no_events(sender: Sender) -> None
     assert await sender.read_due() == {}
 
 
+@pytest.mark.proof
 async def test_a_tenants_own_receiver_comes_before_that_of_all(sender: Sender) -> None:
     of_all, own = sender.receive(), sender.receive()
     tenant = sender.add_tenant(own.url)
@@ -349,6 +354,7 @@ async def test_hosts_that_are_named_are_allowed(names: dict[str, list[str]]) -> 
         await find_addresses("https://unknown.test/", hosts)
 
 
+@pytest.mark.proof
 async def test_the_address_that_was_checked_is_used(sender: Sender, names: dict[str, list[str]]) -> None:
     """The name is not looked up again. Of several addresses the first that answers is taken."""
     receiver = sender.receive()
@@ -384,6 +390,7 @@ def test_settings_without_a_good_secret_are_refused(settings: dict[str, str]) ->
         WebhookSettings(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.proof
 def test_doctor_says_why_a_url_is_refused(terminal: Terminal) -> None:
     given = {"PENSTOCK_WEBHOOK_SECRET": SECRET, "PENSTOCK_WEBHOOK_URL": "https://127.0.0.1/secret-path"}
     refused = terminal("doctor", **given)
@@ -394,6 +401,7 @@ def test_doctor_says_why_a_url_is_refused(terminal: Terminal) -> None:
     assert "events go to 127.0.0.1" in allowed.stdout
 
 
+@pytest.mark.proof
 def test_a_tenants_url_is_set_and_its_secret_printed(terminal: Terminal, tmp_path: Path) -> None:
     given = {"PENSTOCK_GATEWAY_KEYS": str(tmp_path / "keys.json")}
     url = "https://hooks.example.com/acme"

@@ -40,6 +40,7 @@ def numbers(element: Element, values: np.ndarray) -> bytes:
 # Without loss.
 
 
+@pytest.mark.proof
 @given(st.sampled_from(ELEMENTS), st.binary(max_size=4000), st.integers(1, 40))
 @example("float32", b"\x7f\xc0\x00\x01" * 8, 1)
 @example("bfloat16", b"", 1)
@@ -226,6 +227,7 @@ def test_auto_is_raw_until_the_link_was_seen(choosing: Callable[[float], Adaptiv
     assert choice.encode_payload(PAYLOAD)[0] == LOSSLESS
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("link_seconds", "pays"), [(0.0011, True), (0.0009, False)])
 def test_auto_compresses_where_that_is_faster(
     choosing: Callable[[float], AdaptiveCodec], link_seconds: float, pays: bool

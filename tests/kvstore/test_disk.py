@@ -60,6 +60,7 @@ def tables_of(directory: Path) -> list[Path]:
 # Tables that are lost.
 
 
+@pytest.mark.proof
 def test_blocks_outlive_their_tables(open_tier: Open, tmp_path: Path) -> None:
     """Leases do not, and what was removed on purpose does not come back."""
     first, names = open_tier(), new_names(NUM_SLOTS)
@@ -120,6 +121,7 @@ def test_a_smaller_budget_cuts_the_file_off_when_nobody_has_it_open(open_tier: O
 # Processes without the same shared memory.
 
 
+@pytest.mark.proof
 def test_who_has_other_shared_memory_is_refused(open_tier: Open, tmp_path: Path) -> None:
     """As in another container. When the others are gone it may, and theirs are not taken for current later."""
     first, (kept, gone) = open_tier(), new_names(2)

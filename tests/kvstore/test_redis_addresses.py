@@ -57,6 +57,7 @@ def test_damage_on_several_connections(own_server: ValkeyServer) -> None:
         tier.close()
 
 
+@pytest.mark.proof
 def test_a_password(own_server: ValkeyServer) -> None:
     with redis.Redis.from_url(own_server.url) as client:
         client.config_set("requirepass", "open sesame")
@@ -65,6 +66,7 @@ def test_a_password(own_server: ValkeyServer) -> None:
     check_works(RedisTier.open(FORM, [f"redis://:open%20sesame@{host}"], AMPLE, 60))
 
 
+@pytest.mark.proof
 def test_tls(own_server: ValkeyServer, tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
@@ -79,6 +81,7 @@ def test_tls(own_server: ValkeyServer, tmp_path: Path) -> None:
 # Several addresses.
 
 
+@pytest.mark.proof
 def test_several_addresses_share_the_blocks(empty_url: str, own_server: ValkeyServer) -> None:
     urls = [own_server.url, empty_url]
     tier, other = RedisTier.open(FORM, urls, AMPLE, 60), RedisTier.open(FORM, urls[::-1], AMPLE, 60)
@@ -99,6 +102,7 @@ def test_several_addresses_share_the_blocks(empty_url: str, own_server: ValkeySe
     other.close()
 
 
+@pytest.mark.proof
 def test_one_address_down_loses_its_share_only(empty_url: str, own_server: ValkeyServer) -> None:
     tier, names = RedisTier.open(FORM, [own_server.url, empty_url], AMPLE, 60), new_names(40)
     put(tier, names)

@@ -99,6 +99,7 @@ def test_an_empty_store_has_nothing(store: KVStore) -> None:
     assert read(store, []) == []
 
 
+@pytest.mark.proof
 def test_what_is_put_is_read_from_the_first_tier(store: KVStore) -> None:
     fill(store)
     assert read(store) == found(0)
@@ -115,6 +116,7 @@ def test_reading_may_start_later(store: KVStore, depth: int) -> None:
     assert read(store, start=5) == []
 
 
+@pytest.mark.proof
 def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> None:
     names = fill(store)
     store.tiers[0].remove_blocks([names[0].hash, names[2].hash, names[3].hash])
@@ -126,6 +128,7 @@ def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> 
     assert read(store, start=4) == [(payloads[4], 0)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, places: list[Place], depth: int) -> None:
     names = fill(store)
@@ -148,6 +151,7 @@ def test_what_lies_behind_a_lost_block_is_not_read(store: KVStore, places: list[
     assert store.tiers[2].counters.hits == NUM_PROBE_BLOCKS - 1, "of a tier whose speed is not known, a few come first"
 
 
+@pytest.mark.proof
 def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make_store: MakeStore) -> None:
     fill(store)
     assert read(store, tenant="u") == []
@@ -170,6 +174,7 @@ def test_where_a_block_is_to_be_written(store: KVStore) -> None:
     assert [store.is_in_hand_off_tier(lack) for lack in (0b001, 0b101)] == [True, False]
 
 
+@pytest.mark.proof
 def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore) -> None:
     store = make_store(redis_mb=0)
     assert store.hand_off_index == 0
@@ -189,6 +194,7 @@ def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore)
     alone.release_leases("job", names)
 
 
+@pytest.mark.proof
 def test_leases_are_taken_in_the_hand_off_tier(store: KVStore) -> None:
     names = fill(store)
     store.lease_blocks("job", names)
@@ -197,6 +203,7 @@ def test_leases_are_taken_in_the_hand_off_tier(store: KVStore) -> None:
     assert store.tiers[2].read_usage().leased == 0
 
 
+@pytest.mark.proof
 def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     names = fill(store)
     store.tiers[0].remove_blocks([name.hash for name in names[2:]])
@@ -250,6 +257,7 @@ def test_blocks_live_on_in_another_process_s_store(store: KVStore, make_store: M
     assert read(make_store(shared_mb=0, disk_mb=0)) == found(0)
 
 
+@pytest.mark.proof
 def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -> None:
     store = make_store(url=f"redis://127.0.0.1:{find_free_port()}/0")
     fill(store)

@@ -27,6 +27,7 @@ from tests.kvstore.blocks import (
 from tests.kvstore.conftest import Damage, MakeTier
 from tests.kvstore.places import Place
 
+pytestmark = pytest.mark.proof
 AMPLE = 2**20
 """Room for all that a test puts there, unless it is about room."""
 SMALL = 40 * 2**10

@@ -78,6 +78,7 @@ def test_a_stream_goes_on_where_its_connection_broke(proxy: Proxy, tabs: Tabs, l
     tabs.complaints[:] = [text for text in tabs.complaints if text not in broken]
 
 
+@pytest.mark.proof
 def test_a_request_is_drawn_with_parts_that_add_up(tabs: Tabs, line: Stack) -> None:
     page = tabs.open(line.gateway_url)
     ask(page, "Tell me of the beginning.", 250, temperature="0")
@@ -306,6 +307,7 @@ def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path
         tabs.close()
 
 
+@pytest.mark.proof
 def test_files_come_under_a_strict_policy_and_once(line: Stack) -> None:
     with httpx.Client(base_url=line.gateway_url, timeout=None) as client:
         page = client.get("/")

@@ -51,6 +51,7 @@ def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipel
     return make_line(request.param)
 
 
+@pytest.mark.proof
 def test_each_bad_input_has_its_error_and_good_ones_go_on(line: InProcessPipeline) -> None:
     for number, (name, (value, _)) in enumerate(BAD.items()):
         line.publish_bytes(value, key=name)

@@ -96,6 +96,7 @@ def test_a_flipped_byte_changes_no_token(line: InProcessPipeline, tmp_path: Path
     assert serving_engine(line.decode).store.stats.recomputed_jobs == len(expected)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("line", ["shared"], indirect=True)
 def test_without_the_checksum_it_would(
     line: InProcessPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +185,7 @@ def list_counters(line: InProcessPipeline) -> list[TierCounters]:
     return [tier.counters for store in stores for tier in store.tiers]
 
 
+@pytest.mark.proof
 def test_damage_everywhere_all_the_time_changes_no_token(
     redis_url: str, kv_server: ValkeyServer, pipeline: Pipeline, tmp_path: Path
 ) -> None:

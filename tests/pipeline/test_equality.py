@@ -14,6 +14,7 @@ from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.site import submit, wait_for_results
 
+pytestmark = pytest.mark.proof
 NUM_REQUESTS = 24
 
 

@@ -220,6 +220,7 @@ class Killed(BaseException):
     """A fault in native code, which no worker handles."""
 
 
+@pytest.mark.proof
 def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
     make_line: Callable[..., InProcessPipeline],
 ) -> None:

@@ -204,16 +204,12 @@ def list_features(plain: Result) -> list[Request]:
     ]
 
 
-QUICK = {
-    (compute_one_by_one, leave_at_every_token), (compute_drafts, fall_silent_in_decode), (compute_drafts, nothing),
-    (compute_drafts, cancel_one),
-}  # fmt: skip
-"""What `make test` plays of all pairs."""
+PROOFS = {(compute_one_by_one, leave_at_every_token), (compute_drafts, nothing)}
 PAIRS = [(way, happen) for way in (compute_one_by_one, compute_drafts) for happen in MISHAPS]
 
 
 @pytest.mark.parametrize(
-    ("way", "happen"), [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.full]) for pair in PAIRS]
+    ("way", "happen"), [pytest.param(*pair, marks=[pytest.mark.proof] if pair in PROOFS else []) for pair in PAIRS]
 )
 def test_an_answer_is_the_same_in_every_way_and_after_every_mishap(
     line: InProcessPipeline, way: Way, happen: Mishap, monkeypatch: pytest.MonkeyPatch
@@ -277,6 +273,7 @@ def list_values(logprobs: Logprobs) -> list[float]:
 # What each does.
 
 
+@pytest.mark.proof
 def test_an_answer_does_not_end_before_min_tokens(line: InProcessPipeline) -> None:
     """Neither by itself, nor by a stop token, nor by a stop string."""
     (eos,) = load_demo_model().eos_token_ids
@@ -346,6 +343,7 @@ def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused(line: InProcessPipe
 # The length.
 
 
+@pytest.mark.proof
 def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(line: InProcessPipeline) -> None:
     context = load_demo_model().context_length
     results = answer(
@@ -430,6 +428,7 @@ def test_the_reported_load_does_not_grow_with_the_context(line: InProcessPipelin
 # Grammars.
 
 
+@pytest.mark.proof
 def test_answers_match_their_schemas_and_others_are_as_without_them(line: InProcessPipeline) -> None:
     plain, structured = make_requests(3, "plain", max_tokens=12), [
         ask(f"json-{seed}", grammar=BY_SCHEMA, seed=seed, temperature=1.0, max_tokens=160)

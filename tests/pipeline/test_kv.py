@@ -52,6 +52,7 @@ def empty_pools(line: InProcessPipeline) -> None:
         pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))
 
 
+@pytest.mark.proof
 def test_a_prompt_asked_again_is_found(line: InProcessPipeline) -> None:
     """In the pool, and in the tiers. Each length is another tenant's, as tenants share nothing."""
     lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7]
@@ -88,6 +89,7 @@ def test_many_at_once_in_a_small_pool_each_get_what_is_stored(
     assert serving_engine(line.decode).store.stats.recomputed_jobs == 0
 
 
+@pytest.mark.proof
 def test_the_next_turn_finds_the_answers_kv(line: InProcessPipeline) -> None:
     """Also when another worker wrote the answer, and its pool is gone."""
     first = prompt_of(3 * BLOCK + 5, line)
@@ -139,6 +141,7 @@ def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: InProce
     assert 1 <= stats.recomputed_blocks <= 5
 
 
+@pytest.mark.proof
 def test_tenants_share_nothing(line: InProcessPipeline) -> None:
     request = prompt_of(6 * BLOCK, line)
     ask(line, request, "one")

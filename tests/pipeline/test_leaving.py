@@ -85,6 +85,7 @@ def note_loaded(worker: Worker) -> list[Loaded]:
     return loaded
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("cause", "settings", "act", "num_blocks"),
     [

@@ -15,7 +15,7 @@ from sim.line import InProcessPipeline, core_of
 from sim.waiting import wait_for
 from sim.workload import load_split_model
 
-pytestmark = pytest.mark.in_memory
+pytestmark = [pytest.mark.in_memory, pytest.mark.proof]
 
 
 @pytest.fixture

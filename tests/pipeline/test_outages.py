@@ -109,6 +109,7 @@ def test_workers_leave_soon_while_redis_hangs(embedded: Site) -> None:
         leave(embedded)
 
 
+@pytest.mark.proof
 def test_the_master_of_redis_is_killed_while_streams_run(replicated: ReplicatedSite) -> None:
     """Redis is the bus too. No worker ends, all is answered, nothing doubled."""
     with streaming(replicated):
@@ -129,6 +130,7 @@ def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
     assert check_health(on_kafka.stack.addresses, BusSettings()).state == "ok"
 
 
+@pytest.mark.proof
 def test_redis_comes_back_empty(on_kafka: Site) -> None:
     """Requests are generated again from the topics: readers go on where the new tokens are those they had."""
     with streaming(on_kafka):

@@ -39,6 +39,7 @@ STEADY = [Arrival(float(at), 2000, 100) for at in range(100)]
 GOALS = Goals(utilisation=0.8, window_s=10.0)
 
 
+@pytest.mark.proof
 def test_the_sums_are_those_done_by_hand() -> None:
     made = make_plan(STEADY, RATES, GOALS)
     assert made.prompt_tokens_per_s == 2000.0, "ten prompts in any ten seconds"
@@ -88,6 +89,7 @@ def test_the_simulation_is_that_of_workers_one_step_after_the_other() -> None:
     assert waits.itl_p99_s == pytest.approx(0.02), "22 ms a step of one row; the first is done before the other comes"
 
 
+@pytest.mark.proof
 def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
     """Each request takes two seconds, and comes when the one before it is done: at a higher rate more and more wait."""
     trace = [Arrival(2.0 * at, 2000, 1) for at in range(10)]

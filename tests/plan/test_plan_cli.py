@@ -44,6 +44,7 @@ def beating(redis_url: str, pipeline: Pipeline) -> Iterator[dict[str, str]]:
         yield {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_STREAM_URL": redis_url}
 
 
+@pytest.mark.proof
 def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: str, terminal: Terminal) -> None:
     asked = ("plan", "--model", "demo", "--trace", trace, "--utilisation", "0.8")
     done = terminal(*asked, **beating)
@@ -82,7 +83,7 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
     assert f"no request of the pipeline {pipeline.name} has an answer" in unanswered.stderr
 
 
-@pytest.mark.full
+@pytest.mark.proof
 def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -> None:
     done = terminal("plan", "--trace", trace, "--measure", "--json", PENSTOCK_ENGINE_MAX_BATCH="4")
     assert done.returncode == 0, done.stderr
@@ -93,6 +94,7 @@ def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -
     assert rates["block_bytes"] * rates["pool_blocks"] <= 256 * 2**20
 
 
+@pytest.mark.proof
 def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> None:
     assert read_trace(Path(trace)) == [
         Arrival(0.0, 200, 100),

@@ -14,6 +14,7 @@ from penstock.plan.recording import record_trace
 from penstock.plan.trace import Arrival, read_trace
 from penstock.testing.bus import MemoryBus
 
+pytestmark = pytest.mark.proof
 SYSTEM = "system words " * 200
 TURNS = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "first " * 200}]
 

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import redis
 
 from penstock.config.settings import RecordSettings
@@ -11,6 +12,8 @@ from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record,
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
 from tests.record.play import alive, die, end, prefill, say
+
+pytestmark = pytest.mark.proof
 
 
 def test_requests_that_are_claimed_together_have_each_their_outcome(record: Record) -> None:

@@ -17,7 +17,7 @@ from penstock.record.log import TokenLog
 from penstock.record.record import CLAIM
 from sim.damage import Damage
 
-COUNTS = [pytest.param(1_000), pytest.param(20_000, marks=pytest.mark.full)]
+NUM_DAMAGED = 20_000
 TOKEN = TokenEvent.at_position(0, "ab12", 7, " a")
 EVENTS = [json.loads(TOKEN.encode()), json.loads(EndEvent(finish_reason="stop").encode())]
 GOOD_LOG = [[b"0-1", [b"e", TOKEN.encode()]]]
@@ -34,11 +34,10 @@ def write_log(seed: int) -> list[Any]:
     return [[b"%d-1" % index, [field, entry]] for index, entry in enumerate(entries)]
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_damaged_log_is_its_own_request_s(count: int, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_log_is_its_own_request_s(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(redis.Redis(), pipeline, RecordSettings())  # never connected
     num_damaged = 0
-    for seed in range(count):
+    for seed in range(NUM_DAMAGED):
         rolled = Damage(seed).damage_bytes(START_HASH.encode()) if seed % 3 == 0 else START_HASH.encode()
         replies = [CLAIMED, GOOD_LOG, [*CLAIMED[:3], rolled, *CLAIMED[4:]], write_log(seed), CLAIMED, GOOD_LOG]
         monkeypatch.setattr(CLAIM, "run_once", lambda *_, replies=replies: replies)
@@ -49,15 +48,14 @@ def test_a_damaged_log_is_its_own_request_s(count: int, pipeline: Pipeline, monk
             assert isinstance(claim, Claim)
         assert before.log == behind.log == [TOKEN]  # type: ignore[union-attr]
         num_damaged += bool(damaged.damage)  # type: ignore[union-attr]
-    assert num_damaged > count / 2
+    assert num_damaged > NUM_DAMAGED / 2
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_readers_raise_typed_errors(count: int, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_raise_typed_errors(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[Any] = []
     monkeypatch.setattr("penstock.record.log.execute_all", lambda *_: [entries])
     log = TokenLog(redis.Redis(), pipeline, RecordSettings())  # never connected
-    for seed in range(count):
+    for seed in range(NUM_DAMAGED):
         entries[:] = write_log(seed)
         with suppress(StreamError):
             StreamReader().feed_log(log.read_events("a"))

@@ -5,9 +5,13 @@ import inspect
 import textwrap
 from typing import Any
 
+import pytest
+
 from penstock.config.settings import RecordSettings
 from penstock.record import Record
 from penstock.testing.record import MemoryRecord, MemoryRecords
+
+pytestmark = pytest.mark.proof
 
 
 class UnfinishedRecord(MemoryRecord):

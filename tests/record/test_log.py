@@ -12,6 +12,7 @@ from penstock.record import AppendOutcome, Claim, Record, parse_event
 from sim.waiting import PATIENCE_S, wait_for
 from tests.record.play import decode, end, prefill, say
 
+pytestmark = pytest.mark.proof
 OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED
 
 

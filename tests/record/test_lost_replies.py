@@ -13,6 +13,8 @@ from penstock.redis.client import redis_client
 from sim.chaos.proxy import Proxy
 from tests.record.play import alive, decode, die
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture
 def proxy(redis_url: str) -> Iterator[Proxy]:

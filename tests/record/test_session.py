@@ -22,6 +22,7 @@ from sim.forked import pause_process
 from sim.waiting import PATIENCE_S, wait_for
 from tests.record.play import alive, die, end, say
 
+pytestmark = pytest.mark.proof
 MOMENT_S = 0.01
 
 

@@ -25,6 +25,7 @@ from sim.waiting import wait_for
 from tests.pipeline.site import hanging
 from tests.record.play import end, say
 
+pytestmark = pytest.mark.proof
 NAMES = ("left", "right")
 IDS = [f"r{number}" for number in range(40)]
 LEFT, RIGHT = ([one for one in IDS if choose_server(NAMES, one) == index] for index in range(2))

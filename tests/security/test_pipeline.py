@@ -66,7 +66,10 @@ def are_ready(addresses: Addresses) -> bool:
     return [status["state"] for status in read_worker_status(addresses)] == ["ready", "ready"]
 
 
-@pytest.mark.parametrize("bus", ["redis", "SCRAM-SHA-512", "PLAIN", "client certificate"])
+SCRAM = pytest.param("SCRAM-SHA-512", marks=pytest.mark.proof)
+
+
+@pytest.mark.parametrize("bus", ["redis", SCRAM, "PLAIN", "client certificate"])
 def test_the_pipeline(servers: SecureServers, bus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers as the one user, whoever asks and reads as the other; KV goes through Redis."""
     worker, client = (

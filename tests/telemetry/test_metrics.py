@@ -178,6 +178,7 @@ def meters() -> Meters:
     return made
 
 
+@pytest.mark.proof
 def test_the_catalog_is_all_that_is_exposed(meters: Meters) -> None:
     families = {family.name: family for family in text_string_to_metric_families(render_metrics(meters).decode())}
     assert families.keys() == {metric.prometheus.removesuffix("_total") for metric in catalog.CATALOG}
@@ -197,6 +198,7 @@ def values(meters: Meters) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.proof
 def test_prometheus_reads_the_values(meters: Meters) -> None:
     found = values(meters)
     assert found["penstock_tokens_total", "cached", "p"] == 24
@@ -237,6 +239,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         yield one
 
 
+@pytest.mark.proof
 def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Receiver) -> None:
     assert otlp.is_configured("metrics")
     with otlp.push_metrics(meters, Resource.create({"service.name": "penstock-test"})):

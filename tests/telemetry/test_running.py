@@ -92,6 +92,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedStack
             yield ObservedStack(stack, receiver, ports, Pipeline("telemetry"))
 
 
+@pytest.mark.proof
 def test_both_workers_are_scraped(observed: ObservedStack) -> None:
     before = [observed.scrape(0), observed.scrape(1)]
     observed.generate(24)
@@ -110,6 +111,7 @@ def test_both_workers_are_scraped(observed: ObservedStack) -> None:
     assert prefill["penstock_pool_blocks"] == decode["penstock_pool_blocks"] > 0
 
 
+@pytest.mark.proof
 def test_both_send_otlp(observed: ObservedStack) -> None:
     name = observed.generate(4)
     wait_for(lambda: {"penstock-prefill", "penstock-decode"} <= services(observed.receiver, name), "spans")
@@ -136,6 +138,7 @@ def services(receiver: Receiver, request_id: str) -> set[str]:
     return found
 
 
+@pytest.mark.proof
 def test_the_parts_of_a_timeline_add_up_to_its_latency(observed: ObservedStack) -> None:
     timeline = observed.read_timeline(observed.generate(64))
     account = timeline.build_account()

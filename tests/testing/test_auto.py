@@ -11,6 +11,7 @@ from penstock.config.settings import StaySettings
 from penstock.telemetry import tracing
 from penstock.testing.pipeline import TestPipeline
 
+pytestmark = pytest.mark.proof
 PROMPT = "Once upon a time"
 
 

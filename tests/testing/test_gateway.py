@@ -12,6 +12,7 @@ from penstock.testing.gateway import TestGateway
 from penstock.testing.pipeline import TestPipeline
 from sim.waiting import wait_for
 
+pytestmark = pytest.mark.proof
 TEXT = "The invoice is wrong."
 
 

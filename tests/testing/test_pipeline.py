@@ -11,6 +11,7 @@ from penstock.testing.engine import FormulaEngine, list_tokens
 from penstock.testing.pipeline import TestPipeline
 from sim.waiting import wait_for
 
+pytestmark = pytest.mark.proof
 PROMPT = [300, 301, 302]
 NUM_TOKENS = 20
 

@@ -65,6 +65,7 @@ def opened(stack: Stack) -> TopApp:
     return TopApp(LiveWatch(stack.addresses, BusSettings()).read_latest, interval_s=0.1)
 
 
+@pytest.mark.proof
 async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> None:
     app = opened(stack)
     async with app.run_test(size=SIZE) as pilot:
