@@ -1,6 +1,5 @@
 """Settings and `penstock config`: what is in force, where it comes from, what is wrong; and never a secret."""
 
-import contextlib
 import json
 import os
 import re
@@ -26,12 +25,10 @@ from penstock.config.settings import (
     list_variables,
     load_settings,
 )
-from penstock.config.sources import CONFIG_VARIABLE, list_secret_variables
+from penstock.config.sources import list_secret_variables
 from penstock.errors import SettingsError
 from penstock.redis.urls import hide_passwords
 from tests.commands import Terminal
-from tools.rooms import PORTIONS
-from tools.settings_doc import read_field_docs
 
 MARK = "Zq9"
 """In each of the secrets made here, and nowhere else."""
@@ -119,55 +116,10 @@ def test_an_unknown_name_given_in_code_is_an_error() -> None:
         load_settings(Addresses, pipelin="demo")
 
 
-NO_SETTINGS = {"PENSTOCK_IMAGE"}
-"""Variables of other programs: the image that Compose takes."""
-ROOT = Path(__file__).parents[1]
-WRITTEN = (*(portion.name for portion in PORTIONS), "docs", "docker", "examples", "benchmarks", "sim", "tools", ".ci")
-"""Folders in which settings are named."""
-
-
-def list_written_files() -> list[tuple[Path, str]]:
-    """Return the files that somebody wrote, but the tests and the history, and their texts."""
-    found = []
-    for path in [
-        *ROOT.glob("*.*"),
-        ROOT / "Makefile",
-        *(path for name in WRITTEN for path in (ROOT / name).rglob("*")),
-    ]:
-        left_out = {"CHANGELOG.md", "node_modules", "__pycache__"} & {*path.relative_to(ROOT).parts}
-        if path.is_file() and not left_out:
-            with contextlib.suppress(UnicodeDecodeError):
-                found.append((path, path.read_text("utf-8")))
-    return found
-
-
-def test_every_variable_that_is_named_is_a_setting() -> None:
-    """`PENSTOCK_KAFKA_…` and `…_KAFKA` are the beginning and the end of some."""
-    files = [f"{name}_FILE" for name in list_secret_variables(SETTINGS_CLASSES)]
-    known = [*list_variables(), *files, CONFIG_VARIABLE, *NO_SETTINGS]
-
-    def is_known(word: str) -> bool:
-        if word.startswith("…"):
-            return any(name.endswith(word[1:]) for name in known)
-        return word in known or (word.endswith("_") and any(name.startswith(word) for name in known))
-
-    pattern = re.compile(r"PENSTOCK_[A-Z0-9_]*|…_[A-Z][A-Z0-9_]*")
-    words = [(path, word) for path, text in list_written_files() for word in pattern.findall(text)]
-    assert len({word for _, word in words}) > len(list_variables()), "all settings, and parts of names"
-    assert not [(str(path.relative_to(ROOT)), word) for path, word in words if not is_known(word)]
-
-
 def test_every_class_of_settings_can_be_set() -> None:
     """A class that is in no list has variables that every program refuses as unknown."""
     found = {one for one in vars(config_settings).values() if isinstance(one, type) and issubclass(one, BaseSettings)}
     assert found - {BaseSettings, *SETTINGS_CLASSES} == set()
-
-
-def test_variables_are_distinct_and_explained() -> None:
-    known = list_variables()
-    assert len(set(known)) == len(known)
-    for part in SETTINGS_CLASSES:
-        assert read_field_docs(part).keys() == part.model_fields.keys()
 
 
 # The command.

@@ -1,5 +1,6 @@
 """The pages under docs/ say what the code does."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import redis
 
 from penstock import names
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.config.settings import BusSettings, list_variables
+from penstock.config.settings import SETTINGS_CLASSES, BusSettings, list_variables
+from penstock.config.sources import CONFIG_VARIABLE, list_secret_variables
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, TokenEvent, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
@@ -27,7 +29,9 @@ from tests.record.play import end, prefill, say
 from tools import asyncapi, settings_doc
 from tools.rooms import PORTIONS
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+FOLDERS = (*(portion.name for portion in PORTIONS), "benchmarks", "docker", "docs", "examples", "sim", "tests", "tools")
 PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
 API: dict[str, Any] = json.loads((DOCS / "asyncapi.json").read_text("utf-8"))
 MESSAGES: dict[str, Any] = API["components"]["messages"]
@@ -114,6 +118,48 @@ def test_the_settings_page_is_up_to_date() -> None:
     page = (DOCS / "settings.md").read_text("utf-8")
     assert page == settings_doc.make_page(), "run: python -m tools.settings_doc docs/settings.md"
     assert re.findall(r"^\| `(PENSTOCK_\w+)` \|", page, re.MULTILINE) == list_variables()
+
+
+NO_SETTINGS = {"PENSTOCK_IMAGE"}
+"""Variables of other programs: the image that Compose takes."""
+
+
+def list_written_files() -> list[tuple[Path, str]]:
+    """Return the files that somebody wrote, but the tests and the history, and their texts."""
+    found = []
+    for path in [
+        *ROOT.glob("*.*"),
+        ROOT / "Makefile",
+        *(path for name in ({*FOLDERS} - {"tests"}) | {".ci"} for path in (ROOT / name).rglob("*")),
+    ]:
+        left_out = {"CHANGELOG.md", "node_modules", "__pycache__"} & {*path.relative_to(ROOT).parts}
+        if path.is_file() and not left_out:
+            with contextlib.suppress(UnicodeDecodeError):
+                found.append((path, path.read_text("utf-8")))
+    return found
+
+
+def test_every_variable_that_is_named_is_a_setting() -> None:
+    """`PENSTOCK_KAFKA_…` and `…_KAFKA` are the beginning and the end of some."""
+    files = [f"{name}_FILE" for name in list_secret_variables(SETTINGS_CLASSES)]
+    known = [*list_variables(), *files, CONFIG_VARIABLE, *NO_SETTINGS]
+
+    def is_known(word: str) -> bool:
+        if word.startswith("…"):
+            return any(name.endswith(word[1:]) for name in known)
+        return word in known or (word.endswith("_") and any(name.startswith(word) for name in known))
+
+    pattern = re.compile(r"PENSTOCK_[A-Z0-9_]*|…_[A-Z][A-Z0-9_]*")
+    words = [(path, word) for path, text in list_written_files() for word in pattern.findall(text)]
+    assert len({word for _, word in words}) > len(list_variables()), "all settings, and parts of names"
+    assert not [(str(path.relative_to(ROOT)), word) for path, word in words if not is_known(word)]
+
+
+def test_variables_are_distinct_and_explained() -> None:
+    known = list_variables()
+    assert len(set(known)) == len(known)
+    for part in SETTINGS_CLASSES:
+        assert settings_doc.read_field_docs(part).keys() == part.model_fields.keys()
 
 
 # protocol.md
@@ -255,8 +301,6 @@ def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pip
 
 # Links
 
-ROOT = DOCS.parent
-FOLDERS = (*(portion.name for portion in PORTIONS), "benchmarks", "docker", "docs", "examples", "sim", "tests", "tools")
 FOUND = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 PAGES = sorted(path for path in FOUND if "node_modules" not in path.relative_to(ROOT).parts)
 
