@@ -1,6 +1,7 @@
 """Imports point down, and the client needs no model library."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from tests.conftest import PROOF
 from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules, make_drawing
 
 HERE = Path(__file__).parents[1]
@@ -94,3 +96,33 @@ def test_what_is_not_needed_is_not_imported(module: str, without: tuple[str, ...
     code = f"import {module}, sys; print(sorted(set({without!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+DEVELOPERS = ("tools", "benchmarks", "sim.placement", "sim.protocol", "sim.scenes", "sim.world")
+MAKERS = {"tools.compatibility", "tools.handover", "tools.tiny"}
+"""Modules that make small models, and carry KV from one engine to another."""
+
+
+def is_proof(file: Path, test: str) -> bool:
+    """Return whether `make test` runs the test, with some of its parameters at least."""
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and re.match(rf"pytestmark = .*{PROOF}", ast.unparse(node)):
+            return True
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == test:
+            return any(PROOF in ast.unparse(one) for one in node.decorator_list)
+    return False
+
+
+def test_make_test_proves_each_promise() -> None:
+    rows = re.findall(r"^\| \*\*.*", (HERE / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert len(rows) > 7
+    for row in rows:
+        assert any(is_proof(HERE / path, test) for test, path in re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", row)), row
+
+
+def test_make_test_tests_no_developers_tool() -> None:
+    proofs = {file: text for file in (HERE / "tests").rglob("test_*.py") if PROOF in (text := file.read_text("utf-8"))}
+    assert len(proofs) > 100
+    for file, text in proofs.items():
+        imported = {node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+        assert not {name for name in imported if name.startswith(DEVELOPERS)} - MAKERS, file
