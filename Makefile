@@ -17,7 +17,7 @@ BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
-# Without bytecode each worker compiles torch and transformers anew: ten seconds.
+# Without bytecode each process compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # Where there is no home that can be written, pip, uv and Penstock keep below the checkout what they would keep in it.
 ifneq ($(shell test -w ~ && echo yes),yes)
@@ -65,23 +65,22 @@ demo: .venv/installed
 demo-kafka: .venv/installed
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
-# Once, before several processes run tests: each would compile all that it imports, and that takes longer than importing.
-.venv/compiled: .venv/installed-dev
-	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
-	@touch $@
+# Collected once, and run in processes that are forked from that one. The simulated world needs these hashes of strings.
+test test-all test-clients: export PYTHONHASHSEED := 0
+FORKED := -m pytest -p tests.forking --workers 4
 
-test: .venv/compiled
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not full and not clients"
+test: .venv/installed-dev
+	$(BIN)/python $(FORKED) -m "proof and not clients"
 
 # What `make test` leaves out.
-test-all: .venv/compiled
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m full
+test-all: .venv/installed-dev
+	$(BIN)/python $(FORKED) -m "not proof and not clients"
 
 # SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own.
 CLIENTS := .venv-clients
 
 test-clients: $(CLIENTS)/installed
-	$(CLIENTS)/bin/python -m pytest -n 4 --dist worksteal -m clients tests/ingest
+	$(CLIENTS)/bin/python $(FORKED) -m clients tests/ingest
 
 $(CLIENTS)/installed: BIN := $(CLIENTS)/bin
 $(CLIENTS)/installed: EXTRAS := worker,gateway,top,embedded,dev,clients

@@ -2,13 +2,16 @@
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any, cast
@@ -19,6 +22,7 @@ from penstock.local.stack import ProcessSlot, Stack
 from sim.waiting import wait_for
 
 _context = multiprocessing.get_context("forkserver")
+_spawn = util.spawnv_passfds
 
 
 def preload_modules(*modules: str) -> None:
@@ -33,6 +37,44 @@ def _start_server() -> None:
     """Start the process that forks. Hashes of strings are the same in all processes: the simulated world needs it."""
     with mock.patch.dict(os.environ, PYTHONHASHSEED="0"):
         forkserver.ensure_running()
+
+
+def fork_server() -> None:
+    """Let a fork of this process, which has one thread as yet, be the one that forks, if all of it is imported here.
+
+    Where the hashes of strings are not those that the simulated world needs, one is started when it is needed.
+    """
+    if "sim.warm" in sys.modules and not sys.flags.hash_randomization:
+        resource_tracker.ensure_running()
+        with mock.patch.object(util, "spawnv_passfds", _fork_server):
+            forkserver.ensure_running()
+
+
+def _fork_server(_path: object, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """Fork where multiprocessing would execute `arguments`, and become the same in the child."""
+    if pid := os.fork():
+        return pid
+    try:
+        end_with_parent()
+        pipes = {os.fstat(fd).st_ino for fd in passed}
+        for fd in {int(name) for name in os.listdir("/proc/self/fd")}.difference(passed):
+            with contextlib.suppress(OSError):
+                if os.fstat(fd).st_ino in pipes:
+                    os.close(fd)  # the other end: the server ends when the processes that have it have ended
+        vars(forkserver._forkserver)["_lock"] = threading.RLock()  # noqa: SLF001 - the copy of it is held
+        util.spawnv_passfds = _spawn
+        _undo_what_pytest_set()
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def _undo_what_pytest_set() -> None:
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    logging.root.handlers.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 class ForkedProcess:
@@ -105,9 +147,14 @@ def run_penstock(*arguments: str) -> None:
     main()
 
 
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def _run_child(module: str, name: str, log: str, environment: Mapping[str, str], given: tuple[Any, ...]) -> None:
     """Run in the child: become a process like those of `start_child`, and call the function."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    end_with_parent()
     os.setsid()
     multiprocessing.current_process().daemon = False  # it may fork processes itself
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

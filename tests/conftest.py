@@ -3,7 +3,7 @@
 import logging
 import os
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,19 +56,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return is_without_proof or (CLIENTS in text and find_spec("anthropic") is None) or None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Make what a test logged writable: the processes that run tests send it to each other as UTF-8."""
-    report = yield
-    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
-    return report
-
-
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The bootstrap address of a real Kafka, the same in all processes of this run: each broker is a Java machine."""
     base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-kafka"
+    shared = (base.parent if "TEST_WORKER" in os.environ else base) / "shared-kafka"
     yield from serve_address(share_server(shared, find_or_start_kafka(tmp_path_factory.mktemp("kafka"))))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
-from sim.forked import fork_process
+from sim.forked import fork_process, fork_server
 from sim.waiting import PATIENCE_S
 
 FOLDER = Path(common.__file__).parent
@@ -52,6 +52,8 @@ def test_a_benchmark_runs_to_its_end(run: str, tmp_path: Path) -> None:
 
 def run_benchmark(name: str, *arguments: str) -> None:
     """Run a benchmark as the main program of this process."""
+    fork_server()
+    sys.modules.pop(f"benchmarks.{name}", None)
     os.chdir(FOLDER.parent)
     sys.argv = [name, *arguments]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")

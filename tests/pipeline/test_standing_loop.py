@@ -31,7 +31,7 @@ def test_a_process_whose_loop_stands_ends_itself_and_says_where(
         client.submit("In the beginning", id="a", **REQUEST.sampling.model_dump())
         wait_for(lambda: not held.is_alive(), "the process ends itself")
         assert held.returncode == STALLED_EXIT_CODE
-        log = held.read_log_tail(80)
+        log = held.read_log_tail(200)
         assert "the loop has stood still for more than" in log
         assert "failpoints.py:" in log
         assert "run_once" in log, "the stack"
