@@ -1,7 +1,8 @@
 import ctypes
 import fcntl
-import os
+import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.engine.helpers import save_model, use_instruction_set
 
 HEADER = Path(__file__).parent / "emulated_tiles.h"
 EMULATED = "emulated tiles"
+CACHE = Path(__file__).parents[2] / ".cache"
+"""Of the checkout. What is compiled for tests stays there until its sources change."""
 
 
 @pytest.fixture(scope="session")
@@ -48,21 +51,18 @@ def unknown_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[*build.instruction_sets(), EMULATED])
-def native_or_emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+def native_or_emulated(request: pytest.FixtureRequest) -> Iterator[Library]:
     """The library on each instruction set; and its code for tiles, with tiles in plain C++."""
     with use_instruction_set("avx512_bf16" if request.param == EMULATED else request.param) as native:
-        yield _emulate(tmp_path_factory) if request.param == EMULATED else native
+        yield _emulate() if request.param == EMULATED else native
 
 
-def _emulate(factory: pytest.TempPathFactory) -> Library:
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # all workers' own: one of them compiles
-    path, flags = folder / "libemulated.so", [*build.instruction_sets()["amx"], "-O1", "-include", str(HEADER)]
-    with path.with_suffix(".lock").open("w") as lock:
+@cache
+def _emulate() -> Library:
+    CACHE.mkdir(exist_ok=True)
+    path, header = CACHE / "libemulated.so", f"-DHEADER={zlib.crc32(HEADER.read_bytes())}"
+    flags = [*build.instruction_sets()["amx"], "-O1", "-include", str(HEADER), header]
+    with path.with_suffix(".lock").open("w") as lock:  # one process compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            made = path.with_suffix(".part")
-            build.build_library(made, {"avx512_bf16": flags})
-            made.replace(path)
+        build.build_library(path, {"avx512_bf16": flags})
     return Library(ctypes.CDLL(str(path)))
