@@ -75,8 +75,12 @@ LLAMA_SETS = {
 """By environment that is `llamacpp` but for its products: the instruction sets that these use, no others."""
 
 
-PACKAGES = {"uv": "", "pip": "", "c++": "g++", "cmake": "cmake", "make": "make"}
-"""By program that the installation takes: Debian's package. Without one `make install` brings it."""
+PROGRAMS = {"uv": "make install"}
+BUILDERS = {
+    "pip": "make install", "c++": "apt-get install g++", "cmake": "apt-get install cmake",
+    "make": "apt-get install make",
+}  # fmt: skip
+"""By program that each installation takes, or those of llama.cpp as well: how to get it."""
 
 
 def environment_python(name: str, directory: Path = DIRECTORY) -> Path:
@@ -89,13 +93,13 @@ def is_installed(name: str, directory: Path = DIRECTORY) -> bool:
     return (directory / name / "complete").exists()
 
 
-def list_missing_programs(names: Iterable[str]) -> list[str]:
-    """Return the programs that the installation of these environments takes and that are not here."""
-    wanted = {"uv"}.union(*(set(PACKAGES) for name in names if name.startswith("llama")))
-    return [one for one in PACKAGES if one in wanted and not _find_program(one)]
+def describe_missing(names: Iterable[str]) -> str:
+    """Return the programs that are missing to install these environments, each with a way to get it."""
+    wanted = PROGRAMS | (BUILDERS if any(name.startswith("llama") for name in names) else {})
+    return ", ".join(f"{one} ({way})" for one, way in wanted.items() if not find_program(one))
 
 
-def _find_program(name: str) -> str | None:
+def find_program(name: str) -> str | None:
     """Return where a program is. What `make install` brings lies beside this interpreter, and may be nowhere else."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
@@ -121,7 +125,7 @@ def install_environment(name: str, directory: Path) -> None:
 
 def _list_package_steps(name: str, home: Path) -> Iterable[list[str]]:
     wanted, python = ENVIRONMENTS[name], home / "bin" / "python"
-    uv = _find_program("uv") or "uv"
+    uv = find_program("uv") or "uv"
     overrides = home.with_suffix(".overrides.txt")
     overrides.write_text("\n".join(wanted.overrides))
     return (
@@ -154,7 +158,7 @@ def _list_llama_steps(home: Path, target: str, options: list[str]) -> Iterable[l
     # Only its own sources: what they are built with comes as wheels, else cmake and ninja would be compiled, too.
     only = ["--no-deps", "--no-binary", _LLAMA_PACKAGE.partition("==")[0]]
     return (
-        [_find_program("pip") or "pip", "download", *only, "--dest", str(home), _LLAMA_PACKAGE],
+        [find_program("pip") or "pip", "download", *only, "--dest", str(home), _LLAMA_PACKAGE],
         ["tar", "-xzf", str(archive), "--strip-components=1", "-C", str(home)],
         ["cmake", "-S", str(home / "vendor" / "llama.cpp"), "-B", str(home / "build"), *options],
         ["cmake", "--build", str(home / "build"), "--target", target, "--parallel", str(os.cpu_count())],
@@ -190,10 +194,8 @@ def main() -> None:
     for name in filter(is_there := partial(is_installed, directory=directory), names):
         print(f"{name}: already there")
     names, failed = [name for name in names if not is_there(name)], []
-    if missing := list_missing_programs(names):
-        packages = " ".join(PACKAGES[one] for one in missing if PACKAGES[one])
-        ways = [f"apt-get install {packages}"] * bool(packages) + ["make install"] * (not all(map(PACKAGES.get, missing)))
-        sys.exit(f"missing: {', '.join(missing)}; get it by: {' and '.join(ways)}")
+    if names and (missing := describe_missing(names)):
+        sys.exit(f"missing: {missing}")
     for name in names:
         print(f"{name}: installing, see {directory / name}.log", flush=True)
         try:

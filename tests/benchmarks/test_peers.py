@@ -1,10 +1,13 @@
 """The arithmetic of the comparison with other engines: rates, ratios, and what a shape costs."""
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.peers import setup
 from benchmarks.peers.gguf_file import merge_experts, rename_tensor
 from benchmarks.peers.rounds import OURS, Results
 from benchmarks.peers.shapes import SHAPES
@@ -100,6 +103,37 @@ def test_attention_counts_what_a_token_sees() -> None:
     output = 2 * shape.vocabulary * shape.hidden
     expected = 10 * (linear - output) + output + 4 * shape.layers * shape.heads * shape.head_size * seen
     assert shape.count_prefill_flops(10) == pytest.approx(expected)
+
+
+# The installation
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The environments that the program installs, of which only the names are kept: `llamacpp_avx2` is asked for."""
+    names: list[str] = []
+    monkeypatch.setattr(setup, "install_environment", lambda name, directory: names.append(name))
+    monkeypatch.setattr(sys, "argv", ["setup", str(tmp_path), "--only", "llamacpp_avx2"])
+    return names
+
+
+def test_missing_programs_are_named_before_anything_starts(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "find_program", lambda name: None if name in ("c++", "cmake") else name)
+    with pytest.raises(SystemExit) as ended:
+        setup.main()
+    assert ended.value.code == "missing: c++ (apt-get install g++), cmake (apt-get install cmake)"
+    assert not installed
+
+
+def test_what_an_environment_is_a_copy_of_is_installed_before_it(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "find_program", lambda name: name)
+    with pytest.raises(SystemExit) as ended:
+        setup.main()
+    assert (ended.value.code, installed) == (0, ["llamacpp", "llamacpp_avx2"])
 
 
 # Processor time: what is added within a round, and what a token adds
