@@ -39,6 +39,7 @@ def test_a_process_whose_loop_stands_ends_itself_and_says_where(
             assert client.result("a", timeout_s=PATIENCE_S).token_ids == compute_answers([REQUEST])["a"].token_ids
 
 
+@pytest.mark.proof
 def test_what_the_watch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("penstock.worker.watch.time.monotonic", lambda: now_s[0])
