@@ -399,7 +399,6 @@ def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | 
     return start_child(command, name="up", log=log, environment=environment, directory=HERE)
 
 
-@pytest.mark.proof
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"

@@ -84,7 +84,6 @@ def test_calls_are_told_from_text_and_their_results_go_back(sdk: Any, model: str
     assert answer.message.content or answer.message.tool_calls
 
 
-@pytest.mark.proof
 def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(urls: tuple[str, str], model: str) -> None:
     """In each form by the id of an event, and a response by its number, while its log is in Redis."""
     thinking = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "thinking": {"type": "enabled"}}

@@ -96,7 +96,6 @@ def test_a_flipped_byte_changes_no_token(line: InProcessPipeline, tmp_path: Path
     assert serving_engine(line.decode).store.stats.recomputed_jobs == len(expected)
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("line", ["shared"], indirect=True)
 def test_without_the_checksum_it_would(
     line: InProcessPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,7 +130,6 @@ def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
     assert check_health(on_kafka.stack.addresses, BusSettings()).state == "ok"
 
 
-@pytest.mark.proof
 def test_redis_comes_back_empty(on_kafka: Site) -> None:
     """Requests are generated again from the topics: readers go on where the new tokens are those they had."""
     with streaming(on_kafka):
