@@ -29,7 +29,7 @@ from penstock.garbage import freeze_loaded_objects
 from sim import forked
 
 GROUP = struct.Struct("<I")
-MAX_GROUP_S = 10.0
+MAX_GROUP_S, UNKNOWN_S = 10.0, 0.3
 SECONDS = "forking/seconds"
 """Where pytest's cache has how long each test took when it last ran."""
 
@@ -77,21 +77,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.workers > 1:
         seconds, files = _read_seconds(config), dict[Path, float]()
         for item in items:
-            files[item.path] = files.get(item.path, 0.0) + seconds.get(item.nodeid, 0.0)
+            files[item.path] = files.get(item.path, 0.0) + seconds.get(item.nodeid, UNKNOWN_S)
         items.sort(key=lambda item: -files[item.path])
 
 
 def _split_into_groups(items: list[pytest.Item], indexes: list[int], seconds: dict[str, float]) -> Iterator[list[int]]:
-    """Yield groups of tests of one file. Each test that took long begins a group."""
+    """Yield groups of tests of one file that take some seconds each."""
     for _, same_file in groupby(indexes, key=lambda index: items[index].path):
-        group, length = list[int](), 0.0
+        group, length_s = list[int](), 0.0
         for index in same_file:
-            if group and length > MAX_GROUP_S:
-                yield group
-                group, length = [], 0.0
             group.append(index)
-            length += seconds.get(items[index].nodeid, 0.0)
-        yield group
+            length_s += seconds.get(items[index].nodeid, UNKNOWN_S)
+            if length_s > MAX_GROUP_S:
+                yield group
+                group, length_s = [], 0.0
+        if group:
+            yield group
 
 
 @dataclass
@@ -127,7 +128,7 @@ class _Loop:
             worker.process.join(20.0)
             worker.process.kill()
         if cache := getattr(self._config, "cache", None):
-            cache.set(SECONDS, {nodeid: round(s, 1) for nodeid, s in self._seconds.items() if s > 0.05})
+            cache.set(SECONDS, {nodeid: round(seconds, 2) for nodeid, seconds in self._seconds.items()})
 
     def run(self, indexes: list[int]) -> None:
         """Run these tests. Some are not finished afterwards if workers died."""

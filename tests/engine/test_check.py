@@ -151,6 +151,7 @@ def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) ->
         prove_model(_load(tmp_path, kind, extra), EngineSettings())
 
 
+@pytest.mark.proof
 def test_rope_that_changes_with_the_longest_sequence_is_not_reached(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed
+from tests.draws import draw_cases
 from tests.engine.helpers import make_tiny
 from tools import compatibility, tiny
 from tools.compatibility import ARCHITECTURES, judge_architecture, judge_checkpoint, make_architectures
@@ -77,7 +78,7 @@ def list_others() -> list[str]:
     return [name for kind, name in by_type.items() if kind not in tried]
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTS, *list_others()])
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *draw_cases(list_others(), 25)])
 def test_the_page_says_what_becomes_of_a_published_checkpoint(name: str) -> None:
     verdict = judge_checkpoint(read_checkpoints()[name])
     row = next(line for line in read_page() if name in list_checkpoints(line))

@@ -18,6 +18,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.names import CLASSES
+from tests.draws import draw_cases
 from tests.engine.gguf_files import convert_model
 from tests.engine.helpers import (
     drain,
@@ -130,7 +131,8 @@ def test_tokens_do_not_depend_on_the_form_of_the_sampler(
 
 
 @pytest.mark.parametrize(
-    ("threads", "step_tokens", "max_batch"), [(1, 256, 32), (2, 1024, 64), (1, 23, 5), (2, 64, 12), (3, 1, 1)]
+    ("threads", "step_tokens", "max_batch"),
+    draw_cases([(1, 256, 32), (2, 1024, 64), (1, 23, 5), (2, 64, 12), (3, 1, 1)], 2),
 )
 def test_tokens_do_not_depend_on_batch_chunks_or_threads(
     demo: LoadedModel, model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], threads: int,
@@ -169,7 +171,7 @@ def test_a_hand_off_changes_nothing(model: LoadedModel, prompts: list[list[int]]
     assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in copies)
 
 
-@pytest.mark.parametrize("num_given", [1, 5, NUM_NEW - 1])
+@pytest.mark.parametrize("num_given", draw_cases([1, 5, NUM_NEW - 1], 1))
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
     model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], num_given: int
 ) -> None:
@@ -222,7 +224,7 @@ def _make_short(
 
 
 @preempts
-@pytest.mark.parametrize("settings", [{"max_batch": 12}, {"max_batch": 6, "max_step_tokens": 19}])
+@pytest.mark.parametrize("settings", draw_cases([{"max_batch": 12}, {"max_batch": 6, "max_step_tokens": 19}], 1))
 def test_preempted_sequences_say_what_they_say_alone(
     demo: LoadedModel, model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], settings: dict[str, int]
 ) -> None:

@@ -8,6 +8,7 @@ import ctypes
 import shutil
 import threading
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +33,7 @@ from penstock.engine.kernels.packed import (
 )
 from penstock.engine.loading import load_model
 from penstock.errors import SettingsError
+from tests.draws import draw_cases
 
 F32, BF16 = DTYPES = (torch.float32, torch.bfloat16)
 STORED, INT8, INT4, COMPRESSED = WeightForm.STORED, WeightForm.INT8, WeightForm.INT4, WeightForm.COMPRESSED
@@ -137,7 +139,7 @@ SHAPES = [(1, 256), (5, 50), (14, 1024), (33, 1101), (40, 2112), (300, 96), (230
 @pytest.mark.parametrize(
     ("dtype", "form", "rows", "inputs"),
     [
-        *((*kind, *shape) for kind in FORMS for shape in SHAPES if kind[1] == STORED or kind[0] == F32),
+        *draw_cases([(*kind, *shape) for kind in FORMS for shape in SHAPES if kind[1] == STORED or kind[0] == F32], 12),
         # In larger ones two weights may be the largest, with opposite signs: either is right.
         *((BF16, form, 9, 384) for form in INTEGERS),
     ],
@@ -153,7 +155,9 @@ def test_a_group_of_linear_layers_gives_what_each_gives(
         compare(out, compute(x, linear, form), form)
 
 
-@pytest.mark.parametrize(("dtype", "rows", "inputs"), [*((F32, *shape) for shape in SHAPES), (BF16, 9, 384)])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "inputs"), [*((F32, *shape) for shape in draw_cases(SHAPES, 3)), (BF16, 9, 384)]
+)
 @pytest.mark.parametrize("size", INT4_GROUPS[:-1])
 def test_in_4_bits_smaller_groups_have_scales_of_their_own(
     native: Library, size: int, dtype: torch.dtype, rows: int, inputs: int
@@ -170,7 +174,7 @@ def test_in_4_bits_smaller_groups_have_scales_of_their_own(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inputs", [64, 1100, 2112])
+@pytest.mark.parametrize("inputs", draw_cases([64, 1100, 2112], 1))
 def test_in_12_bits_products_have_the_bits_of_stored_weights(native: Library, kind: str, inputs: int) -> None:
     torch.manual_seed(inputs)
     linears = [make_linear(n, inputs, BF16, kind=kind) for n in (70, 40)]
@@ -189,7 +193,7 @@ def test_in_12_bits_products_have_the_bits_of_stored_weights(native: Library, ki
 
 @pytest.mark.parametrize(
     ("dtype", "form", "inputs"),
-    [*((dtype, STORED, inputs) for dtype in DTYPES for inputs in (96, 1100, 2048)),
+    [*draw_cases([(dtype, STORED, inputs) for dtype in DTYPES for inputs in (96, 1100, 2048)], 2),
      (BF16, INT8, 1100), (BF16, INT4, 1100)],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
@@ -250,7 +254,7 @@ def test_embeddings_are_what_the_packed_weights_stand_for(
 
 @pytest.mark.parametrize(
     ("form", "low", "high", "dtype", "size"),  # bfloat16 has fewer bits than the integers of INT8
-    [*((INT4, low, high, dtype, size) for low, high in ((-8, 7), (-5, 6)) for dtype in DTYPES for size in INT4_GROUPS),
+    [*((INT4, *most, *rest) for most, *rest in draw_cases(product(((-8, 7), (-5, 6)), DTYPES, INT4_GROUPS), 6)),
      (INT8, -128, 99, F32, 300)],
 )  # fmt: skip
 def test_weights_that_were_integers_keep_them(

@@ -25,6 +25,7 @@ from penstock.engine.states import StateLayout, StatePart, StateStorage
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
+from tests.draws import draw_cases
 from tests.engine.helpers import GREEDY, GivenDrafts, drain, make_block_keys, make_tiny, needs_kernels
 from tests.engine_contract.engines import Caller, serve
 from tools.compatibility import make_loaded_model
@@ -226,7 +227,9 @@ def drafting(request: pytest.FixtureRequest) -> LoadedModel:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("max_batch", "step_tokens", "num_blocks"), [(1, 256, 0), (8, 70, 0), (6, 256, 12)])
+@pytest.mark.parametrize(
+    ("max_batch", "step_tokens", "num_blocks"), draw_cases([(1, 256, 0), (8, 70, 0), (6, 256, 12)], 1)
+)
 def test_drafts_change_no_token_and_no_state(
     drafting: LoadedModel, max_batch: int, step_tokens: int, num_blocks: int
 ) -> None:

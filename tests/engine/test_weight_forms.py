@@ -81,6 +81,7 @@ def test_prompts_and_answers_may_have_weights_in_two_forms(models: dict[str, Loa
     assert load_stage_models(other_way, only_prompts=True).fingerprint != model.fingerprint
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_the_proof_at_load_takes_rounded_weights(weights: str, dtype: str) -> None:

@@ -360,6 +360,7 @@ async def test_routes_answer_errors_in_their_form(bare: httpx.AsyncClient) -> No
         assert {"408", "413", "503"} <= responses.keys()
 
 
+@pytest.mark.proof
 def test_the_document_has_both_forms_of_a_text() -> None:
     schema = MessagesBody.model_json_schema()
     content = schema["$defs"]["MessageParam"]["properties"]["content"]["anyOf"]

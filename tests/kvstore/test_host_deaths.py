@@ -14,6 +14,7 @@ from penstock.kvstore.arena.layout import W_DIRTY, WRITING
 from penstock.kvstore.tiers.host import HostTier
 from penstock.local.processes import Child
 from sim.waiting import PATIENCE_S
+from tests.draws import draw_cases
 from tests.kvstore import children
 from tests.kvstore.blocks import content, is_here, keys_of, put, read
 from tests.kvstore.host_child import FORM, NAMES, NUM_SLOTS, main, open_tier
@@ -48,6 +49,7 @@ def is_half_removed(tier: str, step: str) -> bool:
 STEPS = [tuple(point.split(".", 1)) for point in failpoints.SHARED + failpoints.DISK]
 DEATHS = [pytest.param(tier, step, 1, marks=[pytest.mark.proof] if step == "put.2" else []) for tier, step in STEPS]
 DEATHS += [pytest.param(tier, step, 7) for tier, step in STEPS if not step.startswith(("open", "allocate"))]
+DEATHS = [one for one in DEATHS if one.marks or one in draw_cases(DEATHS, 40)]
 
 
 @pytest.mark.parametrize(("tier", "step", "times"), DEATHS)

@@ -320,6 +320,7 @@ def test_files_come_under_a_strict_policy_and_once(line: Stack) -> None:
         assert client.get("/page/nothing.js").json()["error"]["code"] == "unknown_url"
 
 
+@pytest.mark.proof
 def test_all_who_watch_see_the_same_states(line: Stack) -> None:
     sources = [EventSource(f"{line.gateway_url}/v1/live?looks=3") for _ in range(4)]
     streams = [source.connect() for source in sources]

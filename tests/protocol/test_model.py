@@ -8,6 +8,7 @@ import pytest
 from sim.protocol.model import Exploration, describe_step, explore_states
 from sim.protocol.scenarios import FLAWS, QUICK, Scenario
 from sim.protocol.state import Budget, Rules
+from tests.draws import WHOLE, draw_cases
 
 REPLIES = {
     "claim": "claim ended unbound busy bound conflict",
@@ -46,15 +47,19 @@ def explore_without_flaw(left: Budget, rules: Rules) -> list[str]:
 def test_every_state_keeps_the_promises_and_leads_to_one_result() -> None:
     """And of the kinds of steps all are explored."""
     kinds, faults = set[str](), dict[str, list[str]]()
-    for name, scenario in QUICK.items():
+    for name, scenario in draw_cases(QUICK.items(), 20):
         found = explore_states(scenario.make_start_state(), scenario.rules)
         kinds |= found.kinds
         faults |= {name: describe_traces(found)} if found.faults else {}
     assert faults == {}
-    assert kinds == KINDS
+    assert kinds == KINDS if WHOLE else kinds <= KINDS
 
 
-@pytest.mark.parametrize(("flaw", "fault"), FLAWS)
+LONG = ("claims what it does not hold", "stuck")
+"""A rule whose scenario has ten times as many states as the others'."""
+
+
+@pytest.mark.parametrize(("flaw", "fault"), [one for one in draw_cases(FLAWS, 8) if WHOLE or one != LONG])
 def test_a_rule_left_out_is_noticed(flaw: str, fault: str) -> None:
     left, rules = FLAWS[flaw, fault]
     assert fault in explore_states(Scenario(left).make_start_state(), rules._replace(flaw=flaw), until=fault).faults

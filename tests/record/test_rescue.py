@@ -1,6 +1,5 @@
 """Messages that no worker works on are parked, whatever fails meanwhile."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 
@@ -177,7 +176,7 @@ def test_where_nothing_can_be_adopted_the_loop_puts_down_what_waits(hasty: Recor
             rescuer.run_once()
             return hasty.count_free("prefill") == 1
 
-        assert "penstock-rescue" not in [thread.name for thread in threading.enumerate()]
+        assert rescuer._thread is None
         wait_for(has_put_down, "it is free")
 
 

@@ -26,7 +26,7 @@ MAX_TEXT_CHARS = 2**20
 MAX_TOKENS = 2**18
 """The most tokens of one text that is made of tokens."""
 START_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 20.0
-"""How long the child may take to start, and to load a tokenizer and answer."""
+"""How long the child may take to start, and to load a tokenizer; and to answer once it is loaded."""
 MAX_LINE_BYTES = 2**26
 _MAX_LOADED = 4
 
@@ -82,7 +82,9 @@ class ModelTokenizers:
                 process = await self._start()
                 assert process.stdin is not None
                 process.stdin.write(json.dumps(question).encode() + b"\n")
-                answer = await _read_line(process, ANSWER_TIMEOUT_S)
+                answer = await _read_line(process, START_TIMEOUT_S)
+                if "error" not in answer:
+                    answer = await _read_line(process, ANSWER_TIMEOUT_S)
             except BaseException:  # also where the request is cancelled: its answer must not be read as another's
                 await self._kill()
                 raise
@@ -173,7 +175,10 @@ def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Say that it is ready, then answer a line for each line. It ends when its parent closes the pipe."""
+    """Say that it is ready, and again for each line once its tokenizer is loaded; then answer it.
+
+    It ends when its parent closes the pipe.
+    """
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     # transformers takes torch for missing then, and is small and fast.
     sys.modules["torch"] = None  # type: ignore[assignment]
@@ -188,6 +193,7 @@ def main() -> None:
                 while len(loaded) > _MAX_LOADED:
                     loaded.popitem(last=False)
             loaded.move_to_end(name)
+            _write_line({"ready": True})
             _write_line(_answer(question, loaded[name]))
         except ModelLoadError as error:
             message = (
