@@ -45,7 +45,7 @@ def measure_recoveries(directory: Path, given: Options) -> dict[tuple[WorkerKind
     plans = given.choose_size(
         (RecoveryPlan(3, 10), RecoveryPlan(3, 10, "auto"), make_prefill_plan(8)),
         (RecoveryPlan(1, 2, length=240), RecoveryPlan(1, 2, "auto", length=240), make_prefill_plan(1)),
-        (RecoveryPlan(1, 1, length=120, streams=8),),
+        (RecoveryPlan(1, 1, length=240, min_requests=1),),
     )
     buses = given.choose_size(BUSES[::-1], BUSES[::-1], ("embedded",))
     recoveries: dict[tuple[WorkerKind, Bus], Recovery] = {}
