@@ -219,7 +219,9 @@ def _read_scene(output: str, status: int) -> Told:
         return Told(left_out=told["left_out"])
     known = next(scene.known for scene in SCENES if scene.name == told["scene"])
     counts = {"requests": told["requests"], "kills": told["kills"]}
-    return Told(counts, told["findings"], [told["seed"]], told["known"], known if told["known"] else "")
+    found = told["findings"]
+    found = [*found[:4], f"and {len(found) - 4} more"] if len(found) > 5 else found
+    return Told(counts, found, [told["seed"]], told["known"], known if told["known"] else "")
 
 
 def _make_scene(group: str) -> Callable[[Figures], list[Task]]:

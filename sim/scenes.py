@@ -211,7 +211,7 @@ SCENES = (
     *(_kill(bus, load) for load in LOADS for bus in BUSES),
     _kill("kafka", "text", is_replicated=True),
     _undisturbed("Kafka answers 0.2 s late", delays_s={"kafka": 0.2}),
-    _undisturbed("Kafka answers 0.5 s late", delays_s={"kafka": 0.5}),
+    _undisturbed("Kafka answers 0.5 s late", "L3", delays_s={"kafka": 0.5}),
     _undisturbed("Kafka answers 1 s late", "L3", delays_s={"kafka": 1.0}),
     _undisturbed("Kafka answers 2 s late", "L3", delays_s={"kafka": 2.0}),
     _undisturbed("Redis answers 0.2 s late", bus="embedded", delays_s={"redis": 0.2}),
