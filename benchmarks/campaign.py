@@ -534,7 +534,10 @@ def write_page(figures: Figures, minutes: float) -> str:
         (row.part, row.what, one["seed"], one["what"], f"`{one['replay']}`", one.get("mend") or "**open**")
         for row in figures.rows for one in row.findings
     ]  # fmt: skip
-    known = sorted({(scene.known, scene.name) for scene in SCENES if scene.known})
+    known: dict[str, list[str]] = {}
+    for scene in SCENES:
+        known.setdefault(scene.known, []).append(scene.name)
+    known.pop("", None)
     left_out = list(list_left_out(figures))
     return f"""# The campaign
 
@@ -558,7 +561,9 @@ These have no result with these sources.
 ## Scenes
 
 A scene marked `known` fails by a fault that is known and not mended yet. It must fail: a scene that passes in spite of
-its mark is a finding. {"; ".join(f"{fault}: {name}" for fault, name in known)}.
+its mark is a finding.
+
+{chr(10).join(f"- {fault}: {', '.join(names)}" for fault, names in sorted(known.items())) or "None is marked."}
 
 {_format_table(("scene", "what must hold", "result", "requests", "kills", "times"), scenes)}
 ## The world, by level
