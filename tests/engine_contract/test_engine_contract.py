@@ -206,20 +206,20 @@ def test_a_request_that_is_removed_says_no_more(open_engine: OpenEngine, when: s
 
 def test_more_than_fits_is_computed_one_after_the_other(open_engine: OpenEngine) -> None:
     """Requests that lose their blocks to others go on where they were."""
-    under_test = open_engine(pool_mb=4)
+    under_test = open_engine(pool_mb=8)
     caller, (*_, sampled) = Caller(under_test.engine), make_work(8)
     work = [
         Request(
             id=f"r{number}",
             token_ids=prompt_of(make_work()[-1])[number : number + 60],
-            sampling=sampled.sampling.model_copy(update={"max_tokens": 40, "seed": number}),
+            sampling=sampled.sampling.model_copy(update={"max_tokens": 60, "seed": number}),
         )
-        for number in range(8)
+        for number in range(16)
     ]
     add_all(caller, work)
     assert caller.run_to_end() == expect(work)
     assert under_test.count_preemptions() > 0
-    assert len(caller.sampled) == 40 * len(work)
+    assert len(caller.sampled) == 60 * len(work)
 
 
 def test_batch_makes_way_for_interactive(open_engine: OpenEngine) -> None:
