@@ -32,9 +32,10 @@ REFUSED = {
     # Nothing matches the first. The second is anything that is no text. A token must be signed, and the last one's
     # function is not in its schema.
     "zod": {
-        "never()": "not",
-        "xor() that overlaps": "oneOf",
-        **dict.fromkeys(("jwt()", "jwt({ alg })", "stringFormat() of a function"), "format"),
+        "z.never()": "not",
+        "z.xor([z.string(), z.any()])": "oneOf",
+        **dict.fromkeys(("z.jwt()", "z.jwt({ alg: 'HS256' })"), "format"),
+        "z.stringFormat('cool-id', val => val.startsWith('cool-'))": "format",
     },
 }  # fmt: skip
 
