@@ -240,7 +240,9 @@ def _make_scene(group: str) -> Callable[[Figures], list[Task]]:
 def _read_flaw(output: str, status: int) -> Told:
     found = re.search(r": (\d+) (.*) \d+ s$", output.strip().splitlines()[0] if output.strip() else "")
     if status or not found:
-        return Told({"flaws": 1}, [f"the world does not find this flaw in {FLAW_S} s: {_last_line(output)}"])
+        return Told(
+            {"flaws": 1}, [f"the world does not find this flaw in {FLAW_S} s" if not status else _last_line(output)]
+        )
     return Told({"flaws": 1, "found": 1}, seeds=[int(found[1])], told=[found[2]])
 
 
