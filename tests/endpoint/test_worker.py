@@ -99,18 +99,21 @@ CASES = {
         WHOLE, "model_error", (Fault("error", after=1, message="cannot"),) * 6, asked={"max_tokens": 6}, num_asked=3,
         num_dead=1,
     ),
-    "it refuses": Case("", "invalid_request", (status(400, "top_k is what?"),), says="top_k is what?"),
+    "it refuses": Case(
+        "", "invalid_request", (status(400, "top_k is what?"),) * 3, says="HTTP 400: top_k is what?", num_asked=3
+    ),
     "it refuses a long prompt": Case(
         "", "prompt_too_long", (status(400, "maximum context length is 8 tokens"),), says="maximum context length is 8"
     ),
     "it refuses a large body": Case("", "request_too_large", (status(413),), says="as told"),
-    "it refuses in the stream": Case("", "invalid_request", (Fault("error", status=400),), says="as told"),
-    "half a character in a refusal": Case("", "invalid_request", (status(400, HALF),), says="cannot read: \ufffd"),
+    "it refuses in the stream": Case("", "invalid_request", (Fault("error", status=400),) * 3, says="as told"),
+    "it refuses in the middle": Case(" 0", "invalid_request", (Fault("error", 1, 400),), says="as told", num_asked=1),
+    "half a character in a refusal": Case("", "invalid_request", (status(400, HALF),) * 3, says="cannot read: \ufffd"),
     "half a character in a failure": Case(
         "", "model_error", (status(500, HALF),) * 3, says="cannot read: \ufffd", num_dead=1
     ),
     "half a character in the stream": Case(
-        "", "invalid_request", (Fault("error", status=400, message=HALF),), says="cannot read: \ufffd"
+        "", "invalid_request", (Fault("error", status=400, message=HALF),) * 3, says="cannot read: \ufffd"
     ),
     **{
         f"an answer with {name}": Case(
