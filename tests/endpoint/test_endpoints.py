@@ -155,6 +155,16 @@ def test_three_refusals_alike_with_none_answered_between_are_the_endpoints(
     assert endpoint.count_free(clock.now_s) == (0 if rests else endpoint.max_requests - len(endpoint.under_way))
 
 
+def test_an_endpoint_that_refuses_is_reached_again(clock: Clock) -> None:
+    endpoint = Endpoint("one")
+    endpoint.note_failure(UNREACHABLE, "gone", clock.now_s, clock.now_s)
+    endpoint.note_refusal("403", "no", "a", 99.0, clock.now_s)
+    clock.now_s = endpoint.paused_until_s
+    assert endpoint.count_free(clock.now_s) == 1, "that was asked before"
+    endpoint.note_refusal("403", "no", "a", clock.now_s, clock.now_s)
+    assert endpoint.count_free(clock.now_s) == endpoint.max_requests
+
+
 def test_an_endpoint_that_failed_is_tried_with_one_request_beside_older_ones(clock: Clock) -> None:
     endpoint = Endpoint("one", under_way=[1.0, 2.0])
     for name in "abc":

@@ -91,6 +91,8 @@ class Endpoint:
         Of three different requests that are refused alike, and none answered that was asked for between them, it is the
         endpoint's: it has failed, or is busy for as long as it says.
         """
+        if self.cause == UNREACHABLE and asked_s > self.failed_at_s:
+            self.num_failures = 0
         requests = self.refused.setdefault(cause, {})
         if asked_s >= self.answered_s and len(requests) < MIN_REFUSED_REQUESTS:
             requests.setdefault(request_id, asked_s)
