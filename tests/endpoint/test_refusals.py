@@ -102,18 +102,21 @@ class Clock:
 class Door:
     """The pipeline before one endpoint that gives a reply to each prompt that begins with `bad`."""
 
-    def __init__(self, line: EndpointPipeline, endpoint: CountingEndpoint, reply: bytes | None = b"") -> None:
+    def __init__(
+        self, line: EndpointPipeline, endpoint: CountingEndpoint, reply: bytes | None = b"", **settings: Any
+    ) -> None:
         self.line, self.reply, self.clock = line, reply, Clock()
+        self.refused: tuple[str, ...] = ("bad",)
         self.asked, self.over = Counter[str](), threading.Event()
         endpoint.write_reply = self._write_reply
-        self.engine = engine_of(line.add_worker(endpoint))
+        self.engine = engine_of(line.add_worker(endpoint, **settings))
         self.engine.endpoints.clock = self.clock
         self.endpoint = self.engine.endpoints.all[0]
 
     def _write_reply(self, body: dict[str, Any]) -> bytes | None:
         name = body["prompt"].partition("|")[0]
         self.asked[name] += 1
-        if not name.startswith("bad"):
+        if not name.startswith(self.refused):
             return None
         if self.reply is None:
             self.over.wait()
@@ -238,3 +241,55 @@ def test_an_endpoint_without_a_connection_rests_at_once(door: Door, endpoint: Co
         back.write_reply = door._write_reply
         door.run_until(lambda: len(door.results) == 10)
         door.check_results("answered")
+
+
+def test_a_good_request_is_taken_in_behind_more_forbidden_ones_than_the_worker_may_ask_for(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    door = Door(line, endpoint, answer_status(403), max_requests=2)
+    forbidden = [f"bad-{number}" for number in range(8)]
+    door.send(*forbidden, "good")
+    door.run_until_ended("good")
+    door.send_good_until_ended(*forbidden)
+    door.check_results("invalid_request")
+
+
+@pytest.mark.parametrize("status", [400, 401, 403])
+def test_what_an_endpoint_says_to_all_counts_against_none_while_it_goes_on_with_older_answers(
+    door: Door, endpoint: CountingEndpoint, status: int
+) -> None:
+    """Its account has no credit, or its key was changed: what was begun before is answered, and says nothing."""
+    door.reply, door.refused = answer_status(status), ("new",)
+    endpoint.gate.clear()
+    door.send("old-1", "old-2", "old-3")
+    door.run_until(lambda: endpoint.num_under_way == 3)
+    new = [f"new-{number}" for number in range(5)]
+    door.send(*new)
+    door.run_until(lambda: len(door.asked) == 8 and door.endpoint.num_failures)
+    endpoint.gate.set()
+    door.run_until_ended("old-1", "old-2", "old-3")
+    door.run_until(lambda: all(door.asked[name] > 4 for name in new))
+    assert len(door.results) == 3
+    assert door.engine.report_state()["reason"] == f"{door.endpoint.url}: HTTP {status}: <html>{WORDS}</html>"
+    door.refused = ()
+    door.run_until_ended(*new)
+    assert {(result.text, result.error) for result in door.results.values()} == {(GOOD, None)}
+
+
+SECOND = PIECE.replace(b'"index": 0, "text": " 0"', b'"index": 1, "text": "another answer"')
+BOTH = b'data: {"choices": [{"index": 1, "text": "x", "finish_reason": "abort"}, {"index": 0, "text": " 0"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"\xef\xbb\xbf", PIECE, END), (b"\xef\xbb\xbf: hello\n", PIECE, END), (SECOND, PIECE, SECOND, END),
+        (BOTH, END), (PIECE.replace(b"0, ", b"null, "), END), (PIECE.replace(b"\n", b"\r"), END),
+        (PIECE.replace(b"\n", b"\r\n"), END),
+    ],
+)  # fmt: skip
+def test_what_stands_before_and_beside_an_answer_is_no_part_of_it(door: Door, parts: tuple[bytes, ...]) -> None:
+    door.reply = stream(*parts)
+    door.send("bad")
+    door.run_until_ended("bad")
+    door.check_results("answered")

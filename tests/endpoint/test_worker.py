@@ -137,6 +137,9 @@ CASES = {
     "a chat that is cut, and cannot go on": Case(
         " 0 1", "answer_interrupted", CUT, does={"owner": "somebody"}, asked=CHAT
     ),
+    "a chat that is cut, and no list of models": Case(
+        " 0 1", "model_error", CUT, does={"models_status": 404}, asked=CHAT, says="HTTP 404 to GET /models", num_dead=1
+    ),
     "tokens that are cut": Case(" 0 1", "answer_interrupted", CUT, asked={"prompt": None, "token_ids": [1, 2]}),
     "JSON that is cut": Case(
         " 0 1", "answer_interrupted", CUT, asked={"response_format": {"type": "json_object"}}
@@ -281,9 +284,11 @@ def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline)
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("header", [{}, {"Connection": "close"}])
 def test_a_deadline_and_a_cancellation_end_an_answer_and_the_endpoints_work(
-    line: EndpointPipeline, endpoint: CountingEndpoint
+    line: EndpointPipeline, endpoint: CountingEndpoint, header: dict[str, str]
 ) -> None:
+    endpoint.stream_headers |= header
     worker = line.add_worker(endpoint)
     endpoint.faults += [Fault("hang", after=2), Fault("hang", after=2)]
     late, stopped = line.send(max_tokens=9, deadline=now_s() + 3600), line.send(max_tokens=9)

@@ -113,10 +113,10 @@ def test_an_endpoint_that_rests_is_shown_with_the_time_and_its_words(tabs: Tabs,
         endpoint.write_reply = lambda _: b"HTTP/1.1 401 No\r\nConnection: close\r\n\r\nthe key was rotated"
         settings = build_endpoint_environment([endpoint.url])
         with open_stack(tmp_path, pipeline="rests", prefill=0, decode=0, endpoint=1, settings=settings) as stack:
+            row = tabs.open(stack.gateway_url).locator("[data-workers=decode] .worker .rests")
             for number in range(3):
                 body = {"model": MODEL, "input": str(number), "background": True}
                 assert httpx.post(f"{stack.gateway_url}/v1/responses", json=body, timeout=None).status_code == 200
-            row = tabs.open(stack.gateway_url).locator("[data-workers=decode] .worker .rests")
             where = re.escape(endpoint.url)
             expect(row).to_have_text(
                 re.compile(rf"^{where}/v1 (rests until \d\d:\d\d:\d\d|is tried .*): HTTP 401: the key was rotated$")
