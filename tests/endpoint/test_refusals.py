@@ -86,7 +86,7 @@ def list_replies(what: str) -> list[bytes | None]:
     return [answer_status(code) for code in statuses if len(statuses) < 6 or code in statuses[:: len(statuses) // 2]]
 
 
-CASES = [(*cells, reply) for cells in ROWS for reply in list_replies(cells[0])]
+CASES: list[tuple[Any, ...]] = [(*cells, reply) for cells in ROWS for reply in list_replies(cells[0])]
 
 
 class Clock:

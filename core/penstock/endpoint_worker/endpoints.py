@@ -24,6 +24,8 @@ MIN_REFUSED_REQUESTS = 3
 """
 MAX_TOLD_PAUSE_S = 3600.0
 """The longest time that an endpoint may ask to be left alone."""
+MAX_TOLD_CHARS = 500
+"""How much of an endpoint's words the heartbeat repeats."""
 UNREACHABLE = "unreachable"
 """The cause of a rest where no connection could be made."""
 VARIABLE = "PENSTOCK_ENDPOINT_URLS"
@@ -113,8 +115,10 @@ class Endpoint:
 
     def describe_rest(self, now_s: float) -> dict[str, object]:
         """Return its address, and if it rests why, and for how many seconds more; 0 of one that is being tried."""
-        told = {"cause": self.cause, "problem": self.problem, "rests_s": max(0.0, self.paused_until_s - now_s)}
-        return {"url": self.url, **(told if self.is_resting(now_s) else {"cause": "", "problem": "", "rests_s": 0.0})}
+        if not self.is_resting(now_s):
+            return {"url": self.url, "cause": "", "problem": "", "rests_s": 0.0}
+        problem, rests_s = self.problem[:MAX_TOLD_CHARS], max(0.0, self.paused_until_s - now_s)
+        return {"url": self.url, "cause": self.cause, "problem": problem, "rests_s": rests_s}
 
 
 @dataclass
