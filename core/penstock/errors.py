@@ -37,6 +37,7 @@ PenstockError
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
 ├── NameTaken                another process has this worker's name; the message says where it runs
+├── DirectoryTaken           another process's server has its data in a directory; the message says where it runs
 ├── ArithmeticDiffers        the pipeline's workers round otherwise than this one; the message says how both do
 ├── StateMismatch            a key in Redis has another type than this build writes; the message says what to do
 ├── InvalidName              a pipeline, request or event id that cannot be one
@@ -277,6 +278,10 @@ class ServersDiffer(PenstockError):
 
 class NameTaken(PenstockError):
     """Another process has this worker's name."""
+
+
+class DirectoryTaken(PenstockError):
+    """Another process's server has its data in a directory, or the directory cannot be locked."""
 
 
 class ArithmeticDiffers(PenstockError):

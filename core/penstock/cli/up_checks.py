@@ -1,4 +1,6 @@
-"""What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once."""
+"""What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once. The
+directory of its data is taken here already: of two that begin at once, one is refused.
+"""
 
 import os
 import socket
@@ -13,7 +15,7 @@ from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
 from penstock.engine.files import MODEL_ADVICE, check_model_here
-from penstock.errors import AccessRefused, DependencyMissing, ModelLoadError
+from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
 from penstock.local.processes import describe_port_problem
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
@@ -87,8 +89,11 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
             find_binary()
         except DependencyMissing as error:
             yield f"{error}; or name a running one with --redis"
-    if stack.is_served_elsewhere:
-        yield f"another `penstock up` has its data in {stack.directory}: stop it, or choose another --data"
+    if not reason:
+        try:
+            stack.lock_data()
+        except DirectoryTaken as taken:
+            yield str(taken)
 
 
 def _find_model_problems(stack: Stack) -> Iterator[str]:
