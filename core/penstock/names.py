@@ -31,6 +31,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: who moves them              | gateway        |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
+| `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
@@ -286,6 +287,8 @@ GATEWAY_SECRET_KEY = "penstock:gateway:secret"
 
 WEBHOOKS_KEY = "penstock:webhooks"
 """The key of the tenants that have had events for a webhook."""
+WEBHOOK_MARK_KEYS = (f"{WEBHOOKS_KEY}-secret", f"{WEBHOOKS_KEY}-url")
+"""The keys by which gateways say that they have a secret (its fingerprint), and a receiver of all tenants."""
 
 
 def webhook_events_key(tenant: str) -> str:
