@@ -328,7 +328,7 @@ class GuardSettings(BaseSettings):
     stalled_s: float = Field(default=60.0, gt=0)
     """How long a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
-    """The most connections at the same time; 503 beyond it."""
+    """The most connections at the same time; 503 beyond it. Fewer where the process may not open so many files."""
 
 
 class TraceSettings(BaseSettings):

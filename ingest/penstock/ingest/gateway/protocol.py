@@ -7,7 +7,6 @@ limits. What is not HTTP is answered here too, with the same error body as any o
 
 import asyncio
 import logging
-import os
 import socket
 import struct
 from http import HTTPStatus
@@ -96,6 +95,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     guard: GuardSettings
     """Set in a subclass for each server, by `make_guarded_protocol`."""
+    most_open: int
+    """How many connections there may be with those that are being refused."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,7 +119,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """Limit the time until a client's first request, and the number of connections."""
         super().connection_made(JoiningTransport(transport, self.loop))
         self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
-        if len(self.connections) > self.guard.max_connections:
+        if len(self.connections) > self.most_open:
+            self._cut_connection()
+        elif len(self.connections) > self.guard.max_connections:
             self._refuse_connection(
                 ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"})
             )
@@ -272,11 +275,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cut_timer = self.loop.call_later(seconds, self._cut_connection)
 
     def _cut_connection(self) -> None:
-        """Close at once; the kernel drops what the client did not read."""
-        if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
-            with socket.socket(fileno=os.dup(found.fileno())) as own:
-                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
+        """Close at once; the kernel drops what the client did not read. It takes no further descriptor."""
+        try:
+            if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
+                own = socket.socket(fileno=found.fileno())
+                try:
+                    own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                finally:
+                    own.detach()
+        finally:
+            self.transport.abort()
 
     def _stop_cut_timer(self) -> None:
         if self._cut_timer is not None and self._refusal is None:
@@ -296,10 +304,10 @@ def encode_response(error: ApiError) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def make_guarded_protocol(settings: GuardSettings) -> type[asyncio.Protocol]:
+def make_guarded_protocol(settings: GuardSettings, most_open: int) -> type[asyncio.Protocol]:
     """Return the protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
-    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings})
+    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings, "most_open": most_open})
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
