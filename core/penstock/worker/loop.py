@@ -3,7 +3,7 @@
 A worker whose servers are away is dropped, and made anew over the engine, which stays:
 
     1  abandon   its threads end, and everything leaves the engine; computed KV stays in the pool, as cache
-    2  wait      until Redis takes a write and the bus answers, with pauses of up to two seconds
+    2  wait      until Redis takes a write and refuses no command, and the bus answers, with pauses of up to two seconds
     3  make      a new worker object joins the group; the old one's requests come back to it, or go to another worker
 
 To other workers it is a worker that died, without the time for loading the model. A crash at any of the three steps
@@ -20,8 +20,8 @@ from typing import Protocol, Self
 
 import redis
 
-from penstock.errors import BusUnavailable, MemberFenced
-from penstock.redis.client import backoff_pauses, is_outage
+from penstock.errors import AccessRefused, BusUnavailable, MemberFenced
+from penstock.redis.client import backoff_pauses, is_outage, log_outage
 from penstock.worker.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ STEADY_RUN_S = 10.0
 
 
 class Reconnector:
-    """Keeps a worker serving. `make` returns a new one; `ask_bus` raises while the bus is away."""
+    """Keeps a worker serving. `make` returns a new one; `ask_servers` raises while a server is away or refuses."""
 
-    def __init__(self, make: Callable[[], WorkerLoop], ask_bus: Callable[[], object], beat: Heartbeat) -> None:
-        self._make, self._ask_bus, self._beat = make, ask_bus, beat
+    def __init__(self, make: Callable[[], WorkerLoop], ask_servers: Callable[[], object], beat: Heartbeat) -> None:
+        self._make, self._ask_servers, self._beat = make, ask_servers, beat
 
     def run_until_stopped(self, stop: StopSignal, drain_s: float) -> None:
         """Serve until stopped. Errors that are no outage are raised, and end the process."""
@@ -127,7 +127,7 @@ class Reconnector:
             except Exception as error:
                 if not self._is_outage(error):
                     raise
-                log.warning("degraded: %s", error)
+                log_outage(log, f"degraded: {error}")
                 self._beat.update_status(now=True, state="degraded", reason=str(error))
                 if worker is not None:
                     worker.abandon()  # 1
@@ -150,9 +150,9 @@ class Reconnector:
         while not stop.wait(next(waits)):
             try:
                 self._beat.write_beat()
-                self._ask_bus()
-            except (redis.RedisError, BusUnavailable) as error:
-                if not is_outage(error):
+                self._ask_servers()
+            except (redis.RedisError, BusUnavailable, AccessRefused) as error:
+                if not (isinstance(error, AccessRefused) or is_outage(error)):
                     raise
                 self._beat.update_status(reason=str(error))
                 continue

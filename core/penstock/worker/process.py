@@ -34,7 +34,7 @@ from penstock.config.settings import (
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
-from penstock.ops.access import check_access
+from penstock.ops.access import check_access, check_redis_access
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.redis.servers import store_server_lists
@@ -196,8 +196,13 @@ class WorkerProcess:
         )
         log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
         check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
+
+        def ask_servers() -> None:
+            check_redis_access(self.addresses, self.kind)
+            check_bus()
+
         freeze_loaded_objects()
-        Reconnector(make_worker, check_bus, self.beat).run_until_stopped(stop, settings.worker.drain_s)
+        Reconnector(make_worker, ask_servers, self.beat).run_until_stopped(stop, settings.worker.drain_s)
         log.info("%s has left", self.name)
 
 

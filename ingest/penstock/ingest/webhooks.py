@@ -43,7 +43,7 @@ from penstock.config.settings import WebhookSettings
 from penstock.errors import PenstockError
 from penstock.ingest.tenants import KeySource
 from penstock.names import WEBHOOK_MARK_KEYS, WEBHOOKS_KEY, webhook_events_key
-from penstock.redis.client import translate_outages
+from penstock.redis.client import log_outage, translate_outages
 from penstock.redis.scripts import load_script
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Meters, Reading
@@ -175,7 +175,7 @@ class Webhooks:
             try:
                 await self._start_deliveries()
             except (PenstockError, RedisError) as error:
-                log.warning("webhooks: %s", error)
+                log_outage(log, f"webhooks: {error}")
             except Exception:  # a gateway that looks no more would deliver nothing until it is started again
                 log.exception("webhooks: looked for again")
             with suppress(TimeoutError):
@@ -208,7 +208,7 @@ class Webhooks:
             while not self._is_closing and (events := await self._take_due(tenant)):
                 await self._try_events(tenant, events)
         except (PenstockError, RedisError) as error:
-            log.warning("webhooks of %s: %s", tenant, error)
+            log_outage(log, f"webhooks of {tenant}: {error}")
         except Exception:
             log.exception("webhooks of %s: tried again", tenant)
         finally:

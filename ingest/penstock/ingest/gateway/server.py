@@ -64,7 +64,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to `MAX_OPEN_FILES` if the system allows it, as each connection is one; return it."""
+    """Raise the limit of open files to `MAX_OPEN_FILES` if the system allows it, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
