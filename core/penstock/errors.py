@@ -35,6 +35,7 @@ PenstockError
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
+├── ServerEvicts             a stream server may delete records and logs; the message says which, and what to set
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
 ├── NameTaken                another process has this worker's name; the message says where it runs
 ├── DirectoryTaken           another process's server has its data in a directory; the message says where it runs
@@ -290,6 +291,10 @@ class ArithmeticDiffers(PenstockError):
 
 class StateMismatch(PenstockError):
     """A key in Redis has another type than this build writes."""
+
+
+class ServerEvicts(PenstockError):
+    """A stream server deletes records and logs when its memory is full."""
 
 
 class AccessRefused(PenstockError):

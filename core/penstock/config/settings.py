@@ -54,6 +54,9 @@ class BusSettings(BaseSettings):
     of it: raise it, for example to 30, where brokers answer late."""
 
 
+EvictionChoice = Literal["refuse", "warn"]
+
+
 class RecordSettings(BaseSettings):
     """Claims and token logs."""
 
@@ -78,6 +81,9 @@ class RecordSettings(BaseSettings):
     """By which factor that wait grows with each further failure."""
     retry_cap_s: float = Field(default=30.0, ge=0)
     """The longest wait."""
+    eviction: EvictionChoice = "refuse"
+    """What workers and gateways do where a stream server evicts at its limit of memory (`maxmemory` with another policy
+    than `noeviction`): `refuse` to start, or `warn`. One that evicts later is told in logs and on the page alone."""
 
     @model_validator(mode="after")
     def _check_waits(self) -> Self:

@@ -166,6 +166,11 @@ PIPELINE_UP = Metric(
     "Whether bus and Redis answered the gateway at the last look: where 0, the pipeline's other gauges are absent.",
     "gateway",
 )  # fmt: skip
+REDIS_EVICTS = Metric(
+    "penstock.redis.evicts", "gauge", "1", ("pipeline",),
+    "Whether a stream server evicts at its limit of memory, as of the last minute: it may delete records and logs.",
+    "gateway",
+)  # fmt: skip
 
 # The gateway itself.
 

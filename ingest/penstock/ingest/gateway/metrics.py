@@ -74,6 +74,9 @@ class GatewayMetrics:
                 snapshot = self.watch_pipeline(name).read_latest()
             yield Reading(catalog.PIPELINE_UP, (name,), int(snapshot is not None))
             if snapshot is not None:
+                yield Reading(
+                    catalog.REDIS_EVICTS, (name,), int(bool(self.watch_pipeline(name).eviction.find_problem()))
+                )
                 yield from _read_pipeline(name, snapshot)
 
 
