@@ -27,13 +27,12 @@ def evicting(tmp_path: Path) -> Iterator[tuple[Addresses, "redis.Redis"]]:
         yield Addresses(stream_url=server.url, pipeline="demo"), client
 
 
-@pytest.mark.parametrize("command", [("gateway",), ("worker", "endpoint"), ("up", "--auto", "0")])
+@pytest.mark.parametrize("command", [("gateway",), ("worker", "endpoint")])
 def test_nothing_starts_with_it(
-    evicting: tuple[Addresses, "redis.Redis"], terminal: Terminal, tmp_path: Path, command: tuple[str, ...]
+    evicting: tuple[Addresses, "redis.Redis"], terminal: Terminal, command: tuple[str, ...]
 ) -> None:
-    given = {"PENSTOCK_STREAM_URL": evicting[0].stream_url, "PENSTOCK_ENGINE_KIND": "openai" * ("endpoint" in command)}
-    given = {name: value for name, value in given.items() if value} | {"PENSTOCK_ENDPOINT_URLS": "http://127.0.0.1:1"}
-    done = terminal(*command, *(("--data", str(tmp_path / "data")) if "up" in command else ()), **given)
+    given = {"PENSTOCK_STREAM_URL": evicting[0].stream_url, "PENSTOCK_ENDPOINT_URLS": "http://127.0.0.1:1"}
+    done = terminal(*command, **given, PENSTOCK_ENGINE_KIND="openai")
     assert done.returncode == 1
     assert "evicts at its limit of memory (volatile-lru): logs must not be evicted" in done.stderr
     assert "Traceback" not in done.stderr

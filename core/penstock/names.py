@@ -33,6 +33,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
 | `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
+| `penstock:card:<id>:readers`           | hash   | as that, from the first leaving on        | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
@@ -279,6 +280,11 @@ def pipeline_of_worker(key: str) -> str:
 def stream_meta_key(stream_id: str) -> str:
     """Return the key of what gateways know of a stream that one of them started."""
     return f"penstock:card:{stream_id}"
+
+
+def stream_readers_key(stream_id: str) -> str:
+    """Return the key of how many readers of a stream have come, after the first, and left."""
+    return f"{stream_meta_key(stream_id)}:readers"
 
 
 GATEWAY_SECRET_KEY = "penstock:gateway:secret"

@@ -1,6 +1,4 @@
-"""What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once. The
-directory of its data is taken here already: of two that begin at once, one is refused.
-"""
+"""What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once."""
 
 import os
 import socket
@@ -13,20 +11,13 @@ import redis
 from penstock.cli.error_lines import START_KAFKA, format_address, is_kafka_silent, is_redis_silent
 from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
-from penstock.config.settings import (
-    EngineSettings,
-    GatewaySettings,
-    RecordSettings,
-    TelemetrySettings,
-    load_settings,
-)
+from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
 from penstock.engine.files import MODEL_ADVICE, check_model_here
 from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
 from penstock.local.processes import describe_port_problem
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
 from penstock.ops.access import check_access
-from penstock.ops.eviction import describe_eviction
 from penstock.ops.status import read_worker_status
 from penstock.redis.urls import split_urls
 
@@ -132,8 +123,6 @@ def _find_server_problems(addresses: Addresses, *, starts_redis: bool) -> Iterat
             check_access(addresses)
         except AccessRefused as refused:
             yield str(refused)
-        if load_settings(RecordSettings).eviction == "refuse" and (problem := describe_eviction(addresses)):
-            yield problem
 
 
 def list_running_workers(addresses: Addresses) -> list[dict[str, Any]]:

@@ -380,6 +380,9 @@ class GatewaySettings(BaseSettings):
     connection open."""
     stop_s: float = Field(default=10.0, ge=0)
     """How long a stopping gateway goes on with answers that are not streamed."""
+    cancel_unread_s: float = Field(default=0.0, ge=0)
+    """A request whose client has closed its connection is cancelled after so many seconds without a reader, unless it
+    had an `Idempotency-Key`, a session, `background` or `store`. 0: it goes on, as its client may come back."""
 
 
 class BatchSettings(BaseSettings):

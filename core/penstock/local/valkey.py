@@ -76,13 +76,9 @@ class ValkeyServer:
         if describe_port_problem("127.0.0.1", self.port):
             raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
         held = self.lock_directory()
-        try:
-            command, log = self._build_command(), self.directory / "valkey.log"
-            self._child = start_child(command, name="Valkey", log=log, directory=self.directory, inherited=[held])
-            wait_until_serving(self._child, self._is_answering, 30.0)
-        except BaseException:
-            self._unlock_directory()
-            raise
+        command, log = self._build_command(), self.directory / "valkey.log"
+        self._child = start_child(command, name="Valkey", log=log, directory=self.directory, inherited=[held])
+        wait_until_serving(self._child, self._is_answering, 30.0)
         return self
 
     def lock_directory(self) -> int:

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -37,19 +36,6 @@ def describe_eviction(addresses: Addresses) -> str:
     return f"{', '.join(found)}: logs must not be evicted: set maxmemory-policy noeviction" if found else ""
 
 
-class EvictionLook:
-    """What a look at the servers found within the last minute."""
-
-    def __init__(self, addresses: Addresses) -> None:
-        self._addresses, self._problem, self._looked_at = addresses, "", -LOOK_S
-
-    def find_problem(self) -> str:
-        """Return the same as `describe_eviction`, as of a minute ago at most."""
-        if time.monotonic() >= self._looked_at + LOOK_S:
-            self._looked_at, self._problem = time.monotonic(), describe_eviction(self._addresses)
-        return self._problem
-
-
 @contextmanager
 def watch_eviction(addresses: Addresses, choice: EvictionChoice) -> Iterator[None]:
     """Raise `ServerEvicts` where a stream server evicts, or only log it, as the setting says; then ask once a minute.
@@ -60,14 +46,13 @@ def watch_eviction(addresses: Addresses, choice: EvictionChoice) -> Iterator[Non
     if problem and choice == "refuse":
         raise ServerEvicts(f"{problem}, or accept it with PENSTOCK_RECORD_EVICTION=warn")
 
+    if problem:
+        log.warning("%s", problem)
+
     def look() -> None:
-        told = problem
-        while True:
-            if told:
-                log.warning("%s", told)
-            if is_over.wait(LOOK_S):
-                return
-            told = describe_eviction(addresses)
+        while not is_over.wait(LOOK_S):
+            if found := describe_eviction(addresses):
+                log.warning("%s", found)
 
     thread = threading.Thread(target=look, name="penstock-eviction", daemon=True)
     thread.start()

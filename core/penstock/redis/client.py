@@ -42,8 +42,6 @@ _AWAY_ERRORS = (
     TryAgainError,
 )
 _REFUSED_ERRORS = (redis.AuthenticationError, AuthorizationError)
-_SCRIPT_REFUSAL = "ACL failure in script"
-"""How a server begins its words where a command within a script is refused: redis-py has no class for it."""
 REPEAT_S = 60.0
 """How long a line about an outage is not repeated."""
 _said_at: dict[str, float] = {}
@@ -109,16 +107,14 @@ def is_outage(error: BaseException) -> bool:
     """
     refusal = error.__cause__ if isinstance(error, BusUnavailable) else error
     is_refusal = isinstance(refusal, (*_REFUSED_ERRORS, NoPermissionError))
-    return is_away(error) or is_refusal or str(refusal).startswith(_SCRIPT_REFUSAL)
+    # redis-py has no class for the refusal of a command within a script.
+    return is_away(error) or is_refusal or str(refusal).startswith("ACL failure in script")
 
 
 def log_outage(log: logging.Logger, line: str) -> None:
     """Log a warning, unless the same line was logged within the last minute."""
-    now_s = time.monotonic()
-    for said, at in list(_said_at.items()):
-        if now_s > at + REPEAT_S:
-            _said_at.pop(said, None)
-    if _said_at.setdefault(line, now_s) == now_s:
+    if time.monotonic() > _said_at.get(line, -REPEAT_S) + REPEAT_S:
+        _said_at[line] = time.monotonic()
         log.warning("%s", line)
 
 

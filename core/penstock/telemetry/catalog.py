@@ -187,6 +187,10 @@ GATEWAY_STREAMS = Metric(
     "penstock.gateway.streams", "gauge", "{stream}", (),
     "Streams that are being read now.", "gateway",
 )  # fmt: skip
+GATEWAY_UNREAD = Metric(
+    "penstock.gateway.unread_streams", "gauge", "{stream}", (),
+    "Unfinished requests whose client left here, and to which nobody has come back.", "gateway",
+)  # fmt: skip
 
 WEBHOOK_ATTEMPTS = Metric(
     "penstock.webhook.attempts", "counter", "{attempt}", ("outcome",),

@@ -143,13 +143,11 @@ class Webhooks:
 
     async def _mark_settings(self) -> None:
         """Say to the other gateways, for as long as events are tried, that this one can send."""
-        kept_s = round(max(3 * MARK_S, self._settings.retry_s))
-        fingerprint = hashlib.sha256(self._settings.secret.encode()).hexdigest()[:16]
-        values = [fingerprint, "1"] if self._settings.url else [fingerprint]
+        fingerprint, kept_s = hashlib.sha256(self._settings.secret.encode()).hexdigest()[:16], self._settings.retry_s
         with translate_outages():
-            for key, value in zip(WEBHOOK_MARK_KEYS, values, strict=False):
-                found = await self._client.set(key, value, ex=kept_s, get=True)
-                if found not in (None, value.encode()):
+            for key, value in zip(WEBHOOK_MARK_KEYS, [fingerprint, "1" if self._settings.url else ""], strict=True):
+                found = value and await self._client.set(key, value, ex=round(max(3 * MARK_S, kept_s)), get=True)
+                if found and found != value.encode():
                     log.warning("webhooks: gateways of this Redis have different secrets (PENSTOCK_WEBHOOK_SECRET)")
         self._marked_at = time.monotonic()
 

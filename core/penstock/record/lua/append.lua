@@ -26,12 +26,10 @@ if r[3] == 'end' then return 0 end
 if r[4] then return 2 end
 if position > n then return 0 end
 
-if n == 0 then
-  for i = 1, count do redis.call('XADD', KEYS[2], i - 1 .. '-1', 'e', ARGV[6 + i]) end
-else  -- without the tokens before these there is no log to go on with: the next claim begins anew
-  for i = 1, count do
-    if not redis.call('XADD', KEYS[2], 'NOMKSTREAM', n + i - 1 .. '-1', 'e', ARGV[6 + i]) then return 0 end
-  end
+for i = 1, count do  -- not without the tokens before them: then the next claim begins anew
+  local id, event = n + i - 1 .. '-1', ARGV[6 + i]
+  local added = n == 0 and redis.call('XADD', KEYS[2], id, 'e', event)
+  if not (added or redis.call('XADD', KEYS[2], 'NOMKSTREAM', id, 'e', event)) then return 0 end
 end
 local made = n + count - ARGV[4]
 if made > tonumber(r[5] or 0) then

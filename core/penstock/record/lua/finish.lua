@@ -21,13 +21,9 @@ if r[3] == 'end' then
   return 1
 end
 
-local added
-if ARGV[3] == '0' then
-  added = redis.pcall('XADD', KEYS[2], '0-2', 'e', ARGV[4])
-else
-  added = redis.pcall('XADD', KEYS[2], 'NOMKSTREAM', ARGV[3] .. '-2', 'e', ARGV[4])
-  if not added then return 0 end  -- its tokens are gone: the next claim begins anew
-end
+local added = ARGV[3] == '0' and redis.pcall('XADD', KEYS[2], '0-2', 'e', ARGV[4])
+  or redis.pcall('XADD', KEYS[2], 'NOMKSTREAM', ARGV[3] .. '-2', 'e', ARGV[4])
+if not added then return 0 end  -- its tokens are gone: the next claim begins anew
 local is_refused = type(added) == 'table'
 -- Where no log would take an end (OOM, MISCONF, a right is missing, …), nothing was written, and the worker tries again.
 local is_no_log = is_refused and (string.find(added.err, '^WRONGTYPE') or string.find(added.err, '^ERR'))

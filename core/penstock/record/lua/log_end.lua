@@ -1,11 +1,6 @@
--- The state of a request's log beside that of its record: the log is the authority on the tokens, and a server that evicts
--- may have lost either of the two. Scripts that claim begin with this text.
---
--- log      the key, with the record's number of tokens, its hash behind them, and the hash before the first token
---
--- Returns  the number of tokens, the hash, and whether the end is there. Without a log there are none: the request begins
---          anew. Without a record, or where a refused command ended a script halfway, they are those of the last entry.
-
+-- What a log says of its request: number of tokens, hash behind them, whether the end is there. Scripts that claim begin
+-- with this text: the log is the authority, and a server that evicts may have lost the log or the record, or a refused
+-- command have ended a script between the two. Without a log the request begins anew; else the last entry counts.
 local function read_log_end(log, tokens, hash, start)
   local found = redis.pcall('XREVRANGE', log, '+', '-', 'COUNT', 1)
   if found.err then return tokens, hash, false end  -- it is no log: the first token finds that

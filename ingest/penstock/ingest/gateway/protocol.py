@@ -95,8 +95,6 @@ class GuardedProtocol(HttpToolsProtocol):
 
     guard: GuardSettings
     """Set in a subclass for each server, by `make_guarded_protocol`."""
-    most_open: int
-    """How many connections there may be with those that are being refused."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,9 +117,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Limit the time until a client's first request, and the number of connections."""
         super().connection_made(JoiningTransport(transport, self.loop))
         self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
-        if len(self.connections) > self.most_open:
-            self._cut_connection()
-        elif len(self.connections) > self.guard.max_connections:
+        if len(self.connections) > self.guard.max_connections:
             self._refuse_connection(
                 ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"})
             )
@@ -304,10 +300,10 @@ def encode_response(error: ApiError) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def make_guarded_protocol(settings: GuardSettings, most_open: int) -> type[asyncio.Protocol]:
+def make_guarded_protocol(settings: GuardSettings) -> type[asyncio.Protocol]:
     """Return the protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
-    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings, "most_open": most_open})
+    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings})
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

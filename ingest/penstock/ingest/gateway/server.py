@@ -36,20 +36,20 @@ IDLE_CONNECTION_S = 75
 closes one first, a request that is sent at that moment is reset.
 """
 MAX_OPEN_FILES = 65536
-NUM_OWN_FILES = 128
-"""How many open files are left for what is no client's connection: those to Redis, Kafka and receivers, and batches."""
+NUM_OWN_FILES = 256
+"""How many open files are left for Redis, Kafka, receivers and batches, and for connections that are being refused."""
 
 
 def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> None:
     """Serve until a signal stops it. Raises `PenstockError` if the port is taken."""
-    allowed, most_open = limit_connections(settings.guard.max_connections, raise_file_limit())
+    allowed = limit_connections(settings.guard.max_connections, raise_file_limit())
     settings = settings._replace(guard=settings.guard.model_copy(update={"max_connections": allowed}))
     app = create_app(settings, addresses, meters)
     with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
         freeze_loaded_objects()
         log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        _Server(app, settings, most_open).run(sockets=[listener])
+        _Server(app, settings).run(sockets=[listener])
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -73,30 +73,26 @@ def raise_file_limit() -> int:
     return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def limit_connections(wanted: int, max_open_files: int) -> tuple[int, int]:
-    """Return how many connections are allowed, of those wanted, and how many there may be with those that are refused:
-    fewer where the process could not open so many files.
-    """
-    num_own = min(NUM_OWN_FILES, max_open_files // 4)
-    allowed, most_open = min(wanted, max_open_files - 2 * num_own), max_open_files - num_own
+def limit_connections(wanted: int, max_open_files: int) -> int:
+    """Return how many connections are allowed: of those wanted as many as the process can open."""
+    allowed = min(wanted, max_open_files - min(NUM_OWN_FILES, max_open_files // 2))
     if allowed < wanted:
         log.warning(
-            "this process may have %d open files: %d connections are allowed instead of %d; raise the hard limit "
-            "(ulimit -Hn, LimitNOFILE=) above PENSTOCK_GATEWAY_MAX_CONNECTIONS",
-            max_open_files, allowed, wanted,
-        )  # fmt: skip
-    return allowed, most_open
+            f"{max_open_files} open files are allowed, so {allowed} connections instead of {wanted}: "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=) above PENSTOCK_GATEWAY_MAX_CONNECTIONS"
+        )
+    return allowed
 
 
 class _Server(uvicorn.Server):
     """uvicorn, with exit status 0 after a signal."""
 
-    def __init__(self, app: FastAPI, settings: GatewayProcessSettings, most_open: int) -> None:
+    def __init__(self, app: FastAPI, settings: GatewayProcessSettings) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=make_guarded_protocol(settings.guard, most_open),
+                http=make_guarded_protocol(settings.guard),
                 ws="none",
                 lifespan="on",
                 log_config=None,

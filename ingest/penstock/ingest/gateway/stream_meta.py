@@ -123,7 +123,7 @@ class StreamMetaStore:
         renewed = list(self._open.values())
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
-            has_ended = await self._check_ended(metas)
+            has_ended = await self.check_ended(metas)
             is_there = await self.renew_ids(meta.id for meta in metas)
             for meta, ended, there in zip(metas, has_ended, is_there, strict=True):
                 if ended or not there or now_s() > meta.created + self._pending_s:
@@ -147,7 +147,7 @@ class StreamMetaStore:
                 ended.update(await _find_ended(server, own))
         return ended
 
-    async def _check_ended(self, metas: list[StreamMeta]) -> list[bool]:
+    async def check_ended(self, metas: list[StreamMeta]) -> list[bool]:
         """Return for each whether all its requests have ended; False while their server is away."""
         keys = [[(one, Pipeline(meta.pipeline).record_key(one)) for one in meta.request_ids] for meta in metas]
         ended = await self.find_ended(itertools.chain.from_iterable(keys))
