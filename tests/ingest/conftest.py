@@ -51,9 +51,11 @@ def sdk(base_url: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Webhooks of this test know of no gateways of other tests, which share its Redis, and these not of them."""
-    monkeypatch.setattr(webhooks, "WEBHOOK_MARK_KEYS", [f"penstock:webhooks-{uuid.uuid4().hex}-{n}" for n in range(2)])
+    keys = [f"penstock:webhooks-{uuid.uuid4().hex}-{number}" for number in range(2)]
+    monkeypatch.setattr(webhooks, "WEBHOOK_MARK_KEYS", keys)
+    return keys
 
 
 def call_as_tenant(request: Request) -> Caller:

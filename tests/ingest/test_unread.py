@@ -32,7 +32,7 @@ class Site:
 
     def __init__(self, client: "redis.asyncio.Redis", pipeline: Pipeline, cancel_s: float, *, is_lost: bool) -> None:
         metas = StreamMetaStore(Sharded([""], [client]), RecordSettings())
-        self.here, self.there = (UnreadStreams(client, metas, 3600, cancel_s) for _ in range(2))
+        self.here, self.there = (UnreadStreams(client, metas, cancel_s) for _ in range(2))
         name = uuid.uuid4().hex
         self.meta = StreamMeta(
             id=name, path="/v1/completions", model="m", created=0, request_ids=[name], pipeline=pipeline.name,

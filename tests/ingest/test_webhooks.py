@@ -59,7 +59,8 @@ class Tenants:
 class Sender:
     """Gateways' webhooks over one Redis, and a clock that a test sets."""
 
-    def __init__(self, client: "redis.asyncio.Redis", stack: AsyncExitStack) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", stack: AsyncExitStack, marks: list[str]) -> None:
+        self.marks = marks
         self.client, self._stack, self._hooks = client, stack, list[Webhooks]()
         self.tenants, self.meters = Tenants(), Meters()
         self.tenant = self.add_tenant()
@@ -108,13 +109,13 @@ class Sender:
         for tenant in self.tenants.urls:
             await self.client.srem(WEBHOOKS_KEY, tenant)
             await self.client.delete(webhook_events_key(tenant))
-        await self.client.delete(*module.WEBHOOK_MARK_KEYS)
+        await self.client.delete(*self.marks)
 
 
 @pytest.fixture
-async def sender(redis_url: str, own_marks: None) -> AsyncIterator[Sender]:
+async def sender(redis_url: str, own_marks: list[str]) -> AsyncIterator[Sender]:
     async with async_redis_client(redis_url) as client, AsyncExitStack() as stack:
-        made = Sender(client, stack)
+        made = Sender(client, stack, own_marks)
         yield made
         await made.clean()
 
@@ -315,7 +316,7 @@ async def test_a_tenants_own_receiver_comes_before_that_of_all(sender: Sender) -
     assert b'"resp_2"' in body
     assert headers["webhook-signature"] == signed["webhook-signature"]
     sender.tenants.urls[tenant] = ""
-    await sender.client.delete(*module.WEBHOOK_MARK_KEYS)  # days later no gateway has the URL any more
+    await sender.client.delete(*sender.marks)  # days later no gateway has the URL any more
     hooks = sender.open()
     await hooks._client.zadd(webhook_events_key(tenant), {body: sender.now})
     await sender.deliver()

@@ -78,6 +78,10 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
     try:
         stack.directory.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(stack.directory, os.W_OK) else "it cannot be written to"
+        if not reason:
+            stack.lock_data()
+    except DirectoryTaken as taken:
+        yield str(taken)
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:
@@ -87,11 +91,6 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
             find_binary()
         except DependencyMissing as error:
             yield f"{error}; or name a running one with --redis"
-    if not reason:
-        try:
-            stack.lock_data()
-        except DirectoryTaken as taken:
-            yield str(taken)
 
 
 def _find_model_problems(stack: Stack) -> Iterator[str]:

@@ -70,8 +70,8 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
     if role in ("client", "gateway"):
         found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel), *_list_client_commands(pipeline)]
     else:
-        found += [("HSET", record, "x", "x"), ("XADD", pipeline.log_key("x"), "*", "e", ""), ("PUBLISH", channel, "")]
-        found += [("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
+        found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
+        found += [("HSET", record, "x", "x"), ("XADD", pipeline.log_key("x"), "*", "e", "")]
     if role != "client":
         found.append(("TIME",))
     if role == "gateway":

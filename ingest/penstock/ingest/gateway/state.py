@@ -57,8 +57,7 @@ class Gateway:
         self.models = ServedModels(self.redis, addresses.pipeline)
         self.metrics = GatewayMetrics(meters, addresses, settings.bus)
         self.stream_metas = StreamMetaStore(self.servers, settings.record)
-        keep_s, cancel_s = settings.record.keep_s, settings.gateway.cancel_unread_s
-        self.unread = UnreadStreams(self.redis, self.stream_metas, keep_s, cancel_s)
+        self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
         self.metrics.count_unread = self.unread.count
         self._key_source = open_key_source(settings.admission, settings.gateway.host, self.redis)
         self.keyring = Keyring(self._key_source)

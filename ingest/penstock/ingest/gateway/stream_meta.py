@@ -38,7 +38,7 @@ class StreamMetaStore:
 
     def __init__(self, servers: "Sharded[redis.asyncio.Redis]", settings: RecordSettings) -> None:
         self._servers, self._client = servers, servers.parts[0]
-        self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
+        self._pending_s, self.keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
         self._secret = secrets.token_hex(32).encode()
         """The one in Redis, once it was read. A Redis that lost it gets it back, so that ids stay the same."""
@@ -62,7 +62,7 @@ class StreamMetaStore:
             found = cast(
                 "bytes | None",
                 await self._client.set(
-                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self._keep_ms
+                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self.keep_ms
                 ),
             )
         kept = meta if found is None else StreamMeta.model_validate_json(found)
@@ -101,7 +101,7 @@ class StreamMetaStore:
         """Note that the requests have ended: from now on it is kept as long as their records."""
         self._open.pop(meta.id, None)
         with translate_outages():
-            await self._client.pexpire(stream_meta_key(meta.id), self._keep_ms)
+            await self._client.pexpire(stream_meta_key(meta.id), self.keep_ms)
 
     def stop_renewing(self, meta: StreamMeta) -> None:
         """Stop renewing, because it is not known whether the requests are durable."""
@@ -134,7 +134,7 @@ class StreamMetaStore:
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 for one in ids:
-                    batch.pexpire(stream_meta_key(one), self._keep_ms)
+                    batch.pexpire(stream_meta_key(one), self.keep_ms)
                 is_there: list[int] = await batch.execute()
         return is_there
 

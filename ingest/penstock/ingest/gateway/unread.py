@@ -34,9 +34,8 @@ Cancel = Callable[[StreamMeta], Awaitable[object]]
 class UnreadStreams:
     """The streams that readers left at this gateway and nobody has come back to."""
 
-    def __init__(self, client: "redis.asyncio.Redis", metas: StreamMetaStore, keep_s: float, cancel_s: float) -> None:
-        self._client, self._metas = client, metas
-        self._keep_ms, self._cancel_s = round(keep_s * 1000), cancel_s
+    def __init__(self, client: "redis.asyncio.Redis", metas: StreamMetaStore, cancel_s: float) -> None:
+        self._client, self._metas, self._cancel_s = client, metas, cancel_s
         self._left: dict[str, tuple[StreamMeta, float, int]] = {}
         """By id, with the time of the leaving and how many readers had come until then, after the first."""
 
@@ -59,7 +58,7 @@ class UnreadStreams:
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 batch.hincrby(key, what, 1)
-                batch.pexpire(key, self._keep_ms)
+                batch.pexpire(key, self._metas.keep_ms)
                 batch.hget(key, "come")
                 return int((await batch.execute())[2] or 0)
 
