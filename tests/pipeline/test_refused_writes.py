@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -103,11 +104,11 @@ def test_a_wrong_type_of_a_shared_key_is_no_requests_fault(
         record.claim_prefill("r1", session, "b", b"message")
 
 
-def deny(admin: "redis.Redis", *rights: str) -> None:
+def deny(admin: Any, *rights: str) -> None:
     admin.execute_command("ACL", "SETUSER", "default", *rights)
 
 
-def close_others(admin: "redis.Redis") -> None:
+def close_others(admin: Any) -> None:
     """End all connections but this one: those that are open stay logged in."""
     for kind in ("normal", "pubsub"):
         admin.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
