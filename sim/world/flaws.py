@@ -293,6 +293,11 @@ FLAWS = (
         "replace_surrogates(told) if isinstance(", "told if isinstance(",
     ),
     Flaw(
+        "a request that an endpoint refuses is asked for again for ever", f"{ENDPOINT}/engine.py",
+        "if self.asked_s < endpoint.answered_s:\n            return not (self.failed.is_busy and self.was_crowded)\n"
+        "        return now_s", "return False and now_s",
+    ),
+    Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
         "if seq.num_made > seq.most_pieces:", "if True:",
     ),

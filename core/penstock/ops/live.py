@@ -91,6 +91,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
         "tokens_per_s": per_s.get(find_stages(worker["stage"])[-1]),
         "blocks_used": pool["used"],
         "blocks_total": pool["total"],
+        "resting": [one for one in worker.get("endpoints", ()) if one["cause"]],
         "age_s": round(max(0.0, now_s - worker["since"]), 1),
     }
 

@@ -140,6 +140,11 @@ DEAD_LETTERS = Metric(
     "penstock.dead_letters", "counter", "{message}", ("pipeline", "stage"),
     "Messages that were put into the dead-letter topic.", "worker",
 )  # fmt: skip
+ENDPOINT_REST = Metric(
+    "penstock.endpoint.rest", "gauge", "s", ("pipeline", "worker", "endpoint", "cause"),
+    "How much longer an endpoint is left alone. cause: why it rests (an HTTP status, unreachable, lost, ...), also "
+    "while it is tried with one request; empty where it does not.", "worker",
+)  # fmt: skip
 
 # The gateway: of the pipelines that it serves.
 
