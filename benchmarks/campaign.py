@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -169,7 +170,7 @@ class Figures:
         if seeds := [*row.seeds, *told.seeds]:
             row.seeds = [min(seeds), max(seeds)]
         row.told = [*row.told, *(line for line in told.told if line not in row.told)][-40:]
-        replay = " ".join(word.replace(PYTHON, "python") for word in task.command)
+        replay = shlex.join(word.replace(PYTHON, "python") for word in task.command)
         row.findings += [{"seed": task.seed, "what": what[:300], "replay": replay} for what in told.findings]
 
     def list_open_findings(self) -> list[tuple[Row, dict[str, Any]]]:
@@ -240,7 +241,8 @@ def _make_scene(group: str) -> Callable[[Figures], list[Task]]:
 def _read_flaw(output: str, status: int) -> Told:
     found = re.search(r": (\d+) (.*) \d+ s$", output.strip().splitlines()[0] if output.strip() else "")
     if status or not found:
-        return Told({"flaws": 1}, [f"the world does not find this flaw in {FLAW_S} s: {_last_line(output)}"])
+        says = _last_line(output) if status else f"the world does not find this flaw in {FLAW_S} s"
+        return Told({"flaws": 1}, [says])
     return Told({"flaws": 1, "found": 1}, seeds=[int(found[1])], told=[found[2]])
 
 

@@ -598,12 +598,3 @@ def test_a_text_that_no_topic_takes_is_cut_and_says_so() -> None:
     assert found.truncated is True
     assert (found.finish_reason, found.token_ids, found.logprobs) == ("length", list(range(40)), None)
     assert result.text.startswith(found.text)
-
-
-def test_a_text_that_fits_is_whole() -> None:
-    job = Job(id="r1", job="j1")
-    result = build_result(job, "model", [TokenEvent(id="0-0", token=1, text="a"), EndEvent(finish_reason="stop")])
-    assert result is not None
-    message = build_result_message(Pipeline("p"), result, {})
-    assert b"truncated" not in message.value
-    assert decode_message(Result, message.value) == result

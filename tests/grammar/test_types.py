@@ -23,16 +23,22 @@ MAX_REFUSED_SHARE = 0.05
 REFUSED = {
     # No grammar remembers the items so far, unless their values are listed.
     "pydantic": dict.fromkeys(
-        ("set", "typing.Set[int]", "frozenset", "typing.FrozenSet[int]", "conset", "confrozenset"), "uniqueItems"
+        (
+            "set", "typing.Set[int]", "frozenset", "typing.FrozenSet[int]",
+            "pydantic.conset(int, min_length=1, max_length=4)",
+            "pydantic.confrozenset(int, min_length=1, max_length=4)",
+        ),
+        "uniqueItems",
     ),
     # Nothing matches the first. The second is anything that is no text. A token must be signed, and the last one's
     # function is not in its schema.
     "zod": {
-        "never()": "not",
-        "xor() that overlaps": "oneOf",
-        **dict.fromkeys(("jwt()", "jwt({ alg })", "stringFormat() of a function"), "format"),
+        "z.never()": "not",
+        "z.xor([z.string(), z.any()])": "oneOf",
+        **dict.fromkeys(("z.jwt()", "z.jwt({ alg: 'HS256' })"), "format"),
+        "z.stringFormat('cool-id', val => val.startsWith('cool-'))": "format",
     },
-}
+}  # fmt: skip
 
 
 def compile_types(library: str) -> tuple[dict[str, CompiledGrammar], dict[str, UnsupportedSchema]]:

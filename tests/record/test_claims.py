@@ -167,36 +167,6 @@ def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello", tenant="other"))
 
 
-def test_what_ended_without_its_message_is_settled_by_a_job_and_with_it_by_that(record: Record) -> None:
-    """Its own message may be settled since, with a job, and who claims with it may not know that yet."""
-    session = alive(record, "p1")
-    assert record.finish_request(prefill(record, "r1"), end())
-    for _ in range(2):
-        again = record.claim_prefill("r1", session, "b", name="m1")
-        assert isinstance(again, Claim)
-        assert (again.is_ended, again.is_unbound) == (True, True)
-    job = record.claim_decode("r1", alive(record, "d1"), "j1")
-    assert isinstance(job, Claim)
-    assert (job.is_ended, job.is_unbound) == (True, False)
-    assert record.claim_decode("r1", session, "j2") == record.claim_prefill("r1", session, "b", name="m1") == Bound()
-    assert record.finish_request(prefill(record, "r2"), end(), "m2")
-    own = record.claim_prefill("r2", session, "b", name="m2")
-    assert isinstance(own, Claim)
-    assert (own.is_ended, own.is_unbound) == (True, False)
-
-
-def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
-    assert record.cancel_request("r1")
-    status = record.read_status("r1")
-    assert status is not None
-    assert (status.stage, status.cancelled) == ("new", True)
-    assert client.ttl(pipeline.record_key("r1")) > 0
-    claim = prefill(record)
-    assert claim.is_cancelled
-    assert record.finish_request(claim, end("cancelled"))
-    assert not record.cancel_request("r1")
-
-
 def test_an_id_is_remembered_as_long_again_as_its_request_took(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -218,6 +188,8 @@ def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Red
     assert all(0 < client.ttl(key) <= 60 for key in keys)
     assert prefill(record).is_ended
     assert all(0 < client.ttl(key) <= 60 for key in keys)
+    assert record.cancel_request("not yet claimed")
+    assert 0 < client.ttl(pipeline.record_key("not yet claimed")) <= 600
     record.close()
 
 

@@ -35,13 +35,6 @@ def ask(pipeline: TestPipeline, prompt: str = PROMPT, max_tokens: int = 20) -> A
         return client.result(client.submit(prompt, max_tokens=max_tokens))
 
 
-def test_a_worker_alone_answers_in_one_hop(pipeline: TestPipeline) -> None:
-    result = ask(pipeline)
-    assert len(result.token_ids) == 20
-    assert result.timings.handed_off == 0.0
-    assert not pipeline.bus.read_all(pipeline.bus.pipeline.job_topic("interactive"))
-
-
 def test_its_spans_tell_the_prompt_from_the_answer(pipeline: TestPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, start_span = list[str](), tracing.start_span
 
