@@ -23,7 +23,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.errors import BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
+from penstock.errors import AccessRefused, BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
@@ -440,6 +440,8 @@ OUTAGES = [
     redis.ResponseError("MISCONF the disk is full"),
     redis.AuthenticationError("the password was changed"),
     redis.exceptions.NoPermissionError("the user's rights were changed"),
+    redis.ResponseError("ACL failure in script: User default has no permissions to run the 'xadd' command"),
+    AccessRefused("the user may not PUBLISH"),
     BusUnavailable("Kafka: away"),
     MemberFenced("away too long"),
 ]

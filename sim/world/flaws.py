@@ -71,7 +71,7 @@ FLAWS = (
     ),
     Flaw(
         "the session's thread ends in silence", f"{RECORD}/session.py",
-        "if not (isinstance(error, redis.RedisError) and is_away(error)):\n                self._failure = error\n",
+        "if not (isinstance(error, redis.RedisError) and is_outage(error)):\n                self._failure = error\n",
         "if True:\n",
     ),
     Flaw(

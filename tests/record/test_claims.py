@@ -1,13 +1,14 @@
 """Who may hold a request. `tests/protocol/test_replay.py` compares every script with a model of it."""
 
 import time
+from typing import Any
 
 import pytest
 import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings, TokenEvent, compute_body_hash
-from penstock.names import Pipeline, Stage
+from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
@@ -190,3 +191,62 @@ def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Red
     assert record.cancel_request("not yet claimed")
     assert 0 < client.ttl(pipeline.record_key("not yet claimed")) <= 600
     record.close()
+
+
+# What a server that evicts, or an operator, deletes of a request.
+
+
+@pytest.mark.parametrize("was_noted", [True, False])
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_log_without_its_record_is_gone_on_with(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, stage: Stage, was_noted: bool
+) -> None:
+    """Also where only the record's last change is missing, as a command that was refused ended a script halfway."""
+    claim = claim_with_message(record, stage)
+    say(record, claim, [7, 8])
+    before: dict[Any, Any] = client.hgetall(pipeline.record_key("r1"))
+    rolled = claim.rolling_hash
+    say(record, claim, [9])
+    if was_noted:
+        client.delete(pipeline.record_key("r1"))
+    else:
+        client.hset(pipeline.record_key("r1"), mapping=before)
+        die(record, "w1")
+    assert say(record, claim, [10]) == [0]
+    again = claim_with_message(record, stage)
+    assert (again.num_tokens, len(again.log), again.log[1].id) == (3, 3, f"1-{rolled}")  # type: ignore[union-attr]
+    assert say(record, again, [10]) == [1]
+    assert record.finish_request(again, end()) is AppendOutcome.OK
+    assert [getattr(event, "token", None) for event in record.read_log("r1")] == [7, 8, 9, 10, None]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_an_end_without_its_record_is_settled_as_it_is(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, stage: Stage
+) -> None:
+    claim = claim_with_message(record, stage)
+    say(record, claim, [7])
+    assert record.finish_request(claim, end()) is AppendOutcome.OK
+    left_ms = client.pttl(pipeline.log_key("r1"))
+    client.delete(pipeline.record_key("r1"))
+    again = claim_with_message(record, stage)
+    assert (again.is_ended, again.is_unbound, again.num_tokens, len(again.log)) == (True, stage == "prefill", 1, 2)
+    assert 0 < client.pttl(pipeline.record_key("r1")) <= left_ms
+
+
+@pytest.mark.parametrize("way", ["claim", "take"])
+def test_a_record_without_its_log_begins_anew(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, way: str
+) -> None:
+    claim = claim_with_message(record, "decode")
+    say(record, claim, [7, 8])
+    client.delete(pipeline.log_key("r1"))
+    assert say(record, claim, [9]) == [0], "a reader would find a hole"
+    claim.num_tokens = 2
+    assert record.finish_request(claim, end()) is AppendOutcome.FENCED
+    assert not client.exists(pipeline.log_key("r1"))
+    die(record, "w1")
+    again = claim_with_message(record, "decode") if way == "claim" else take_over(record, 2)
+    assert (again.num_tokens, again.rolling_hash, again.log) == (0, START_HASH, [])
+    assert say(record, again, [7]) == [1]
+    assert record.finish_request(again, end()) is AppendOutcome.OK
