@@ -265,13 +265,15 @@ def run_late(given: Options) -> dict[str, float]:
         stack = exits.enter_context(open_stack(given.choose_stack(), ENVIRONMENT, **how))
         side = PipelineSide(exits.enter_context(Client(stack.addresses)))
 
-        def measure(late_ms: int, number: int) -> tuple[float, float]:
+        def measure_late_replies(late_ms: int, number: int) -> tuple[float, float]:
+            """Return the seconds to the first token, and the tokens per second of many requests at once."""
             relay.delay_replies(late_ms / 1000)
             chance = random.Random(f"{late_ms} ms late, {number}")
             firsts_s = [side.measure_first_token_s(prompt) for prompt in make_prompts(chance, 5, 64, 64)]
             return statistics.median(firsts_s), side.measure_tokens_per_s(make_prompts(chance, load, 32, 160), max_new)
 
-        found = measure_in_turns({f"{late} ms late": partial(measure, late) for late in LATE_MS}, rounds, num_warm=1)
+        sides = {f"{late} ms late": partial(measure_late_replies, late) for late in LATE_MS}
+        found = measure_in_turns(sides, rounds, num_warm=1)
     firsts, rates = ({name: [one[index] for one in both] for name, both in found.items()} for index in (0, 1))
     print("demo model, float32, two auto workers on Kafka; the stream's Redis is behind a relay")
     print_table(firsts, "ms to the first token", 1000)
