@@ -56,7 +56,6 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.record import Claim
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
-from penstock.testing.record import NEW
 from penstock.worker import watch
 from penstock.worker.confine import UNWRITABLE
 from penstock.worker.heartbeat import Heartbeat
@@ -182,7 +181,7 @@ class Rates:
     autos: float
     """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
     forget_s: float
-    """The mean time until Redis forgets a request, or its last tokens; 0 if it forgets nothing."""
+    """The mean time until Redis forgets the last tokens of a request; 0 if it forgets none."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -318,7 +317,7 @@ class Scene:
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
-        self._repeat_mishap(self.rates.forget_s, self._forget_request)
+        self._repeat_mishap(self.rates.forget_s, self._forget_tokens)
         self._repeat_mishap(self.rates.away_s, self._kill_workers)
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
@@ -562,8 +561,8 @@ class Scene:
     def _fill_redis(self) -> None:
         self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
 
-    def _forget_request(self) -> None:
-        """Let Redis forget a request, or its last tokens, as after a failover.
+    def _forget_tokens(self) -> None:
+        """Let Redis forget a request's last tokens, as after a failover.
 
         Its readers have to see the same again: so it cannot end with an error, and no endpoint answers it, in other
         pieces.
@@ -573,8 +572,7 @@ class Scene:
         sure = [one["id"] for one in self.history if one["what"] == "submitted" and not one["may"]]
         found = [(name, rec) for name in sure if (rec := self.memory.records.find(name)) and rec.tokens and not rec.end]
         for name, rec in self.chance.sample(found, min(1, len(found))):
-            left = rec._replace(tokens=rec.tokens[: self.chance.randrange(len(rec.tokens))])
-            self.memory.records.put(name, self.chance.choice([left, NEW]))
+            self.memory.records.put(name, rec._replace(tokens=rec.tokens[: self.chance.randrange(len(rec.tokens))]))
             self._note({"what": "forgotten", "id": name})
 
     def _pause_server(self) -> None:
