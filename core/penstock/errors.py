@@ -104,9 +104,10 @@ class PromptTooLong(RequestError):
 
 
 class RequestTooLarge(RequestError):
-    """The message has more bytes than a request may have."""
+    """The message has more bytes than a request may have, or than its topic takes, if `topic` names one."""
 
     code = "request_too_large"
+    topic: str = ""
 
 
 class IdConflict(RequestError):

@@ -70,7 +70,9 @@ def find_size_error(message: Outgoing) -> RequestTooLarge | None:
     """Return the error for a message that is too large for any topic, else None."""
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return None
-    return RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
+    error = RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
+    error.topic = message.topic
+    return error
 
 
 def create_started_future() -> Future[None]:
@@ -181,12 +183,13 @@ class Member(Protocol):
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish all outputs, and finish all deliveries together with that.
 
-        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (nothing was done),
-        `MemberFenced`, or `BusUnavailable`: then it is unknown whether the settlement was made.
+        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (no delivery was
+        finished, and no result published), `MemberFenced`, or `BusUnavailable`: then it is unknown whether the
+        settlement was made.
 
         After `BusUnavailable` a result may be settled again as it is: `DeliveryLost` means that the settlement was
         made, or that another member has the delivery. A job must get a new name before it is settled again, as it may
-        be published already.
+        be published already, also after `RequestTooLarge`.
 
         A `prefill` member that has not settled a result yet publishes first, and finishes the deliveries after that. A
         delivery may come again even after this returned, to this member or another one: the record knows which requests

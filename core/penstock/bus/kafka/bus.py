@@ -42,6 +42,7 @@ from penstock.bus.kafka.client import (
     parse_key,
     produce_message,
     producer_settings,
+    to_bus_error,
 )
 from penstock.bus.kafka.client_factory import KafkaClientFactory
 from penstock.bus.kafka.follower import KafkaFollower
@@ -315,7 +316,7 @@ class KafkaPublisher:
                 sent.set_result(None)
             else:
                 self._partitions.forget_leaders()
-                sent.set_exception(BusUnavailable(f"Kafka: {error.str()}"))
+                sent.set_exception(to_bus_error(error, message.topic))
 
         if (refused := find_size_error(message)) is not None:
             sent.set_exception(refused)

@@ -1,16 +1,26 @@
 """Writes the outputs of settlements, with and without transactions, and commits offsets."""
 
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.buffer import Commit
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FENCED_ERRORS, bus_errors, produce_message, producer_settings
+from penstock.bus.kafka.client import (
+    BROKER_TIMEOUT_S,
+    FENCED_ERRORS,
+    TOO_LARGE_ERRORS,
+    WriteFailed,
+    bus_errors,
+    produce_message,
+    producer_settings,
+)
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.errors import MemberFenced, NameShared
@@ -44,15 +54,26 @@ class OutputWriter:
 
 
 def write_and_flush(producer: Producer, partitions: Partitioner, outputs: Sequence[Outgoing], timeout_s: float) -> None:
-    """Write messages and wait until all are acknowledged. Raise `KafkaException`."""
-    errors: list[KafkaError] = []
+    """Write messages and wait until all are acknowledged. Raise `KafkaException`; `WriteFailed` if brokers refuse one.
+
+    With a message that is too large others fail that are fine, so the error is about that one.
+    """
+    errors: list[tuple[bool, str, KafkaError]] = []
+
+    def report(topic: str, error: KafkaError | None, _: object) -> None:
+        if error is not None:
+            errors.append((error.code() not in TOO_LARGE_ERRORS, topic, error))
+
     for output in outputs:
-        produce_message(producer, output, partitions, lambda error, _: errors.append(error) if error else None)
+        produce_message(producer, output, partitions, partial(report, output.topic))
     if outputs and _flush_producer(producer, timeout_s):
         timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
         raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
     if errors:
-        raise KafkaException(errors[0])
+        _, topic, error = min(errors, key=operator.itemgetter(0))
+        failed = WriteFailed(error)
+        failed.topic = topic
+        raise failed
 
 
 def _flush_producer(producer: Producer, timeout_s: float) -> int:
