@@ -24,6 +24,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:partition_readers` | hash  | while any is read: partitions and sessions | `record`      |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
+| `penstock:<pipeline>:places`           | hash   | for good: how far each partition is finished | `KafkaBus`   |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:<pipeline>:servers`          | string | for good: the names of all stream servers, a line each | `servers` |
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
@@ -50,6 +51,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:{kv}:ends`                   | zset   | as the leases: the last end, by block     | `kvstore`      |
 | `penstock:{kv}:state`                  | hash   | as the blocks: sums, clock, budget        | `kvstore`      |
 | `penstock:bus:{<pipeline>}:<topic>`    | stream | trimmed as deliveries are settled         | `StreamsBus`   |
+| `penstock:bus:{<pipeline>}:finished`   | hash   | for good: how many of each topic were finished | `StreamsBus` |
+| `penstock:bus:{<pipeline>}:lost`       | hash   | a week after the last loss: counts by topic | `bus`         |
 | `penstock:bus:{<pipeline>}:member:<group>:<name>` | string | the bus's session timeout      | `StreamsBus`   |
 """
 
@@ -186,6 +189,16 @@ class Pipeline:
             self.servers_key: "string",
         }
 
+    @property
+    def places_key(self) -> str:
+        """The key of how far each partition is finished, which brokers may forget."""
+        return f"penstock:{self.name}:places"
+
+    @property
+    def lost_key(self) -> str:
+        """The key of how many messages of each topic were deleted before they were read."""
+        return f"penstock:bus:{{{self.name}}}:lost"
+
     def log_key(self, request_id: str) -> str:
         """Return the key of a request's token log."""
         return f"penstock:{self.name}:{{{request_id}}}:log"
@@ -246,6 +259,11 @@ class Pipeline:
     def stream_key(self, topic: str) -> str:
         """Return the key of the Redis stream that holds a topic."""
         return f"penstock:bus:{{{self.name}}}:{topic}"
+
+    @property
+    def finished_key(self) -> str:
+        """The key of how many entries of each topic's stream were finished, or were told to be lost."""
+        return f"penstock:bus:{{{self.name}}}:finished"
 
     def member_key(self, group: str, member: str) -> str:
         """Return the key that exists while a member of a group lives."""

@@ -61,8 +61,7 @@ FLAWS = (
     ),
     Flaw(
         "a job goes out twice under one name", f"{WORKER}/settler.py",
-        "replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch",
-        "pending for pending in batch",
+        "[_make_anew(pending) for pending in batch]", "batch",
     ),
     Flaw(
         "lost claims are kept", f"{WORKER}/worker.py",
@@ -258,7 +257,7 @@ FLAWS = (
     ),
     Flaw(
         "finished work beyond the committed offset is repeated", f"{BUS}/kafka/offsets.py",
-        "if _is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
+        "if is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
     ),
     Flaw(
         "a commit that was refused counts as made", f"{BUS}/kafka/writers.py",

@@ -182,7 +182,7 @@ async def test_an_id_cannot_be_told_from_tenant_and_key(site: Site) -> None:
     assert mine != await site.metas[0].derive_name("other", "k")
     site.server.delete("penstock:gateway:secret")
     assert mine == await site.metas[0].derive_name("acme", "k"), "it gives the secret back to a Redis that lost it"
-    stranger = StreamMetaStore(site.gateways[0].servers, RecordSettings())
+    stranger = StreamMetaStore(site.gateways[0].servers, RecordSettings(), site.gateways[0]._end_lost)
     site.server.delete("penstock:gateway:secret")
     assert mine != await stranger.derive_name("acme", "k")
 
@@ -207,7 +207,7 @@ async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(
     ids = [uuid.uuid4().hex for _ in range(64)]
     chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
     posted = await site.post(0)
-    metas = StreamMetaStore(servers, RecordSettings())
+    metas = StreamMetaStore(servers, RecordSettings(), site.gateways[0]._end_lost)
     meta = await metas.put(posted.model_copy(update={"id": uuid.uuid4().hex, "request_ids": chosen}))
     for url, request_id in zip(urls, chosen, strict=True):
         assert await site.is_renewed(metas, meta)

@@ -75,20 +75,24 @@ def find_size_error(message: Outgoing) -> RequestTooLarge | None:
     return error
 
 
-def create_started_future() -> Future[None]:
+def create_started_future() -> Future[str]:
     """Return the future of a message that was handed to the client: it cannot be cancelled any more."""
-    future: Future[None] = Future()
+    future: Future[str] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def wait_until_acknowledged(sent: Sequence[Future[None]], timeout_s: float) -> None:
-    """Wait until all messages are acknowledged. Raise the first message's error, or `BusUnavailable` after the time."""
+def wait_until_acknowledged(sent: Sequence[Future[str]], timeout_s: float) -> list[str]:
+    """Wait until all messages are acknowledged, and return their places. Raise the first message's error, or
+    `BusUnavailable` after the time.
+    """
     _, open_ = wait(sent, timeout_s)
+    places = []
     for future in sent:
         if future in open_:
             raise BusUnavailable(f"no acknowledgement within {timeout_s:g} s: send it again under the same id")
-        future.result()
+        places.append(future.result())
+    return places
 
 
 @dataclass(frozen=True)
@@ -141,15 +145,16 @@ class Settlement:
 class Publisher(Protocol):
     """The producing side. Thread-safe."""
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Hand messages to the client, and return for each a future that is done once the message is durable.
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
+        """Hand messages to the client, and return for each a future of its place (as `Delivery.name`), which is done
+        once the message is durable.
 
         No message waits for another's acknowledgement. A future raises `RequestTooLarge` (its message was not written)
         or `BusUnavailable` (it may have been).
         """
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages; when this returns they are durable.
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Write the messages, and return their places; when this returns they are durable.
 
         Raises `RequestTooLarge` (nothing was written), or `BusUnavailable` (some may have been).
         """
@@ -221,6 +226,11 @@ class Member(Protocol):
         in each that `poll` has not returned yet, as far as it knows without asking the bus. Any thread may call this.
 
         It is empty where `list_partitions` would be, and for a member that reads jobs alone.
+        """
+
+    def take_lost(self) -> Mapping[str, int]:
+        """Return how many messages of each topic were deleted before its group had finished them, as far as this member
+        found out since the last call. It has logged them and counted them in Redis (`penstock.bus.lost`).
         """
 
     def create_orphan_readers(self) -> "list[OrphanReader]":
@@ -320,6 +330,13 @@ class Bus(Protocol):
         """Return how many messages of each input topic of the stages are not settled: waiting, or held by a worker.
 
         Raise `BusUnavailable`. Thread-safe.
+        """
+
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places of requests at which no message waits any more: it was finished, or deleted.
+
+        The request was lost if no worker has seen it: workers make its record before they finish its message. Raise
+        `BusUnavailable`. Thread-safe.
         """
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> Follower:

@@ -11,6 +11,7 @@ from typing import Any
 import redis
 
 from penstock.bus.contract import Bus
+from penstock.bus.lost import describe_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, find_stages
@@ -45,7 +46,10 @@ class LiveWatch(PipelineWatch[Json]):
         return {
             "at": now_s,
             "pipeline": self._pipeline.name,
-            "health": {"state": health.state, "reasons": list(health.reasons)},
+            "health": {
+                "state": health.state,
+                "reasons": [*health.reasons, *describe_lost(self._redis, self._pipeline)],
+            },
             "lag": lag.as_json(),
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),

@@ -141,6 +141,11 @@ DEAD_LETTERS = Metric(
     "Messages that were put into the dead-letter topic.", "worker",
 )  # fmt: skip
 
+MESSAGES_LOST = Metric(
+    "penstock.messages.lost", "counter", "{message}", ("pipeline", "topic"),
+    "Messages of a topic that workers read which were deleted before they were answered, as far as is known.", "worker",
+)  # fmt: skip
+
 # The gateway: of the pipelines that it serves.
 
 LAG_MESSAGES = Metric(

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
-from penstock.bus.kafka.offsets import Partition, decode_ranges
+from penstock.bus.kafka.offsets import Partition, decode_ranges, is_in_ranges, parse_place
 from penstock.names import STAGES, Pipeline
 
 T = TypeVar("T")
@@ -122,6 +122,26 @@ class GroupLag:
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
         return retry_during_election(self._count_by_topic)
+
+    def find_gone(self, places: Iterable[str]) -> set[str]:
+        """Return those of the places of requests that the group has finished, or that are not in the log.
+
+        Raise `KafkaException` or `TimeoutError`.
+        """
+        return retry_during_election(lambda: self._find_gone({place: parse_place(place) for place in places}))
+
+    def _find_gone(self, places: Mapping[str, tuple[Partition, int]]) -> set[str]:
+        partitions, gone = {partition for partition, _ in places.values()}, set[str]()
+        latest, earliest = OffsetSpec.latest(), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+        commits, level = self._commits["prefill"].read_offsets(partitions), IsolationLevel.READ_UNCOMMITTED
+        begins = read_log_offsets(self._admin, partitions, earliest, level)
+        ends = read_log_offsets(self._admin, partitions, latest, level)
+        for place, (partition, offset) in places.items():
+            committed, metadata = commits[partition]
+            is_finished = offset < committed or is_in_ranges(decode_ranges(metadata, committed), offset)
+            if is_finished or not begins[partition] <= offset < ends[partition]:
+                gone.add(place)
+        return gone
 
     def close(self) -> None:
         """Free the connections."""

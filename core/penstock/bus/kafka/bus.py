@@ -2,20 +2,15 @@
 
 import logging
 import threading
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import (
-    OFFSET_BEGINNING,
-    Consumer,
     KafkaError,
     KafkaException,
     Message,
     Producer,
-    TopicPartition,
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
@@ -33,13 +28,8 @@ from penstock.bus.joined import EventBell, JoinedMember, join_both
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
-    DAMAGED_BATCH_ERRORS,
-    FETCH_LIMITS,
     MAX_BATCH_BYTES,
-    DamagedBatches,
     bus_errors,
-    parse_headers,
-    parse_key,
     produce_message,
     producer_settings,
     to_bus_error,
@@ -49,8 +39,8 @@ from penstock.bus.kafka.follower import KafkaFollower
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
+from penstock.bus.kafka.reading import read_topic
 from penstock.config.settings import BusSettings
-from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, WorkerKind
 from penstock.waiting import wait_until
 
@@ -59,8 +49,6 @@ log = logging.getLogger(__name__)
 ACKNOWLEDGE_TIMEOUT_S = 20.0
 """How long a published message may wait to be acknowledged."""
 CHECK_TIMEOUT_S = 5.0
-OPEN_TRANSACTION_WAIT_S = 3.0
-"""How long `read_all` waits for transactions that are open in the topic."""
 
 WORK_RETENTION_MS = 14 * 86400 * 1000
 RESULTS_RETENTION_MS = 7 * 86400 * 1000
@@ -78,11 +66,9 @@ class KafkaBus(KafkaClientFactory):
         bootstrap: str,
         settings: BusSettings,
         access: Mapping[str, str] | None = None,
-        beats_url: str = "",
+        redis_url: str = "",
     ) -> None:
-        """`beats_url`: the Redis with the heartbeats by which requests are placed; without it a hash places them."""
-        super().__init__(pipeline, bootstrap, settings, access)
-        self.beats_url = beats_url
+        super().__init__(pipeline, bootstrap, settings, access, redis_url)
         self._backlog: GroupLag | None = None
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
@@ -125,40 +111,26 @@ class KafkaBus(KafkaClientFactory):
 
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled, see `GroupLag`."""
+        with bus_errors():
+            return self._open_backlog().count_unsettled()
+
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places at which no message waits; see `contract.Bus.find_gone`."""
+        with bus_errors():
+            return self._open_backlog().find_gone(places)
+
+    def _open_backlog(self) -> GroupLag:
         with self._lock:
             self._backlog = self._backlog or GroupLag(self.pipeline, self.clients)
-        with bus_errors():
-            return self._backlog.count_unsettled()
+            return self._backlog
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> KafkaFollower:
         """Return a follower of a topic's committed messages."""
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Return every committed message in a topic that can be unpacked, partition by partition.
-
-        A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
-        the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
-        """
-        reader = Consumer(
-            self.clients
-            | FETCH_LIMITS
-            | {
-                "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
-                "enable.auto.commit": False,
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "earliest",
-                "enable.partition.eof": True,
-                "fetch.wait.max.ms": 50,
-            }
-        )
-        try:
-            with bus_errors():
-                partitions = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
-                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
-                return _read_to_end(reader, topic, set(partitions))
-        finally:
-            reader.close()
+        """Return every committed message in a topic; see `reading.read_topic`."""
+        return read_topic(self.clients, topic)
 
     def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Return one line about the brokers. Raise `BusUnavailable`."""
@@ -199,35 +171,6 @@ class KafkaBus(KafkaClientFactory):
             topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
             for topic in self.pipeline.all_topics()
         )
-
-
-def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
-    """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
-    found: list[Outgoing] = []
-    ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
-    damaged = DamagedBatches()
-    until = time.monotonic() + BROKER_TIMEOUT_S
-    while (unread or ends) and time.monotonic() < until:
-        message = reader.poll(0.1 if ends else 1.0)
-        if message is None:
-            continue
-        error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
-        if error is None:
-            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
-        elif error.code() in DAMAGED_BATCH_ERRORS:
-            damaged.pass_over(reader, (topic, number), offset)
-        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
-            if number in unread:
-                unread.discard(number)
-                ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
-        elif not error.retriable():
-            raise KafkaException(error)
-        ends = {one: end for one, end in ends.items() if one != number or end > offset}
-        if had_more:
-            until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
-    if unread:
-        raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
-    return found
 
 
 def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
@@ -282,20 +225,20 @@ class KafkaPublisher:
             "enable.sparse.connections": False,
         }
         self._producer = Producer(settings)
-        self._beats = BeatReader(bus.beats_url, bus.pipeline) if bus.beats_url else None
+        self._beats = BeatReader(bus.redis_url, bus.pipeline) if bus.redis_url else None
         self._partitions = Partitioner(self._producer, self._beats.read_beats if self._beats else None)
         self._closing = threading.Event()
         self._reports = threading.Thread(target=self._serve_reports, name="kafka-publisher", daemon=True)
         self._reports.start()
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
         """Hand the messages to the producer, and return a future for each; see `contract.Publisher.send_messages`."""
         return [self._send_message(message) for message in messages]
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages, all acknowledged. Raise `BusUnavailable` or `RequestTooLarge`."""
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Write the messages, all acknowledged. Return their places. Raise `BusUnavailable` or `RequestTooLarge`."""
         check_size(messages)
-        wait_until_acknowledged(self.send_messages(messages), ACKNOWLEDGE_TIMEOUT_S + BROKER_TIMEOUT_S)
+        return wait_until_acknowledged(self.send_messages(messages), ACKNOWLEDGE_TIMEOUT_S + BROKER_TIMEOUT_S)
 
     def close(self) -> None:
         """Send what is left and end. Futures of messages that are not acknowledged in time raise `BusUnavailable`."""
@@ -308,12 +251,13 @@ class KafkaPublisher:
             if self._beats is not None:
                 self._beats.close()
 
-    def _send_message(self, message: Outgoing) -> Future[None]:
+    def _send_message(self, message: Outgoing) -> Future[str]:
         sent = create_started_future()
 
-        def report(error: KafkaError | None, _: Message | None = None) -> None:
+        def report(error: KafkaError | None, written: Message | None = None) -> None:
             if error is None:
-                sent.set_result(None)
+                assert written is not None, "what is acknowledged is told"
+                sent.set_result(f"{message.topic}@{written.partition()}:{written.offset()}")
             else:
                 self._partitions.forget_leaders()
                 sent.set_exception(to_bus_error(error, message.topic))

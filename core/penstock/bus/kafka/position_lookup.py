@@ -8,11 +8,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import redis
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.bus.kafka.offsets import Partition
+from penstock.bus.kafka.offsets import Partition, StartPosition
+from penstock.bus.kafka.places import PlaceNotes
 from penstock.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
@@ -32,15 +34,6 @@ ACCESS_ERRORS = (
 """Errors that need a change of settings or rights."""
 
 
-class StartPosition(NamedTuple):
-    """The last commit of a group for a partition: where to begin to read it."""
-
-    offset: int
-    """Negative where nothing was committed."""
-    metadata: str
-    leader_epoch: int | None
-
-
 class PositionLookup:
     """Looks up where partitions have to begin, and where they end.
 
@@ -49,9 +42,9 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition) -> None:
-        """`changed` guards the requests, and is notified of each."""
-        self._consumer, self._lock = consumer, changed
+    def __init__(self, consumer: Consumer, changed: threading.Condition, notes: PlaceNotes | None = None) -> None:
+        """`changed` guards the requests, and is notified of each. `notes` has what the brokers may have forgotten."""
+        self._consumer, self._lock, self._notes = consumer, changed, notes
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -137,16 +130,44 @@ class PositionLookup:
         if found is None and len(wanted) > 1:
             num_answered = sum(self._ask_starts({partition: request}) for partition, request in wanted.items())
             return num_answered == len(wanted)
+        starts: dict[Partition, StartPosition | None] = {
+            (place.topic, place.partition): StartPosition(place.offset, place.metadata or "", place.leader_epoch)
+            if place.offset >= 0
+            else self._find_uncommitted((place.topic, place.partition), wanted)
+            for place in found or []
+        }
         with self._lock:
-            for place in found or []:
-                partition = place.topic, place.partition
-                if self._starts.get(partition) is wanted[partition]:
+            for partition, start in starts.items():
+                if start is not None and self._starts.get(partition) is wanted[partition]:
                     del self._starts[partition]
                     self._unknown_starts.pop(partition, None)
-                    self._found_starts[partition] = StartPosition(
-                        place.offset, place.metadata or "", place.leader_epoch
-                    )
-        return found is not None
+                    self._found_starts[partition] = start
+        return found is not None and None not in starts.values()
+
+    def _find_uncommitted(self, partition: Partition, wanted: dict[Partition, object]) -> StartPosition | None:
+        """Return where a partition without a commit begins; None where that cannot be found out now.
+
+        It goes on where this pipeline noted that it was, as brokers forget commits. Without a note it is a new one.
+        """
+        noted, answered = None, frozenset[str]()
+        try:
+            found = self._ask_bounds(partition)
+            if found is None:
+                raise BusUnavailable("no leader answers")
+            low, high = found
+            if self._notes is not None and low < high:
+                noted, answered = self._notes.find_place(partition), self._notes.read_answered()
+        except (KafkaException, BusUnavailable, redis.RedisError) as error:
+            self._note_unknown(partition, wanted, str(error))
+            return None
+        if noted is not None:
+            log.warning("Kafka: %s partition %d has no committed offset, and goes on at %d as noted in Redis",
+                        *partition, noted.offset)  # fmt: skip
+            return StartPosition(noted.offset, noted.ranges, None, is_known=False, answered=answered)
+        if low < high:
+            log.warning("Kafka: %s partition %d has messages, no committed offset and no note of one: it begins with "
+                        "the earliest, at %d", *partition, low)  # fmt: skip
+        return StartPosition(0, "", None, answered=answered)
 
     def _read_committed(self, wanted: dict[Partition, object]) -> list[TopicPartition] | None:
         partitions = list(wanted)
@@ -160,20 +181,36 @@ class PositionLookup:
         if error.code() in ACCESS_ERRORS:
             raise BusUnavailable(f"Kafka refuses the group's committed offsets, check its access: {error.str()}")
         if len(partitions) == 1:
-            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partitions[0])), error)
-            with self._lock:
-                if self._starts.get(partitions[0]) is wanted[partitions[0]]:
-                    since_s, _ = self._unknown_starts.get(partitions[0], (time.monotonic(), ""))
-                    self._unknown_starts[partitions[0]] = since_s, error.str()
+            self._note_unknown(partitions[0], wanted, error.str())
         return None
+
+    def _note_unknown(self, partition: Partition, wanted: dict[Partition, object], why: str) -> None:
+        if partition not in self._unknown_starts:
+            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
+        with self._lock:
+            if self._starts.get(partition) is wanted[partition]:
+                since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))
+                self._unknown_starts[partition] = since_s, why
 
     def _ask_end(self, partition: Partition) -> int | None:
         try:
-            found = self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=END_TIMEOUT_S)
+            found = self._ask_bounds(partition)
         except KafkaException as error:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
         return found[1] if found else None
+
+    def _ask_bounds(self, partition: Partition) -> tuple[int, int] | None:
+        """Return where a partition begins and ends; None where no leader answers. Raise `KafkaException`."""
+        place = TopicPartition(*partition)
+        try:
+            return self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
+                raise
+        # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
+        self._consumer.list_topics(partition[0], END_TIMEOUT_S)
+        return self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
 
 
 class LookingUp(Protocol):

@@ -1,0 +1,211 @@
+"""Messages that are deleted before they are read, and commits that the brokers forget."""
+
+from functools import partial
+
+import pytest
+import redis
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from penstock.bus.contract import Bus, Member, Outgoing, Settlement
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.lost import describe_lost
+from penstock.bus.streams import member as streams_member
+from penstock.bus.streams.bus import StreamsBus
+from penstock.config.settings import BusSettings
+from penstock.names import Pipeline, Stage
+from penstock.redis.client import redis_client
+from penstock.testing.bus import MemoryBus
+from sim.waiting import wait_for
+from tests.bus.buses import list_values, make_settlement, publish_messages, take_deliveries
+
+
+@pytest.fixture
+def noted_bus(kafka: str, redis_url: str, pipeline: Pipeline) -> KafkaBus:
+    """Kafka with one partition a topic, and a Redis with its notes."""
+    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0), redis_url=redis_url)
+    made.create_topics()
+    return made
+
+
+def delete_first(bus: Bus, places: list[str]) -> None:
+    """Delete the first messages of a topic, as retention or an operator does."""
+    if isinstance(bus, KafkaBus):
+        ends: dict[tuple[str, int], int] = {}
+        for place in places:
+            topic, _, position = place.rpartition("@")
+            number, _, offset = position.partition(":")
+            ends[topic, int(number)] = max(ends.get((topic, int(number)), 0), int(offset) + 1)
+        admin, before = AdminClient(bus.clients), [TopicPartition(*one, end) for one, end in ends.items()]
+        for done in admin.delete_records(before).values():
+            done.result()
+    for place in places:
+        topic, _, position = place.rpartition("@")
+        if isinstance(bus, StreamsBus):
+            redis_client(bus.url).xdel(bus.pipeline.stream_key(topic), position)
+        elif isinstance(bus, MemoryBus):
+            del bus.topics[topic].entries[int(position)]
+
+
+def test_messages_that_are_deleted_unread_are_told_and_counted(
+    bus: Bus, bus_kind: str, pipeline: Pipeline, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was finished before does not count."""
+    monkeypatch.setattr(streams_member, "LOST_CHECK_S", 0.0)
+    if isinstance(bus, KafkaBus):
+        bus = KafkaBus(pipeline, bus.bootstrap, bus.settings, redis_url=redis_url)
+    topic, told = pipeline.request_topic("batch"), dict[str, int]()
+    with bus.join_group("prefill", "a") as member:
+        publish_messages(bus, [Outgoing(topic, b"done", "k")])
+        (done,) = take_deliveries(member, 1)
+        member.settle([make_settlement(pipeline, done)])
+        assert member.take_lost() == {}
+    publisher = bus.create_publisher()
+    places = publisher.publish([Outgoing(topic, str(number).encode(), "k") for number in range(8)])
+    publisher.close()
+    assert bus.find_gone([done.name, *places]) == {done.name}
+
+    def take(member: Member) -> bool:
+        told.update(member.take_lost())
+        return bool(told)
+
+    delete_first(bus, places[:3])
+    with bus.join_group("prefill", "b") as member:
+        assert bus.find_gone(places) == set(places[:3])
+        taken = take_deliveries(member, 5)
+        wait_for(partial(take, member), "it is told")
+        member.settle([Settlement(one) for one in taken])
+        assert list_values([Outgoing(topic, one.value) for one in taken]) == [b"3", b"4", b"5", b"6", b"7"]
+    assert told == {topic: 3}
+    assert member.take_lost() == {}
+    if bus_kind != "memory":
+        (line,) = describe_lost(redis_client(redis_url), pipeline)
+        assert line.startswith(f"3 messages of {topic} were deleted")
+
+
+def test_a_stream_that_was_deleted_loses_what_it_still_had(
+    streams_bus: StreamsBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams_member, "LOST_CHECK_S", 0.0)
+    topic = pipeline.request_topic("interactive")
+    key, client = pipeline.stream_key(topic), redis_client(streams_bus.url)
+    with streams_bus.join_group("prefill", "a") as member:
+        publish_messages(streams_bus, [Outgoing(topic, b"x", "k")] * 5)
+        taken = take_deliveries(member, 2, {"interactive": 2})
+        member.settle([Settlement(one) for one in taken])
+        member.poll(0.0, {"interactive": 0})
+        for write in (lambda: None, lambda: publish_messages(streams_bus, [Outgoing(topic, b"new", "k")])):
+            client.delete(key)
+            write()  # type: ignore[no-untyped-call]
+            member.poll(0.0, {"interactive": 0})
+        assert member.take_lost() == {topic: 3}
+        assert take_deliveries(member, 1)[0].value == b"new"
+        client.xtrim(key, maxlen=0)
+        member.poll(0.0, {"interactive": 0})
+        assert member.take_lost() == {topic: 1}
+
+
+def forget_commits(bus: KafkaBus, stage: Stage) -> None:
+    """Do what brokers do where a group was empty for their retention of offsets."""
+    group, admin = bus.pipeline.consumer_group(stage), AdminClient(bus.clients)
+
+    def is_forgotten() -> bool:
+        try:
+            admin.delete_consumer_groups([group])[group].result()
+        except KafkaException:  # the last member has not left yet
+            return False
+        return True
+
+    wait_for(is_forgotten, "its offsets are gone")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_a_group_goes_on_where_it_was_though_the_brokers_forget_that(
+    noted_bus: KafkaBus, redis_url: str, pipeline: Pipeline, stage: Stage, is_noted: bool
+) -> None:
+    """By its notes in Redis; and by the last results, where a member was killed before it noted what it had committed.
+
+    Here that is all of it.
+    """
+    topic = pipeline.input_topics(stage)["interactive"]
+    publish_messages(noted_bus, [Outgoing(topic, str(number).encode(), f"r{number}") for number in range(6)])
+    with noted_bus.join_group(stage, "a") as member:
+        taken = take_deliveries(member, 6)
+        for one in (taken[0], taken[1], taken[3]):
+            member.settle([make_settlement(pipeline, one)])
+    if not is_noted:
+        redis_client(redis_url).delete(pipeline.places_key)
+    forget_commits(noted_bus, stage)
+    other = KafkaBus(pipeline, noted_bus.bootstrap, noted_bus.settings, redis_url=redis_url)
+    with other.join_group(stage, "b") as member:
+        again = take_deliveries(member, 3)
+        assert [one.value for one in again] == [b"2", b"4", b"5"]
+        assert member.poll(0.3, {"interactive": 5}) == []
+        wait_for(lambda: noted_bus.count_unsettled()[topic] == 3, "the brokers know it again")
+        assert member.take_lost() == {}
+
+
+@pytest.mark.proof
+def test_a_topic_that_was_made_anew_begins_at_its_beginning_and_what_it_had_is_lost(
+    noted_bus: KafkaBus, pipeline: Pipeline
+) -> None:
+    topic, told = pipeline.request_topic("interactive"), dict[str, int]()
+    publish_messages(noted_bus, [Outgoing(topic, b"old", f"r{number}") for number in range(6)])
+    with noted_bus.join_group("prefill", "a") as member:
+        taken = take_deliveries(member, 6)
+        member.settle([make_settlement(pipeline, one) for one in taken[:4]])
+    admin = AdminClient(noted_bus.clients)
+    admin.delete_topics([topic])[topic].result()
+    wait_for(lambda: topic not in admin.list_topics(timeout=10).topics, "it is gone")
+    wait_for(partial(_create, admin, topic), "it is there again")
+    publisher = noted_bus.create_publisher()
+    publisher.publish([Outgoing(topic, b"new", f"n{number}") for number in range(2)])
+    publisher.close()
+    with noted_bus.join_group("prefill", "b") as member:
+        assert [one.value for one in take_deliveries(member, 2)] == [b"new", b"new"]
+
+        def take() -> bool:
+            told.update(member.take_lost())
+            return bool(told)
+
+        wait_for(take, "it is told")
+    assert told == {topic: 2}
+
+
+def _create(admin: AdminClient, topic: str) -> bool:
+    try:
+        admin.create_topics([NewTopic(topic, 1, 1)])[topic].result()
+    except KafkaException:  # the old one is being deleted
+        return False
+    return topic in admin.list_topics(timeout=10).topics
+
+
+def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
+    noted_bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.bus.kafka import places
+
+    monkeypatch.setattr(places, "NOTE_RETRY_S", 0.0)
+    notes, partition, num_tries = noted_bus.notes, (pipeline.request_topic("batch"), 0), 0
+    assert notes is not None
+    keeper, run = places.PlaceKeeper(pipeline, notes), places.NOTE.run
+
+    def fail_once(*words: object) -> object:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise redis.ConnectionError("away")
+        return run(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(places.NOTE, "run", fail_once)
+    keeper.tell_lost(partition, 0, 2, 2, "are gone")
+    for _ in range(3):
+        keeper.note_commits({partition: (7, "")})
+    assert num_tries == 2
+    assert notes.find_place(partition) == places.NotedPlace(7, 7)
+    assert len(describe_lost(notes.client, pipeline)) == 1
+    places.PlaceKeeper(pipeline, notes).note_commits({partition: (5, "")})
+    assert notes.find_place(partition) == places.NotedPlace(7, 7), "a note does not go back"
