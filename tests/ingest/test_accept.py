@@ -6,6 +6,7 @@ import uuid
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis
@@ -28,7 +29,7 @@ from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.tenants import Caller
-from penstock.messages import MAX_REQUEST_BYTES, Request, now_s
+from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, now_s
 from penstock.names import rate_key, stream_meta_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
@@ -199,6 +200,35 @@ async def test_metadata_is_renewed_until_its_requests_have_ended(site: Site) -> 
     for metas in site.metas:
         assert await site.is_renewed(metas, meta), "kept as long as its records"
         assert not await site.is_renewed(metas, meta)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("headers", [KEY, NO_KEY])
+async def test_a_request_whose_message_is_deleted_unread_ends_with_its_error(
+    site: Site, headers: RequestHeaders
+) -> None:
+    """By the gateway that took it, or by another one that has a reader of it. Not one that a worker has seen."""
+    lost, taken = await site.post(0, headers), await site.post(0, NO_KEY)
+    prefill(site.record, taken.id, body=taken.bodies[0])
+    first, second = site.metas
+    await first.renew_all()
+    assert site.record.read_status(lost.id) is None, "it waits"
+    site.server.delete(site.scripted.pipeline.stream_key(site.scripted.pipeline.request_topic("interactive")))
+    if headers is NO_KEY:
+        site.patch.setattr(first, "_end_lost", AsyncMock(side_effect=BusUnavailable("this one is away")))
+        with pytest.raises(BusUnavailable):
+            await first.renew_all()
+        await second.find_of_tenant(lost.id, lost.tenant)
+        first = second
+    await first.renew_all()
+    (stream,) = site.gateways[1].read_events(lost)
+    (ended,) = [event async for events in stream for event in events]
+    assert isinstance(ended, EndEvent)
+    assert ended.error is not None
+    assert ended.error.code == "request_lost"
+    assert site.record.read_log(taken.id) == []
+    claim = prefill(site.record, lost.id, body=lost.bodies[0])
+    assert claim.is_ended, "a worker that has it after all finds the end"
 
 
 async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(site: Site, redis_url: str) -> None:

@@ -133,6 +133,7 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     metrics.count_take_over()
     metrics.count_retry("model_error")
     metrics.count_dead_letters()
+    metrics.count_lost("t", 2)
     metrics.count_prompt(30, 12)
     metrics.record_first_token("chat", now_s() - 0.3)
     metrics.record_token(None)

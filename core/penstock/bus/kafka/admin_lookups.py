@@ -123,6 +123,24 @@ class GroupLag:
         """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
         return retry_during_election(self._count_by_topic)
 
+    def find_older(self, before_ms: Mapping[str, int]) -> set[str]:
+        """Return those of the topics that have a message from before the given time which their group has not finished.
+
+        Raise `KafkaException` or `TimeoutError`.
+        """
+        level, found = IsolationLevel.READ_COMMITTED, set[str]()
+        for stage in STAGES:
+            for topic in set(self._pipeline.input_topics(stage).values()).intersection(before_ms):
+                mine = list_partitions(self._admin, [topic])
+                commits = self._commits[stage].read_offsets(mine)
+                begins = read_log_offsets(self._admin, mine, OffsetSpec.earliest(), level)  # type: ignore[no-untyped-call]
+                ends = read_log_offsets(self._admin, mine, OffsetSpec.latest(), level)  # type: ignore[no-untyped-call]
+                newer = read_log_offsets(self._admin, mine, OffsetSpec.for_timestamp(before_ms[topic]), level)
+                for one in mine:
+                    if max(begins[one], commits[one][0]) < (newer[one] if newer[one] >= 0 else ends[one]):
+                        found.add(topic)
+        return found
+
     def find_gone(self, places: Iterable[str]) -> set[str]:
         """Return those of the places of requests that the group has finished, or that are not in the log.
 

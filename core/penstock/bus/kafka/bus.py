@@ -1,7 +1,9 @@
 """The bus on Apache Kafka: KIP-848 groups, results settled in transactions, read_committed readers."""
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -178,6 +180,27 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
 
     Raise `BusUnavailable`, also where the user may not see the settings.
     """
+    wanted = {topic: bus.topic_settings(topic) for topic in bus.pipeline.all_topics()}
+    found = {
+        topic: {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[topic][name])}
+        for topic, settings in read_topic_settings(bus).items()
+    }
+    return {topic: wrong for topic, wrong in found.items() if wrong}
+
+
+def find_old_work(bus: KafkaBus) -> dict[str, float]:
+    """Return the topics of work with a message that nobody has finished for half of the time for which the topic keeps
+    it, and for how many days it does. Raise `BusUnavailable`.
+    """
+    kept_ms = {topic: int(settings["retention.ms"]) for topic, settings in read_topic_settings(bus).items()}
+    now_ms = int(time.time() * 1000)
+    halves = {topic: now_ms - kept // 2 for topic, kept in kept_ms.items() if kept != UNLIMITED}
+    with contextlib.closing(GroupLag(bus.pipeline, bus.clients)) as lag, bus_errors():
+        return {topic: kept_ms[topic] / 86_400_000 for topic in sorted(lag.find_older(halves))}
+
+
+def read_topic_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
+    """Return those settings of the pipeline's topics that it sets, by topic. Raise `BusUnavailable`."""
     resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in bus.pipeline.all_topics()}
     found: dict[str, dict[str, str]] = {}
     admin = AdminClient(bus.clients)
@@ -187,11 +210,7 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
         )
         for topic, resource in resources.items():
             entries = asked[resource].result(BROKER_TIMEOUT_S)
-            wanted = bus.topic_settings(topic)
-            settings = {name: entries[name].value for name in wanted}
-            wrong = {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[name])}
-            if wrong:
-                found[topic] = wrong
+            found[topic] = {name: entries[name].value for name in bus.topic_settings(topic)}
     return found
 
 
