@@ -260,6 +260,18 @@ FLAWS = (
         "if is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
     ),
     Flaw(
+        "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/buffer.py",
+        "if delivery.key in self._answered[partition]:", "if False:", "kafka", rates=("away_s=3", "delete_s=0"),
+    ),
+    Flaw(
+        "deleted messages are not told", f"{BUS}/kafka/member.py", "if count:\n            self._places", "if False:\n            self._places", "kafka",
+        rates=("delete_s=2",),
+    ),
+    Flaw(
+        "deleted entries are not counted", f"{BUS}/streams/lua/lost.lua", "gone - finished)", "0)", "streams",
+        rates=("delete_s=2",),
+    ),
+    Flaw(
         "a commit that was refused counts as made", f"{BUS}/kafka/writers.py",
         "return [] if error is not None else", "return commits if error is not None else", "kafka",
         rates=("full_s=3", "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "rebalance_s=0"),
