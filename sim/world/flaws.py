@@ -264,8 +264,8 @@ FLAWS = (
         "if delivery.key in self._answered[partition]:", "if False:", "kafka", rates=("away_s=3", "delete_s=0"),
     ),
     Flaw(
-        "deleted messages are not told", f"{BUS}/kafka/member.py", "if count:\n            self._places", "if False:\n            self._places", "kafka",
-        rates=("delete_s=2",),
+        "deleted messages are not told", f"{BUS}/kafka/member.py",
+        "if count:\n            self._places", "if False:\n            self._places", "kafka", rates=("delete_s=2",),
     ),
     Flaw(
         "deleted entries are not counted", f"{BUS}/streams/lua/lost.lua", "gone - finished)", "0)", "streams",

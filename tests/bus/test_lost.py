@@ -189,9 +189,9 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
     from penstock.bus.kafka import places
 
     monkeypatch.setattr(places, "NOTE_RETRY_S", 0.0)
-    notes, partition, num_tries = noted_bus.notes, (pipeline.request_topic("batch"), 0), 0
-    assert notes is not None
-    keeper, run = places.PlaceKeeper(pipeline, notes), places.NOTE.run
+    partition, num_tries = (pipeline.request_topic("batch"), 0), 0
+    run, client = places.NOTE.run, redis_client(noted_bus.redis_url)
+    keeper, other = (places.PlaceKeeper(pipeline, noted_bus.clients, noted_bus.redis_url) for _ in range(2))
 
     def fail_once(*words: object) -> object:
         nonlocal num_tries
@@ -205,7 +205,7 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
     for _ in range(3):
         keeper.note_commits({partition: (7, "")})
     assert num_tries == 2
-    assert notes.find_place(partition) == places.NotedPlace(7, 7)
-    assert len(describe_lost(notes.client, pipeline)) == 1
-    places.PlaceKeeper(pipeline, notes).note_commits({partition: (5, "")})
-    assert notes.find_place(partition) == places.NotedPlace(7, 7), "a note does not go back"
+    assert other.find_place(partition) == places.NotedPlace(7, 7)
+    assert len(describe_lost(client, pipeline)) == 1
+    other.note_commits({partition: (5, "")})
+    assert keeper.find_place(partition) == places.NotedPlace(7, 7), "a note does not go back"

@@ -26,6 +26,7 @@ from penstock.client.core import (
     ReadLog,
     ReadStatus,
     RequestFields,
+    StreamQuestion,
     StreamReader,
     TakeLive,
     build_answer,
@@ -204,9 +205,7 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
-    async def _run_step(
-        self, step: TakeLive | ReadLog | ReadStatus | IsGone, request_id: str, mailbox: AsyncMailbox
-    ) -> object:
+    async def _run_step(self, step: StreamQuestion, request_id: str, mailbox: AsyncMailbox) -> object:
         """Do what `read_stream` asks for, and return the reply."""
         match step:
             case TakeLive():

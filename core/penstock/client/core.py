@@ -416,7 +416,8 @@ class IsGone:
     """Find out whether no message of the request waits any more. The reply is False where its place is not known."""
 
 
-StreamStep = TakeLive | ReadLog | ReadStatus | IsGone | list[Event]
+StreamQuestion = TakeLive | ReadLog | ReadStatus | IsGone
+StreamStep = StreamQuestion | list[Event]
 """What `read_stream` asks for, or the next events of the stream."""
 
 

@@ -23,6 +23,7 @@ from penstock.client.core import (
     ReadLog,
     ReadStatus,
     RequestFields,
+    StreamQuestion,
     StreamReader,
     TakeLive,
     build_answer,
@@ -163,9 +164,7 @@ class Client(BaseClient):
                 else:
                     step = steps.send(reply)
 
-    def _run_step(
-        self, step: TakeLive | ReadLog | ReadStatus | IsGone, request_id: str, mailbox: Mailbox | None
-    ) -> object:
+    def _run_step(self, step: StreamQuestion, request_id: str, mailbox: Mailbox | None) -> object:
         """Do what `read_stream` asks for, and return the reply."""
         match step:
             case TakeLive():

@@ -15,6 +15,7 @@ from penstock.bus.kafka.offsets import Partition, decode_ranges, is_in_ranges, p
 from penstock.names import STAGES, Pipeline
 
 T = TypeVar("T")
+UNCOMMITTED = IsolationLevel.READ_UNCOMMITTED
 
 ELECTION_PATIENCE_S = 3.0
 """How long brokers may need to elect the leader of a partition, or the coordinator of a group."""
@@ -123,43 +124,42 @@ class GroupLag:
         """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
         return retry_during_election(self._count_by_topic)
 
-    def find_older(self, before_ms: Mapping[str, int]) -> set[str]:
-        """Return those of the topics that have a message from before the given time which their group has not finished.
+    def find_older(self, topic: str, before_ms: int) -> bool:
+        """Return whether a topic has a message of before this time which its group has not finished.
 
         Raise `KafkaException` or `TimeoutError`.
         """
-        level, found = IsolationLevel.READ_COMMITTED, set[str]()
-        for stage in STAGES:
-            for topic in set(self._pipeline.input_topics(stage).values()).intersection(before_ms):
-                mine = list_partitions(self._admin, [topic])
-                commits = self._commits[stage].read_offsets(mine)
-                begins = read_log_offsets(self._admin, mine, OffsetSpec.earliest(), level)  # type: ignore[no-untyped-call]
-                ends = read_log_offsets(self._admin, mine, OffsetSpec.latest(), level)  # type: ignore[no-untyped-call]
-                newer = read_log_offsets(self._admin, mine, OffsetSpec.for_timestamp(before_ms[topic]), level)
-                for one in mine:
-                    if max(begins[one], commits[one][0]) < (newer[one] if newer[one] >= 0 else ends[one]):
-                        found.add(topic)
-        return found
+        partitions = list_partitions(self._admin, [topic])
+        commits = self._commits[self._pipeline.find_stage(topic)].read_offsets(partitions)
+        begins, ends = self._read_bounds(partitions)
+        newer = read_log_offsets(self._admin, partitions, OffsetSpec.for_timestamp(before_ms), UNCOMMITTED)
+        return any(
+            max(begins[one], commits[one][0]) < (ends[one] if newer[one] < 0 else newer[one]) for one in partitions
+        )
 
     def find_gone(self, places: Iterable[str]) -> set[str]:
         """Return those of the places of requests that the group has finished, or that are not in the log.
 
         Raise `KafkaException` or `TimeoutError`.
         """
-        return retry_during_election(lambda: self._find_gone({place: parse_place(place) for place in places}))
+        wanted = {place: parse_place(place) for place in places}
+        partitions = list({partition for partition, _ in wanted.values()})
 
-    def _find_gone(self, places: Mapping[str, tuple[Partition, int]]) -> set[str]:
-        partitions, gone = {partition for partition, _ in places.values()}, set[str]()
-        latest, earliest = OffsetSpec.latest(), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-        commits, level = self._commits["prefill"].read_offsets(partitions), IsolationLevel.READ_UNCOMMITTED
-        begins = read_log_offsets(self._admin, partitions, earliest, level)
-        ends = read_log_offsets(self._admin, partitions, latest, level)
-        for place, (partition, offset) in places.items():
-            committed, metadata = commits[partition]
-            is_finished = offset < committed or is_in_ranges(decode_ranges(metadata, committed), offset)
-            if is_finished or not begins[partition] <= offset < ends[partition]:
-                gone.add(place)
-        return gone
+        def find() -> set[str]:
+            commits, gone = self._commits["prefill"].read_offsets(partitions), set[str]()
+            begins, ends = self._read_bounds(partitions)
+            for place, (one, offset) in wanted.items():
+                committed, metadata = commits[one]
+                is_finished = offset < committed or is_in_ranges(decode_ranges(metadata, committed), offset)
+                gone |= {place} if is_finished or not begins[one] <= offset < ends[one] else set()
+            return gone
+
+        return retry_during_election(find)
+
+    def _read_bounds(self, partitions: list[Partition]) -> tuple[dict[Partition, int], dict[Partition, int]]:
+        """Return where logs begin and end."""
+        begins = read_log_offsets(self._admin, partitions, OffsetSpec.earliest(), UNCOMMITTED)  # type: ignore[no-untyped-call]
+        return begins, read_log_offsets(self._admin, partitions, OffsetSpec.latest(), UNCOMMITTED)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Free the connections."""

@@ -4,15 +4,19 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
     KafkaError,
     KafkaException,
     Message,
     Producer,
+    TopicPartition,
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
@@ -30,8 +34,13 @@ from penstock.bus.joined import EventBell, JoinedMember, join_both
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
+    DAMAGED_BATCH_ERRORS,
+    FETCH_LIMITS,
     MAX_BATCH_BYTES,
+    DamagedBatches,
     bus_errors,
+    parse_headers,
+    parse_key,
     produce_message,
     producer_settings,
     to_bus_error,
@@ -41,9 +50,9 @@ from penstock.bus.kafka.follower import KafkaFollower
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
-from penstock.bus.kafka.reading import read_topic
 from penstock.config.settings import BusSettings
-from penstock.names import Pipeline, WorkerKind
+from penstock.errors import BusUnavailable
+from penstock.names import STAGES, Pipeline, WorkerKind
 from penstock.waiting import wait_until
 
 log = logging.getLogger(__name__)
@@ -51,6 +60,9 @@ log = logging.getLogger(__name__)
 ACKNOWLEDGE_TIMEOUT_S = 20.0
 """How long a published message may wait to be acknowledged."""
 CHECK_TIMEOUT_S = 5.0
+
+OPEN_TRANSACTION_WAIT_S = 3.0
+"""How long `read_all` waits for transactions that are open in the topic."""
 
 WORK_RETENTION_MS = 14 * 86400 * 1000
 RESULTS_RETENTION_MS = 7 * 86400 * 1000
@@ -70,7 +82,9 @@ class KafkaBus(KafkaClientFactory):
         access: Mapping[str, str] | None = None,
         redis_url: str = "",
     ) -> None:
-        super().__init__(pipeline, bootstrap, settings, access, redis_url)
+        """`redis_url`: see `redis_url` of the factory; without it a hash places requests."""
+        super().__init__(pipeline, bootstrap, settings, access)
+        self.redis_url = redis_url
         self._backlog: GroupLag | None = None
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
@@ -131,8 +145,30 @@ class KafkaBus(KafkaClientFactory):
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Return every committed message in a topic; see `reading.read_topic`."""
-        return read_topic(self.clients, topic)
+        """Return every committed message in a topic that can be unpacked, partition by partition.
+
+        A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
+        the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
+        """
+        reader = Consumer(
+            self.clients
+            | FETCH_LIMITS
+            | {
+                "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",
+                "auto.offset.reset": "earliest",
+                "enable.partition.eof": True,
+                "fetch.wait.max.ms": 50,
+            }
+        )
+        try:
+            with bus_errors():
+                partitions = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
+                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
+                return _read_to_end(reader, topic, set(partitions))
+        finally:
+            reader.close()
 
     def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Return one line about the brokers. Raise `BusUnavailable`."""
@@ -175,6 +211,35 @@ class KafkaBus(KafkaClientFactory):
         )
 
 
+def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
+    """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
+    found: list[Outgoing] = []
+    ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
+    damaged = DamagedBatches()
+    until = time.monotonic() + BROKER_TIMEOUT_S
+    while (unread or ends) and time.monotonic() < until:
+        message = reader.poll(0.1 if ends else 1.0)
+        if message is None:
+            continue
+        error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
+        if error is None:
+            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
+        elif error.code() in DAMAGED_BATCH_ERRORS:
+            damaged.pass_over(reader, (topic, number), offset)
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            if number in unread:
+                unread.discard(number)
+                ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
+        elif not error.retriable():
+            raise KafkaException(error)
+        ends = {one: end for one, end in ends.items() if one != number or end > offset}
+        if had_more:
+            until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
+    if unread:
+        raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
+    return found
+
+
 def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
     """Return the settings of the pipeline's existing topics that break a promise, by topic, with their present values.
 
@@ -193,10 +258,13 @@ def find_old_work(bus: KafkaBus) -> dict[str, float]:
     it, and for how many days it does. Raise `BusUnavailable`.
     """
     kept_ms = {topic: int(settings["retention.ms"]) for topic, settings in read_topic_settings(bus).items()}
-    now_ms = int(time.time() * 1000)
-    halves = {topic: now_ms - kept // 2 for topic, kept in kept_ms.items() if kept != UNLIMITED}
+    work = [topic for stage in STAGES for topic in bus.pipeline.input_topics(stage).values()]
     with contextlib.closing(GroupLag(bus.pipeline, bus.clients)) as lag, bus_errors():
-        return {topic: kept_ms[topic] / 86_400_000 for topic in sorted(lag.find_older(halves))}
+        return {
+            topic: kept_ms[topic] / 86_400_000
+            for topic in work
+            if kept_ms[topic] != UNLIMITED and lag.find_older(topic, int(time.time() * 1000) - kept_ms[topic] // 2)
+        }
 
 
 def read_topic_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:

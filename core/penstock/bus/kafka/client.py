@@ -91,18 +91,12 @@ def produce_message(producer: Producer, message: Outgoing, partitions: Partition
 
 
 def to_bus_error(error: KafkaError, topic: str = "") -> PenstockError:
-    """Return the error that stands for one of Kafka's client about a message for `topic`, or without it about none."""
+    """Return the error that stands for one of Kafka's client, about a message for `topic` if one is given."""
     if topic and error.code() in TOO_LARGE_ERRORS:
         refused = RequestTooLarge(f"the brokers take no message as large for {topic}: {error.str()}")
         refused.topic = topic
         return refused
     return BusUnavailable(f"Kafka: {error.str()}")
-
-
-class WriteFailed(KafkaException):
-    """A message could not be written. `topic` is its topic."""
-
-    topic = ""
 
 
 @contextlib.contextmanager
@@ -114,7 +108,7 @@ def bus_errors() -> Iterator[None]:
         error: KafkaError = raised.args[0]
         if error.code() in FENCED_ERRORS:
             raise MemberFenced(f"a newer member has this one's place ({error.str()})") from raised
-        raise to_bus_error(error, raised.topic if isinstance(raised, WriteFailed) else "") from raised
+        raise to_bus_error(*raised.args) from raised
     except TimeoutError as raised:
         raise BusUnavailable(f"Kafka: {raised}") from raised
 

@@ -1,13 +1,11 @@
 """Creates the clients of one pipeline's bus; tests replace them."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 from confluent_kafka import Consumer
 
 from penstock.bus.kafka.client import client_settings
-from penstock.bus.kafka.places import PlaceNotes
 from penstock.bus.kafka.position_lookup import FetchAttempts
 from penstock.bus.kafka.writers import OutputWriter, Transactions
 from penstock.config.settings import BusSettings
@@ -18,30 +16,18 @@ class KafkaClientFactory:
     """Creates the clients that a member needs."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        bootstrap: str,
-        settings: BusSettings,
-        access: Mapping[str, str] | None = None,
-        redis_url: str = "",
+        self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, str] | None = None
     ) -> None:
-        """`access`: the settings with which clients log in, see `config.addresses.kafka_security_config`. `redis_url`:
-        the Redis with the heartbeats by which requests are placed, else by a hash, and with the notes of what is
-        finished; without it nothing is noted.
-        """
+        """`access`: the settings with which clients log in, see `config.addresses.kafka_security_config`."""
         self.pipeline = pipeline
         self.bootstrap = bootstrap
         self.settings = settings
-        self.redis_url = redis_url
+        self.redis_url = ""
+        """Where heartbeats are, by which requests are placed, and notes of what is finished; empty: there are none."""
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
         self.fetch_attempts = FetchAttempts()
         """What members learned about messages that take long to fetch, for those that are made after them."""
-
-    @cached_property
-    def notes(self) -> PlaceNotes | None:
-        """The notes of how far partitions are finished; None without Redis."""
-        return PlaceNotes(self.redis_url, self.pipeline, self.clients) if self.redis_url else None
 
     def create_consumer(self, settings: Mapping[str, Any]) -> Consumer:
         """Return a consumer with these settings and those that all clients share."""

@@ -104,7 +104,8 @@ class KafkaMember:
         lookups = lookups or LookupThread(name)
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.consumer_group(stage)
-        self._topics, self._places = bus.pipeline.input_topics(stage), PlaceKeeper(bus.pipeline, bus.notes)
+        self._topics = bus.pipeline.input_topics(stage)
+        self._places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url)
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
@@ -144,7 +145,7 @@ class KafkaMember:
         """
         self._commits = OffsetCommitter()
         consumer = bus.create_consumer(_lookup_settings(self._group))
-        self._lookup = PositionLookup(consumer, lookups.requested, bus.notes)
+        self._lookup = PositionLookup(consumer, lookups.requested, self._places)
         self._commit_at = 0.0
         """When the lookup thread commits again what was passed over."""
         settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
@@ -305,8 +306,8 @@ class KafkaMember:
 
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        parts, notes = lambda: self._topic_parts, self._places.notes
-        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, parts, notes)]
+        find = self._places.find_place
+        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts, find)]
 
     def take_lost(self) -> Mapping[str, int]:
         """Return how many messages were deleted; see `contract.Member.take_lost`."""

@@ -13,7 +13,7 @@ from penstock.bus.contract import Delivery
 from penstock.bus.kafka.admin_lookups import CommittedOffsets, retry_during_election
 from penstock.bus.kafka.client import DAMAGED_BATCH_ERRORS, FETCH_LIMITS, DamagedBatches, bus_errors, parse_delivery
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets
-from penstock.bus.kafka.places import PlaceNotes
+from penstock.bus.kafka.places import NotedPlace
 from penstock.names import Pipeline, PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ class KafkaOrphanReader:
         stage: WorkerKind,
         clients: Mapping[str, Any],
         list_all: Callable[[], list[str]] = list,
-        notes: PlaceNotes | None = None,
+        find_place: Callable[[Partition], NotedPlace | None] = lambda _: None,
     ) -> None:
-        """`list_all` returns what `list_partitions` does. `notes` has what the brokers may have forgotten."""
-        self._list_all, self._notes = list_all, notes
+        """`list_all` returns what `list_partitions` does. `find_place` knows what the brokers may have forgotten."""
+        self._list_all, self._find_place = list_all, find_place
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
         self._classes: dict[str, PriorityClass] = {
             topic: klass for klass, topic in pipeline.input_topics(stage).items()
@@ -86,7 +86,7 @@ class KafkaOrphanReader:
         )
 
     def _begin_partition(self, partition: Partition, offset: int, metadata: str | None) -> PartitionOffsets:
-        if offset < 0 and self._notes is not None and (noted := self._notes.find_place(partition)) is not None:
+        if offset < 0 and (noted := self._find_place(partition)) is not None:
             offset, metadata = noted.offset, noted.ranges
         return PartitionOffsets(max(0, offset), metadata or "")
 

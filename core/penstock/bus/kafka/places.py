@@ -5,6 +5,7 @@ offset goes on at the note, without requests that are among the last results: a 
 its note, and the other members have lived on until the brokers gave its partitions to them, which notes the commit.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -13,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import redis
-from confluent_kafka import TopicCollection
+from confluent_kafka import Consumer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors, parse_key
 from penstock.bus.kafka.offsets import Partition, decode_ranges, format_partition
-from penstock.bus.kafka.reading import read_topic
 from penstock.bus.lost import count_lost
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 ANSWERED_AGE_S = 5.0
 """For so long the ids of the last results are used: a member begins several partitions at once."""
-MAX_RECENT_RESULTS = 5000
+NUM_LAST_RESULTS = 5000
 """So many offsets at the end of each partition of results are looked through for what was answered last."""
 NOTE_RETRY_S = 2.0
 """How long after a failure what is finished is noted again."""
@@ -44,68 +44,26 @@ class NotedPlace(NamedTuple):
     ranges: str = ""
     """The finished offsets behind `offset`, as in the metadata of a commit."""
 
-    def count_unfinished(self) -> int:
-        """Return how many offsets up to the end are not finished."""
-        finished = sum(high + 1 - low for low, high in decode_ranges(self.ranges, self.offset))
-        return max(0, self.end - self.offset - finished)
-
-
-class PlaceNotes:
-    """The notes of a pipeline. They are about a topic's id: one that is made anew under its name begins without any.
-
-    Thread-safe. Methods raise `redis.RedisError` and `BusUnavailable`.
-    """
-
-    def __init__(self, redis_url: str, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
-        self.client, self._key, self._pipeline = redis_client(redis_url), pipeline.places_key, pipeline
-        self._clients, self._admin, self._topic_ids = clients, AdminClient(dict(clients)), dict[str, str]()
-        self._answered, self._answered_s = frozenset[str](), -ANSWERED_AGE_S
-
-    def forget_topics(self, topics: Iterable[str]) -> None:
-        """Ask for the ids of topics again: they may have been made anew."""
-        for topic in topics:
-            self._topic_ids.pop(topic, None)
-
-    def read_answered(self) -> frozenset[str]:
-        """Return the ids of the last results, as of now or of `ANSWERED_AGE_S` ago."""
-        if time.monotonic() > self._answered_s + ANSWERED_AGE_S:
-            found = read_topic(self._clients, self._pipeline.results_topic, MAX_RECENT_RESULTS)
-            self._answered, self._answered_s = frozenset(one.key or "" for one in found), time.monotonic()
-        return self._answered
-
-    def find_place(self, partition: Partition) -> NotedPlace | None:
-        """Return the note of a partition, or None where there is none of this topic."""
-        note: Any = self.client.hget(self._key, format_partition(partition))
-        topic_id, place = ("", None) if note is None else _parse_note(note)
-        return place if topic_id == self._find_topic_id(partition[0]) else None
-
-    def note_places(self, places: Mapping[Partition, NotedPlace]) -> dict[Partition, NotedPlace]:
-        """Note how far partitions are finished. Return the notes of topics in whose place others were made since."""
-        words: list[str | int] = []
-        for partition, place in places.items():
-            words += [format_partition(partition), self._find_topic_id(partition[0]), *place]
-        replaced = zip(places, NOTE.run(self.client, [self._key], words), strict=True)
-        return {partition: _parse_note(note)[1] for partition, note in replaced if note}
-
-    def _find_topic_id(self, topic: str) -> str:
-        if topic not in self._topic_ids:
-            with bus_errors():
-                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=BROKER_TIMEOUT_S)
-                self._topic_ids[topic] = str(asked[topic].result(BROKER_TIMEOUT_S).topic_id)
-        return self._topic_ids[topic]
-
-
-def _parse_note(note: bytes) -> tuple[str, NotedPlace]:
-    topic_id, offset, end, ranges = note.decode().split(" ")
-    return topic_id, NotedPlace(int(offset), int(end), ranges)
+    @classmethod
+    def parse(cls, note: bytes) -> tuple[str, "NotedPlace"]:
+        """Return a note, and the id of the topic that it is about."""
+        topic_id, offset, end, ranges = note.decode().split(" ")
+        return topic_id, cls(int(offset), int(end), ranges)
 
 
 class PlaceKeeper:
-    """What one member notes, and the messages that it found to be lost. Thread-safe."""
+    """The notes as one member reads and writes them, and the messages that it found to be lost. Thread-safe.
 
-    def __init__(self, pipeline: Pipeline, notes: PlaceNotes | None) -> None:
-        """Without `notes` nothing is noted."""
-        self._pipeline, self.notes = pipeline, notes
+    A note is about a topic's id: one that is made anew under its name begins without any.
+    """
+
+    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str) -> None:
+        """`clients`: the settings of all clients. Without an address of Redis nothing is noted."""
+        self._pipeline, self._clients = pipeline, dict(clients)
+        self._redis = redis_client(redis_url) if redis_url else None
+        self._admin: AdminClient | None = None
+        self._answered, self._answered_s = frozenset[str](), -ANSWERED_AGE_S
+        self._topic_ids: dict[str, str] = {}
         self.ends: dict[Partition, int] = {}
         """Where partitions end, or ended when this member read them last."""
         self._noted: dict[Partition, NotedPlace] = {}
@@ -116,8 +74,31 @@ class PlaceKeeper:
 
     def forget_topics(self, topics: Iterable[str]) -> None:
         """Ask for the ids of topics again: they may have been made anew."""
-        if self.notes is not None:
-            self.notes.forget_topics(topics)
+        for topic in topics:
+            self._topic_ids.pop(topic, None)
+
+    def find_place(self, partition: Partition) -> NotedPlace | None:
+        """Return the note of a partition, or None where there is none. Raise `BusUnavailable` or `redis.RedisError`."""
+        note: Any = self._redis and self._redis.hget(self._pipeline.places_key, format_partition(partition))
+        topic_id, place = NotedPlace.parse(note) if note else ("", None)
+        return place if place is not None and topic_id == self._find_topic_id(partition[0]) else None
+
+    def read_answered(self) -> frozenset[str]:
+        """Return the ids of the last results, as of `ANSWERED_AGE_S` ago or later. Raise `BusUnavailable`."""
+        topic, ids = self._pipeline.results_topic, set[str]()
+        if self._redis is None or time.monotonic() < self._answered_s + ANSWERED_AGE_S:
+            return self._answered
+        settings = {"group.id": f"{topic}.last", "isolation.level": "read_committed", "enable.partition.eof": True}
+        with contextlib.closing(Consumer(self._clients | settings)) as reader, bus_errors():
+            for number in reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions:
+                _, end = reader.get_watermark_offsets(TopicPartition(topic, number), BROKER_TIMEOUT_S)
+                reader.assign([TopicPartition(topic, number, max(0, end - NUM_LAST_RESULTS))])
+                while (message := reader.poll(BROKER_TIMEOUT_S)) is not None and message.error() is None:
+                    ids.add(parse_key(message) or "")
+                if message is None:
+                    raise BusUnavailable(f"Kafka: {topic} cannot be read")
+        self._answered, self._answered_s = frozenset(ids), time.monotonic()
+        return self._answered
 
     def tell_lost(self, partition: Partition, first: int, end: int, count: int, why: str) -> None:
         """Say in the log which messages are lost, and count them."""
@@ -140,16 +121,33 @@ class PlaceKeeper:
             for one, (offset, ranges) in list(commits.items())
         }
         changed = {one: place for one, place in places.items() if self._noted.get(one) != place}
-        if self.notes is None or not (changed or self._uncounted) or time.monotonic() < self._retry_s:
+        if self._redis is None or not (changed or self._uncounted) or time.monotonic() < self._retry_s:
             return
+        words: list[str | int] = []
         try:
-            for partition, old in self.notes.note_places(changed).items() if changed else ():
-                why = "are gone: their topic was made anew"
-                self.tell_lost(partition, old.offset, old.end, old.count_unfinished(), why)
+            for one, place in changed.items():
+                words += [format_partition(one), self._find_topic_id(one[0]), *place]
+            replaced = NOTE.run(self._redis, [self._pipeline.places_key], words) if changed else ()
             self._noted |= changed
+            for one, note in zip(changed, replaced, strict=True):
+                if note:
+                    self._tell_made_anew(one, NotedPlace.parse(note)[1])
             with self._lock:
                 lost, self._uncounted = self._uncounted, Counter()
-            count_lost(self.notes.client, self._pipeline, lost)
+            count_lost(self._redis, self._pipeline, lost)
         except (redis.RedisError, BusUnavailable) as error:
             log.debug("Kafka: what is finished is noted later: %s", error)
             self._retry_s = time.monotonic() + NOTE_RETRY_S
+
+    def _tell_made_anew(self, partition: Partition, old: NotedPlace) -> None:
+        finished = sum(high + 1 - low for low, high in decode_ranges(old.ranges, old.offset))
+        count, why = max(0, old.end - old.offset - finished), "are gone: their topic was made anew"
+        self.tell_lost(partition, old.offset, old.end, count, why)
+
+    def _find_topic_id(self, topic: str) -> str:
+        self._admin = self._admin or AdminClient(self._clients)
+        if topic not in self._topic_ids:
+            with bus_errors():
+                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=BROKER_TIMEOUT_S)
+                self._topic_ids[topic] = str(asked[topic].result(BROKER_TIMEOUT_S).topic_id)
+        return self._topic_ids[topic]

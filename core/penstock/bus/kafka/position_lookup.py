@@ -14,7 +14,7 @@ import redis
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.kafka.offsets import Partition, StartPosition
-from penstock.bus.kafka.places import PlaceNotes
+from penstock.bus.kafka.places import PlaceKeeper
 from penstock.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition, notes: PlaceNotes | None = None) -> None:
-        """`changed` guards the requests, and is notified of each. `notes` has what the brokers may have forgotten."""
-        self._consumer, self._lock, self._notes = consumer, changed, notes
+    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper | None = None) -> None:
+        """`changed` guards the requests, and is notified of each. `places` has what the brokers may have forgotten."""
+        self._consumer, self._lock, self._places = consumer, changed, places
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -155,8 +155,8 @@ class PositionLookup:
             if found is None:
                 raise BusUnavailable("no leader answers")
             low, high = found
-            if self._notes is not None and low < high:
-                noted, answered = self._notes.find_place(partition), self._notes.read_answered()
+            if self._places is not None and low < high:
+                noted, answered = self._places.find_place(partition), self._places.read_answered()
         except (KafkaException, BusUnavailable, redis.RedisError) as error:
             self._note_unknown(partition, wanted, str(error))
             return None

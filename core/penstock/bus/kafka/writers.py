@@ -1,11 +1,9 @@
 """Writes the outputs of settlements, with and without transactions, and commits offsets."""
 
 import logging
-import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
@@ -16,7 +14,6 @@ from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
     FENCED_ERRORS,
     TOO_LARGE_ERRORS,
-    WriteFailed,
     bus_errors,
     produce_message,
     producer_settings,
@@ -54,26 +51,20 @@ class OutputWriter:
 
 
 def write_and_flush(producer: Producer, partitions: Partitioner, outputs: Sequence[Outgoing], timeout_s: float) -> None:
-    """Write messages and wait until all are acknowledged. Raise `KafkaException`; `WriteFailed` if brokers refuse one.
+    """Write messages and wait until all are acknowledged. Raise `KafkaException`, with the topic that refused one.
 
     With a message that is too large others fail that are fine, so the error is about that one.
     """
-    errors: list[tuple[bool, str, KafkaError]] = []
-
-    def report(topic: str, error: KafkaError | None, _: object) -> None:
-        if error is not None:
-            errors.append((error.code() not in TOO_LARGE_ERRORS, topic, error))
-
+    errors: list[tuple[KafkaError, str | None]] = []
     for output in outputs:
-        produce_message(producer, output, partitions, partial(report, output.topic))
+        produce_message(
+            producer, output, partitions, lambda error, sent: errors.append((error, sent.topic())) if error else None
+        )
     if outputs and _flush_producer(producer, timeout_s):
         timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
         raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
     if errors:
-        _, topic, error = min(errors, key=operator.itemgetter(0))
-        failed = WriteFailed(error)
-        failed.topic = topic
-        raise failed
+        raise KafkaException(*next((one for one in errors if one[0].code() in TOO_LARGE_ERRORS), errors[0]))
 
 
 def _flush_producer(producer: Producer, timeout_s: float) -> int:
