@@ -72,7 +72,7 @@ class StreamsMember:
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
-        self._reclaim_at = self._lost_check_at = 0.0
+        self._reclaim_at = 0.0
         self._lost: Counter[str] = Counter()
         """How many entries of each topic are lost, since `take_lost` was called last."""
         self._renewed_s = time.monotonic()
@@ -228,6 +228,7 @@ class StreamsMember:
     def _join_group(self) -> None:
         with bus_errors():
             create_groups(self.client, self._pipeline, self._stage)
+            self._find_lost()  # before it finishes anything: what older versions had finished is not counted
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -261,7 +262,6 @@ class StreamsMember:
             found += self._recover_lost_replies(left)
         if time.monotonic() >= self._lost_check_at:
             self._find_lost()
-            self._lost_check_at = time.monotonic() + LOST_CHECK_S
         if time.monotonic() >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
             self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
@@ -275,6 +275,7 @@ class StreamsMember:
             if count:
                 log.warning("Redis Streams: %d messages of %s were deleted before they were answered", count, topic)
                 self._lost[topic] += count
+        self._lost_check_at = time.monotonic() + LOST_CHECK_S
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:
         """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""
