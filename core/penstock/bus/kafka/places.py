@@ -17,7 +17,7 @@ import redis
 from confluent_kafka import Consumer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors, parse_key
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FETCH_LIMITS, bus_errors, parse_key
 from penstock.bus.kafka.offsets import Partition, decode_ranges, format_partition
 from penstock.bus.lost import count_lost
 from penstock.errors import BusUnavailable
@@ -31,6 +31,8 @@ ANSWERED_AGE_S = 5.0
 """For so long the ids of the last results are used: a member begins several partitions at once."""
 NUM_LAST_RESULTS = 5000
 """So many offsets at the end of each partition of results are looked through for what was answered last."""
+TOPIC_TIMEOUT_S = 2.0
+"""How long brokers may take to tell a topic's id. A member that leaves waits for that, too."""
 NOTE_RETRY_S = 2.0
 """How long after a failure what is finished is noted again."""
 NOTE = load_script("penstock.bus.kafka", "note")
@@ -88,7 +90,8 @@ class PlaceKeeper:
         topic, ids = self._pipeline.results_topic, set[str]()
         if self._redis is None or time.monotonic() < self._answered_s + ANSWERED_AGE_S:
             return self._answered
-        settings = {"group.id": f"{topic}.last", "isolation.level": "read_committed", "enable.partition.eof": True}
+        settings: dict[str, Any] = {"group.id": f"{topic}.last", "enable.auto.commit": False, **FETCH_LIMITS}
+        settings |= {"isolation.level": "read_committed", "auto.offset.reset": "earliest", "enable.partition.eof": True}
         with contextlib.closing(Consumer(self._clients | settings)) as reader, bus_errors():
             for number in reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions:
                 _, end = reader.get_watermark_offsets(TopicPartition(topic, number), BROKER_TIMEOUT_S)
@@ -148,6 +151,6 @@ class PlaceKeeper:
         self._admin = self._admin or AdminClient(self._clients)
         if topic not in self._topic_ids:
             with bus_errors():
-                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=BROKER_TIMEOUT_S)
-                self._topic_ids[topic] = str(asked[topic].result(BROKER_TIMEOUT_S).topic_id)
+                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=TOPIC_TIMEOUT_S)
+                self._topic_ids[topic] = str(asked[topic].result(TOPIC_TIMEOUT_S).topic_id)
         return self._topic_ids[topic]
