@@ -19,7 +19,14 @@ from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
 from sim.chaos.proxy import Proxy
 from sim.servers import start_or_skip
-from tests.bus.buses import CAPACITY, SETTINGS, publish_messages, take_deliveries
+from tests.bus.buses import (
+    CAPACITY,
+    SETTINGS,
+    SHORT_TIMEOUT_SETTINGS,
+    make_messages,
+    publish_messages,
+    take_deliveries,
+)
 
 LARGE_BYTES = 4_000_000
 """At least 61 of the proxy's pieces."""
@@ -33,6 +40,17 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         server = KafkaServer(tmp_path_factory.mktemp("kafka"), proxy.target_port, advertised=proxy.port)
         with start_or_skip(server.start):
             yield proxy
+
+
+def test_what_cannot_be_handed_off_is_held(link: Proxy, pipeline: Pipeline) -> None:
+    bus = KafkaBus(pipeline, f"127.0.0.1:{link.port}", SHORT_TIMEOUT_SETTINGS)
+    bus.create_topics()
+    publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 1))
+    with bus.join_group("prefill", "a") as member:
+        (delivery,) = take_deliveries(member, 1)
+        with pytest.raises(BusUnavailable):
+            member.settle([Settlement(delivery, [Outgoing("no-such-topic", b"")])])
+        assert member.is_holding(delivery)
 
 
 def test_a_small_message_does_not_wait_for_all_that_others_may_bring(link: Proxy, pipeline: Pipeline) -> None:

@@ -16,7 +16,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, InternalError, Request
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Job, Result, decode_message
 from penstock.names import CLASS_HEADER, OPERATION_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline, PriorityClass
-from penstock.redis.client import backoff_pauses, is_away
+from penstock.redis.client import backoff_pauses, is_outage
 from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class Settler:
                     self._member.current_problem or not troubled_s
                 ):  # a first failure may have taken longer than `MAX_RETRY_ALONE_S`
                     troubled_s = now_s
-                if not is_away(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
+                if not is_outage(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
                     raise
                 batch = [_make_anew(pending) for pending in batch]
                 log.warning("settling failed, trying again: %s", error)

@@ -46,7 +46,7 @@ class StreamMetaStore:
 
     def __init__(self, servers: "Sharded[redis.asyncio.Redis]", settings: RecordSettings, end_lost: EndLost) -> None:
         self._servers, self._client, self._end_lost = servers, servers.parts[0], end_lost
-        self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
+        self._pending_s, self.keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
         self._secret = secrets.token_hex(32).encode()
         """The one in Redis, once it was read. A Redis that lost it gets it back, so that ids stay the same."""
@@ -72,7 +72,7 @@ class StreamMetaStore:
             found = cast(
                 "bytes | None",
                 await self._client.set(
-                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self._keep_ms
+                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self.keep_ms
                 ),
             )
         kept = meta if found is None else StreamMeta.model_validate_json(found)
@@ -114,7 +114,7 @@ class StreamMetaStore:
         """Note that the requests have ended: from now on it is kept as long as their records."""
         self._forget(meta.id)
         with translate_outages():
-            await self._client.pexpire(stream_meta_key(meta.id), self._keep_ms)
+            await self._client.pexpire(stream_meta_key(meta.id), self.keep_ms)
 
     def stop_renewing(self, meta: StreamMeta) -> None:
         """Stop renewing, because it is not known whether the requests are durable."""
@@ -140,11 +140,10 @@ class StreamMetaStore:
         renewed = list(self._open.values())
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
-            keys = [[(one, Pipeline(meta.pipeline).record_key(one)) for one in meta.request_ids] for meta in metas]
-            stages = await self._read_stages(itertools.chain.from_iterable(keys))
+            stages = await self._read_stages(itertools.chain.from_iterable(map(_list_records, metas)))
             is_there = await self._write(metas)
-            for meta, own, there in zip(metas, keys, is_there, strict=True):
-                has_ended = all(stages.get(key) == b"end" for _, key in own)
+            for meta, there in zip(metas, is_there, strict=True):
+                has_ended = all(stages.get(key) == b"end" for _, key in _list_records(meta))
                 if has_ended or not there or now_s() > meta.created + self._pending_s:
                     self._forget(meta.id)
             await self._end_unread(metas, stages)
@@ -165,9 +164,9 @@ class StreamMetaStore:
             async with self._client.pipeline(transaction=False) as batch:
                 for meta in metas:
                     if meta.id in self._unwritten:
-                        batch.set(stream_meta_key(meta.id), meta.model_dump_json(), xx=True, px=self._keep_ms)
+                        batch.set(stream_meta_key(meta.id), meta.model_dump_json(), xx=True, px=self.keep_ms)
                     else:
-                        batch.pexpire(stream_meta_key(meta.id), self._keep_ms)
+                        batch.pexpire(stream_meta_key(meta.id), self.keep_ms)
                 is_there: list[int] = await batch.execute()
         self._unwritten.difference_update(meta.id for meta in metas)
         return is_there
@@ -177,7 +176,7 @@ class StreamMetaStore:
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 for one in ids:
-                    batch.pexpire(stream_meta_key(one), self._keep_ms)
+                    batch.pexpire(stream_meta_key(one), self.keep_ms)
                 is_there: list[int] = await batch.execute()
         return is_there
 
@@ -196,3 +195,13 @@ class StreamMetaStore:
                         batch.hget(key, "stage")
                     found |= zip(own, await batch.execute(), strict=True)
         return found
+
+    async def check_ended(self, metas: Sequence[StreamMeta]) -> list[bool]:
+        """Return for each whether all its requests have ended; False while their server is away."""
+        ended = await self.find_ended(itertools.chain.from_iterable(map(_list_records, metas)))
+        return [all(key in ended for _, key in _list_records(meta)) for meta in metas]
+
+
+def _list_records(meta: StreamMeta) -> list[tuple[str, str]]:
+    """Return the ids of the requests, each with its record's key."""
+    return [(one, Pipeline(meta.pipeline).record_key(one)) for one in meta.request_ids]
