@@ -107,10 +107,9 @@ class PromptTooLong(RequestError):
 
 
 class RequestTooLarge(RequestError):
-    """The message has more bytes than a request may have, or than its topic takes, if `topic` names one."""
+    """The message has more bytes than a request may have, or than its topic takes."""
 
     code = "request_too_large"
-    topic: str = ""
 
 
 class RequestLost(RequestError):

@@ -24,7 +24,6 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:partition_readers` | hash  | while any is read: partitions and sessions | `record`      |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
-| `penstock:<pipeline>:places`           | hash   | for good: how far each partition is finished | `KafkaBus`   |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:<pipeline>:servers`          | string | for good: the names of all stream servers, a line each | `servers` |
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
@@ -53,7 +52,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:{kv}:ends`                   | zset   | as the leases: the last end, by block     | `kvstore`      |
 | `penstock:{kv}:state`                  | hash   | as the blocks: sums, clock, budget        | `kvstore`      |
 | `penstock:bus:{<pipeline>}:<topic>`    | stream | trimmed as deliveries are settled         | `StreamsBus`   |
-| `penstock:bus:{<pipeline>}:finished`   | hash   | for good: how many of each topic were finished | `StreamsBus` |
+| `penstock:bus:{<pipeline>}:finished`   | hash   | for good: how far partitions, or streams, are finished | `bus` |
 | `penstock:bus:{<pipeline>}:lost`       | hash   | a week after the last loss: counts by topic | `bus`         |
 | `penstock:bus:{<pipeline>}:member:<group>:<name>` | string | the bus's session timeout      | `StreamsBus`   |
 """
@@ -192,11 +191,6 @@ class Pipeline:
         }
 
     @property
-    def places_key(self) -> str:
-        """The key of how far each partition is finished, which brokers may forget."""
-        return f"penstock:{self.name}:places"
-
-    @property
     def lost_key(self) -> str:
         """The key of how many messages of each topic were deleted before they were read."""
         return f"penstock:bus:{{{self.name}}}:lost"
@@ -264,7 +258,7 @@ class Pipeline:
 
     @property
     def finished_key(self) -> str:
-        """The key of how many entries of each topic's stream were finished, or were told to be lost."""
+        """The key of how far each partition, or each topic's stream, is finished."""
         return f"penstock:bus:{{{self.name}}}:finished"
 
     def member_key(self, group: str, member: str) -> str:

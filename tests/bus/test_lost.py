@@ -9,9 +9,9 @@ from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from penstock.bus.contract import Bus, Member, Outgoing, Settlement
+from penstock.bus.contract import Bus, Outgoing, Settlement
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.lost import describe_lost
+from penstock.bus.lost import read_lost
 from penstock.bus.streams import member as streams_member
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
@@ -56,32 +56,25 @@ def test_messages_that_are_deleted_unread_are_told_and_counted(
     monkeypatch.setattr(streams_member, "LOST_CHECK_S", 0.0)
     if isinstance(bus, KafkaBus):
         bus = KafkaBus(pipeline, bus.bootstrap, bus.settings, redis_url=redis_url)
-    topic, told = pipeline.request_topic("batch"), dict[str, int]()
+    topic, read = pipeline.request_topic("batch"), partial(read_lost, redis_client(redis_url), pipeline)
     with bus.join_group("prefill", "a") as member:
         publish_messages(bus, [Outgoing(topic, b"done", "k")])
         (done,) = take_deliveries(member, 1)
         member.settle([make_settlement(pipeline, done)])
-        assert member.take_lost() == {}
     with contextlib.closing(bus.create_publisher()) as publisher:
         places = publisher.publish([Outgoing(topic, str(number).encode(), "k") for number in range(8)])
     assert bus.find_gone([done.name, *places]) == {done.name}
-
-    def take(member: Member) -> bool:
-        told.update(member.take_lost())
-        return bool(told)
 
     delete_first(bus, places[:3])
     with bus.join_group("prefill", "b") as member:
         assert bus.find_gone(places) == set(places[:3])
         taken = take_deliveries(member, 5)
-        wait_for(partial(take, member), "it is told")
+        wait_for(lambda: bus_kind == "memory" or (member.poll(0.0, {}) == [] and read()), "it is told")
         member.settle([Settlement(one) for one in taken])
         assert list_values([Outgoing(topic, one.value) for one in taken]) == [b"3", b"4", b"5", b"6", b"7"]
-    assert told == {topic: 3}
-    assert member.take_lost() == {}
-    if bus_kind != "memory":
-        (line,) = describe_lost(redis_client(redis_url), pipeline)
-        assert line.startswith(f"3 messages of {topic} were deleted")
+    with bus.join_group("prefill", "c") as member:
+        assert member.poll(0.0, {"batch": 1}) == []
+    assert bus_kind == "memory" or read() == {topic: 3}
 
 
 def test_a_stream_that_was_deleted_loses_what_it_still_had(
@@ -99,11 +92,11 @@ def test_a_stream_that_was_deleted_loses_what_it_still_had(
             client.delete(key)
             write()  # type: ignore[no-untyped-call]
             member.poll(0.0, {"interactive": 0})
-        assert member.take_lost() == {topic: 3}
+        assert read_lost(client, pipeline) == {topic: 3}
         assert take_deliveries(member, 1)[0].value == b"new"
         client.xtrim(key, maxlen=0)
         member.poll(0.0, {"interactive": 0})
-        assert member.take_lost() == {topic: 1}
+        assert read_lost(client, pipeline) == {topic: 4}
 
 
 def forget_commits(bus: KafkaBus, stage: Stage) -> None:
@@ -139,7 +132,7 @@ def test_a_group_goes_on_where_it_was_though_the_brokers_forget_that(
         for one in (taken[0], taken[1], taken[3]):
             member.settle([make_settlement(pipeline, one)])
     if not is_noted:
-        redis_client(redis_url).delete(pipeline.places_key)
+        redis_client(redis_url).delete(pipeline.finished_key)
     forget_commits(noted_bus, stage)
     other = KafkaBus(pipeline, noted_bus.bootstrap, noted_bus.settings, redis_url=redis_url)
     with other.join_group(stage, "b") as member:
@@ -147,13 +140,13 @@ def test_a_group_goes_on_where_it_was_though_the_brokers_forget_that(
         assert [one.value for one in again] == [b"2", b"4", b"5"]
         assert member.poll(0.3, {"interactive": 5}) == []
         wait_for(lambda: noted_bus.count_unsettled()[topic] == 3, "the brokers know it again")
-        assert member.take_lost() == {}
+    assert read_lost(redis_client(redis_url), pipeline) == {}
 
 
 def test_a_topic_that_was_made_anew_begins_at_its_beginning_and_what_it_had_is_lost(
-    noted_bus: KafkaBus, pipeline: Pipeline
+    noted_bus: KafkaBus, redis_url: str, pipeline: Pipeline
 ) -> None:
-    topic, told = pipeline.request_topic("interactive"), dict[str, int]()
+    topic = pipeline.request_topic("interactive")
     publish_messages(noted_bus, [Outgoing(topic, b"old", f"r{number}") for number in range(6)])
     with noted_bus.join_group("prefill", "a") as member:
         taken = take_deliveries(member, 6)
@@ -165,20 +158,12 @@ def test_a_topic_that_was_made_anew_begins_at_its_beginning_and_what_it_had_is_l
     publish_messages(noted_bus, [Outgoing(topic, b"new", f"n{number}") for number in range(2)])
     with noted_bus.join_group("prefill", "b") as member:
         assert [one.value for one in take_deliveries(member, 2)] == [b"new", b"new"]
-
-        def take() -> bool:
-            told.update(member.take_lost())
-            return bool(told)
-
-        wait_for(take, "it is told")
-    assert told == {topic: 2}
+        wait_for(lambda: read_lost(redis_client(redis_url), pipeline) == {topic: 2}, "it is told")
 
 
 def _create(admin: AdminClient, topic: str) -> bool:
-    try:
+    with contextlib.suppress(KafkaException):  # the old one is being deleted, or the new one is there
         admin.create_topics([NewTopic(topic, 1, 1)])[topic].result()
-    except KafkaException:  # the old one is being deleted
-        return False
     return topic in admin.list_topics(timeout=10).topics
 
 
@@ -189,7 +174,7 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
 
     monkeypatch.setattr(places, "NOTE_RETRY_S", 0.0)
     partition, num_tries = (pipeline.request_topic("batch"), 0), 0
-    run, client = places.NOTE.run, redis_client(noted_bus.redis_url)
+    run = places.NOTE.run
     keeper, other = (places.PlaceKeeper(pipeline, noted_bus.clients, noted_bus.redis_url) for _ in range(2))
 
     def fail_once(*words: object) -> object:
@@ -204,7 +189,7 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
     for _ in range(3):
         keeper.note_commits({partition: (7, "")})
     assert num_tries == 2
-    assert other.find_place(partition) == places.NotedPlace(7, 7)
-    assert len(describe_lost(client, pipeline)) == 1
+    assert other.find_start(partition, 0, 9)[:4] == (7, "", None, 9)
+    assert read_lost(redis_client(noted_bus.redis_url), pipeline) == {partition[0]: 2}
     other.note_commits({partition: (5, "")})
-    assert keeper.find_place(partition) == places.NotedPlace(7, 7), "a note does not go back"
+    assert keeper.find_start(partition, 0, 9)[0] == 7, "a note does not go back"

@@ -70,9 +70,7 @@ def find_size_error(message: Outgoing) -> RequestTooLarge | None:
     """Return the error for a message that is too large for any topic, else None."""
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return None
-    error = RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
-    error.topic = message.topic
-    return error
+    return RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
 
 
 def create_started_future() -> Future[str]:
@@ -226,11 +224,6 @@ class Member(Protocol):
         in each that `poll` has not returned yet, as far as it knows without asking the bus. Any thread may call this.
 
         It is empty where `list_partitions` would be, and for a member that reads jobs alone.
-        """
-
-    def take_lost(self) -> Mapping[str, int]:
-        """Return how many messages of each topic were deleted before its group had finished them, as far as this member
-        found out since the last call. It has logged them and counted them in Redis (`penstock.bus.lost`).
         """
 
     def create_orphan_readers(self) -> "list[OrphanReader]":

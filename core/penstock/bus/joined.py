@@ -125,10 +125,6 @@ class JoinedMember:
         """Return what waits in the partitions of requests; see `contract.Member.count_waiting`."""
         return self._requests.count_waiting()
 
-    def take_lost(self) -> Mapping[str, int]:
-        """Return how many messages of each topic were deleted; see `contract.Member.take_lost`."""
-        return {**self._requests.take_lost(), **self._jobs.take_lost()}
-
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return the readers for partitions of dead members of both groups; none where members share the topics."""
         return [*self._jobs.create_orphan_readers(), *self._requests.create_orphan_readers()]

@@ -218,8 +218,7 @@ class AsyncClient(BaseClient):
             case ReadStatus():
                 return await self.status(request_id)
             case IsGone():
-                place = self._places.get(request_id)
-                return place is not None and bool(await asyncio.to_thread(self._watch.find_gone, [place]))
+                return await asyncio.to_thread(self._is_gone, request_id)
 
     async def _publish_message(self, message: Outgoing) -> str:
         """Publish a message, and return its place once it is durable, without waiting for those of other messages."""

@@ -163,6 +163,10 @@ class BaseClient(ABC):
         if len(self._places) > MAX_NOTED_PLACES:
             self._places.pop(next(iter(self._places)), None)
 
+    def _is_gone(self, request_id: str) -> bool:
+        place = self._places.get(request_id)
+        return place is not None and bool(self._watch.find_gone([place]))
+
     @abstractmethod
     def _open_logs(self) -> None:
         """Make what reads and writes Redis. The constructor calls it, once; it connects to nothing."""

@@ -178,5 +178,4 @@ class Client(BaseClient):
             case ReadStatus():
                 return self._logs[request_id].read_status(request_id)
             case IsGone():
-                place = self._places.get(request_id)
-                return place is not None and bool(self._watch.find_gone([place]))
+                return self._is_gone(request_id)

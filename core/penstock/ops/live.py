@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from penstock.bus.contract import Bus
-from penstock.bus.lost import describe_lost
+from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, find_stages
@@ -46,15 +46,14 @@ class LiveWatch(PipelineWatch[Json]):
             self._eviction_asked_at, self.eviction = time.monotonic(), describe_eviction(self._addresses)
         workers = read_heartbeats(self._redis, self._pipeline)
         lag = compute_lag(self._pipeline, bus.count_unsettled(), workers)
+        lost = read_lost(self._redis, self._pipeline)
         seconds, microseconds = self._redis.time()
         now_s, health = seconds + microseconds / 1e6, assess_health(workers, self.eviction)
         return {
             "at": now_s,
             "pipeline": self._pipeline.name,
-            "health": {
-                "state": health.state,
-                "reasons": [*health.reasons, *describe_lost(self._redis, self._pipeline)],
-            },
+            "health": {"state": health.state, "reasons": [*health.reasons, *describe_lost(lost)]},
+            "lost_messages": lost,
             "lag": lag.as_json(),
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),

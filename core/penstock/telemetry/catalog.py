@@ -146,11 +146,6 @@ ENDPOINT_REST = Metric(
     "while it is tried with one request; empty where it does not.", "worker",
 )  # fmt: skip
 
-MESSAGES_LOST = Metric(
-    "penstock.messages.lost", "counter", "{message}", ("pipeline", "topic"),
-    "Messages of a topic that workers read which were deleted before they were answered, as far as is known.", "worker",
-)  # fmt: skip
-
 # The gateway: of the pipelines that it serves.
 
 LAG_MESSAGES = Metric(
@@ -179,6 +174,11 @@ PIPELINE_UP = Metric(
 REDIS_EVICTS = Metric(
     "penstock.redis.evicts", "gauge", "1", ("pipeline",),
     "Whether a stream server evicts at its limit of memory, as of the last minute: it may delete records and logs.",
+    "gateway",
+)  # fmt: skip
+MESSAGES_LOST = Metric(
+    "penstock.messages.lost", "counter", "{message}", ("pipeline", "topic"),
+    "Messages of a topic that workers read which were deleted before they were answered, as far as workers found out.",
     "gateway",
 )  # fmt: skip
 

@@ -63,10 +63,6 @@ class StageMetrics:
         """Count messages that were put into the dead-letter topic."""
         self._dead_letters.add(count)
 
-    def count_lost(self, topic: str, count: int) -> None:
-        """Count messages that were deleted before they were answered."""
-        self._meters.get_counter(catalog.MESSAGES_LOST, self._pipeline, topic).add(count)
-
     def count_prompt(self, num_computed: int, num_cached: int) -> None:
         """Count the tokens of a prompt that is done."""
         self._prefill.add(num_computed)

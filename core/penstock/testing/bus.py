@@ -42,8 +42,6 @@ class Topic:
     """The messages of a topic, by offset. A settled message is not there any more."""
 
     num_published: int = 0
-    num_finished: int = 0
-    """How many were settled, or were told to be lost as somebody deleted them."""
     entries: dict[int, Entry] = field(default_factory=dict)
 
     def append(self, message: Outgoing) -> str:
@@ -202,8 +200,7 @@ class MemoryMember:
             self._bus.append(outputs)
             for one in deliveries:
                 entry = self._held.pop((one.topic, one.position))
-                topic = self._bus.topics[one.topic]
-                topic.num_finished += topic.entries.pop(entry.offset, None) is not None
+                self._bus.topics[one.topic].entries.pop(entry.offset, None)
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
@@ -224,15 +221,6 @@ class MemoryMember:
     def count_waiting(self) -> Mapping[tuple[str, int], int]:
         """Return nothing: members share the topics."""
         return {}
-
-    def take_lost(self) -> Mapping[str, int]:
-        """Return how many messages somebody deleted."""
-        with self._bus.changed:
-            mine = {name: self._bus.topics[name] for name in self._topics.values()}
-            lost = {name: one.num_published - one.num_finished - len(one.entries) for name, one in mine.items()}
-            for name, count in lost.items():
-                mine[name].num_finished += count
-            return {name: count for name, count in lost.items() if count}
 
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return none: any member can take the messages that no member has polled."""

@@ -234,21 +234,20 @@ def _make_anew(pending: _PendingSettlement) -> _PendingSettlement:
 
 
 def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
-    """Return a settlement with less for the topic that did not take it.
+    """Return a settlement with less in its largest output, which is taken to be the one that its topic did not take.
 
     A result or a job becomes one with an error alone, and a dead letter says so. A dead letter becomes half as long.
-    Raise `BusUnavailable` where the topic does not even take that.
+    Raise `BusUnavailable` where that makes it no smaller.
     """
-    cause, outputs = InternalError(str(why)), list[Outgoing]()
-    for output in settlement.outputs:
-        smaller = output
-        if output.topic == why.topic == pipeline.dead_letter_topic:
-            smaller = shorten_dead_letter(output)
-        elif output.topic == why.topic:
-            smaller = _make_error_output(pipeline, output, settlement.delivery.klass, cause)
-        if output.topic == why.topic and smaller.num_bytes >= output.num_bytes:
-            raise BusUnavailable(str(why))
-        outputs.append(smaller)
+    largest = max(settlement.outputs, key=lambda output: output.num_bytes)
+    cause = InternalError(f"{largest.num_bytes:,} bytes are too many for {largest.topic}: {why}")
+    if largest.topic == pipeline.dead_letter_topic:
+        smaller = shorten_dead_letter(largest)
+    else:
+        smaller = _make_error_output(pipeline, largest, settlement.delivery.klass, cause)
+    if smaller.num_bytes >= largest.num_bytes:
+        raise BusUnavailable(str(cause))
+    outputs = [smaller if output is largest else output for output in settlement.outputs]
     if all(output.topic != pipeline.dead_letter_topic for output in outputs):
         outputs.append(build_dead_letter(pipeline, settlement.delivery, f"{cause.code}: {cause}"))
     return replace(settlement, outputs=outputs)

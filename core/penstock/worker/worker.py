@@ -201,8 +201,6 @@ class Worker:
         """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
         self.rescuer.run_once()
-        for topic, count in self.member.take_lost().items():
-            self.metrics.count_lost(topic, count)
         for claim, event in self.session.collect_events():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:

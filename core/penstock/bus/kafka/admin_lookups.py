@@ -11,11 +11,10 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
-from penstock.bus.kafka.offsets import Partition, decode_ranges, is_in_ranges, parse_place
-from penstock.names import STAGES, Pipeline
+from penstock.bus.kafka.offsets import Partition, Range, decode_ranges, is_in_ranges, parse_place
+from penstock.names import STAGES, Pipeline, Stage
 
 T = TypeVar("T")
-UNCOMMITTED = IsolationLevel.READ_UNCOMMITTED
 
 ELECTION_PATIENCE_S = 3.0
 """How long brokers may need to elect the leader of a partition, or the coordinator of a group."""
@@ -130,36 +129,36 @@ class GroupLag:
         Raise `KafkaException` or `TimeoutError`.
         """
         partitions = list_partitions(self._admin, [topic])
-        commits = self._commits[self._pipeline.find_stage(topic)].read_offsets(partitions)
-        begins, ends = self._read_bounds(partitions)
-        newer = read_log_offsets(self._admin, partitions, OffsetSpec.for_timestamp(before_ms), UNCOMMITTED)
-        return any(
-            max(begins[one], commits[one][0]) < (ends[one] if newer[one] < 0 else newer[one]) for one in partitions
+        unfinished = self._read_unfinished(self._pipeline.find_stage(topic), partitions)
+        newer = read_log_offsets(
+            self._admin, partitions, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_COMMITTED
         )
+        return any(first < (end if newer[one] < 0 else newer[one]) for one, (first, end, _) in unfinished.items())
 
     def find_gone(self, places: Iterable[str]) -> set[str]:
         """Return those of the places of requests that the group has finished, or that are not in the log.
 
         Raise `KafkaException` or `TimeoutError`.
         """
-        wanted = {place: parse_place(place) for place in places}
-        partitions = list({partition for partition, _ in wanted.values()})
+        wanted, gone = {place: parse_place(place) for place in places}, set[str]()
+        unfinished = self._read_unfinished("prefill", list({partition for partition, _ in wanted.values()}))
+        for place, (partition, offset) in wanted.items():
+            first, end, finished = unfinished[partition]
+            if not first <= offset < end or is_in_ranges(finished, offset):
+                gone.add(place)
+        return gone
 
-        def find() -> set[str]:
-            commits, gone = self._commits["prefill"].read_offsets(partitions), set[str]()
-            begins, ends = self._read_bounds(partitions)
-            for place, (one, offset) in wanted.items():
-                committed, metadata = commits[one]
-                is_finished = offset < committed or is_in_ranges(decode_ranges(metadata, committed), offset)
-                gone |= {place} if is_finished or not begins[one] <= offset < ends[one] else set()
-            return gone
-
-        return retry_during_election(find)
-
-    def _read_bounds(self, partitions: list[Partition]) -> tuple[dict[Partition, int], dict[Partition, int]]:
-        """Return where logs begin and end."""
-        begins = read_log_offsets(self._admin, partitions, OffsetSpec.earliest(), UNCOMMITTED)  # type: ignore[no-untyped-call]
-        return begins, read_log_offsets(self._admin, partitions, OffsetSpec.latest(), UNCOMMITTED)  # type: ignore[no-untyped-call]
+    def _read_unfinished(
+        self, stage: Stage, partitions: list[Partition]
+    ) -> dict[Partition, tuple[int, int, list[Range]]]:
+        """Return where what is not finished begins and ends in the logs, and what is finished between."""
+        commits, level = self._commits[stage].read_offsets(partitions), IsolationLevel.READ_UNCOMMITTED
+        begins = read_log_offsets(self._admin, partitions, OffsetSpec.earliest(), level)  # type: ignore[no-untyped-call]
+        ends = read_log_offsets(self._admin, partitions, OffsetSpec.latest(), level)  # type: ignore[no-untyped-call]
+        return {
+            one: (max(begins[one], offset), ends[one], decode_ranges(metadata, offset))
+            for one, (offset, metadata) in commits.items()
+        }
 
     def close(self) -> None:
         """Free the connections."""

@@ -42,7 +42,7 @@ class PrefetchBuffer:
         self._stretched: set[Partition] = set()
         self._damaged: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
-        self._answered: dict[Partition, frozenset[str]] = {}
+        self._starts: dict[Partition, StartPosition] = {}
         self.commits: dict[Partition, tuple[int, str]] = {}
         """The last commit of each partition that is or was assigned: offset and metadata."""
 
@@ -68,8 +68,8 @@ class PrefetchBuffer:
         """
         self._offsets[partition] = PartitionOffsets(start.offset, start.metadata, epoch)
         self._fresh.add(partition)
-        self.commits[partition], self._answered[partition] = (start.offset, start.metadata), start.answered
-        if not start.is_known:
+        self._starts[partition], self.commits[partition] = start, (start.offset, start.metadata)
+        if start.forgotten_end:
             self._uncommitted.add(partition)
 
     def next_offset(self, partition: Partition) -> int:
@@ -91,12 +91,14 @@ class PrefetchBuffer:
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
 
-    def skip_deleted(self, partition: Partition, begin: int) -> int:
-        """Note where the log begins. Return how many offsets before it were neither read nor finished."""
-        count = self._offsets[partition].skip_deleted(begin) if partition in self._offsets else 0
+    def skip_deleted(self, partition: Partition, begin: int) -> tuple[int, int]:
+        """Note where the log begins. Return from which offset on how many before it were neither read nor finished."""
+        if (offsets := self._offsets.get(partition)) is None:
+            return begin, 0
+        first, count = offsets.next_offset, offsets.skip_deleted(begin)
         if count:
             self._uncommitted.add(partition)
-        return count
+        return first, count
 
     def add_message(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
         """Add a fetched message that was written under a leader epoch. Raise `BusUnavailable` as `_read_from` does."""
@@ -104,7 +106,8 @@ class PrefetchBuffer:
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.note_delivered(offset, epoch):
             return
-        if delivery.key in self._answered[partition]:
+        start = self._starts[partition]
+        if offset < start.forgotten_end and delivery.key in start.answered:
             offsets.finish_offsets([offset])
             self._uncommitted.add(partition)
             return

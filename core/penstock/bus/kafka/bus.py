@@ -4,20 +4,11 @@ import contextlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from confluent_kafka import (
-    OFFSET_BEGINNING,
-    Consumer,
-    KafkaError,
-    KafkaException,
-    Message,
-    Producer,
-    TopicPartition,
-)
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
@@ -34,24 +25,18 @@ from penstock.bus.joined import EventBell, JoinedMember, join_both
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
-    DAMAGED_BATCH_ERRORS,
-    FETCH_LIMITS,
     MAX_BATCH_BYTES,
-    DamagedBatches,
     bus_errors,
-    parse_headers,
-    parse_key,
     produce_message,
     producer_settings,
     to_bus_error,
 )
 from penstock.bus.kafka.client_factory import KafkaClientFactory
-from penstock.bus.kafka.follower import KafkaFollower
+from penstock.bus.kafka.follower import KafkaFollower, read_topic
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
 from penstock.config.settings import BusSettings
-from penstock.errors import BusUnavailable
 from penstock.names import STAGES, Pipeline, WorkerKind
 from penstock.waiting import wait_until
 
@@ -60,10 +45,6 @@ log = logging.getLogger(__name__)
 ACKNOWLEDGE_TIMEOUT_S = 20.0
 """How long a published message may wait to be acknowledged."""
 CHECK_TIMEOUT_S = 5.0
-
-OPEN_TRANSACTION_WAIT_S = 3.0
-"""How long `read_all` waits for transactions that are open in the topic."""
-
 WORK_RETENTION_MS = 14 * 86400 * 1000
 RESULTS_RETENTION_MS = 7 * 86400 * 1000
 MINIMUM_SETTINGS = ("max.message.bytes", "retention.ms", "min.insync.replicas")
@@ -145,30 +126,8 @@ class KafkaBus(KafkaClientFactory):
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Return every committed message in a topic that can be unpacked, partition by partition.
-
-        A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
-        the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
-        """
-        reader = Consumer(
-            self.clients
-            | FETCH_LIMITS
-            | {
-                "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
-                "enable.auto.commit": False,
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "earliest",
-                "enable.partition.eof": True,
-                "fetch.wait.max.ms": 50,
-            }
-        )
-        try:
-            with bus_errors():
-                partitions = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
-                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
-                return _read_to_end(reader, topic, set(partitions))
-        finally:
-            reader.close()
+        """Return every committed message in a topic that can be unpacked, partition by partition."""
+        return read_topic(self.clients, topic)
 
     def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Return one line about the brokers. Raise `BusUnavailable`."""
@@ -209,35 +168,6 @@ class KafkaBus(KafkaClientFactory):
             topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
             for topic in self.pipeline.all_topics()
         )
-
-
-def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
-    """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
-    found: list[Outgoing] = []
-    ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
-    damaged = DamagedBatches()
-    until = time.monotonic() + BROKER_TIMEOUT_S
-    while (unread or ends) and time.monotonic() < until:
-        message = reader.poll(0.1 if ends else 1.0)
-        if message is None:
-            continue
-        error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
-        if error is None:
-            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
-        elif error.code() in DAMAGED_BATCH_ERRORS:
-            damaged.pass_over(reader, (topic, number), offset)
-        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
-            if number in unread:
-                unread.discard(number)
-                ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
-        elif not error.retriable():
-            raise KafkaException(error)
-        ends = {one: end for one, end in ends.items() if one != number or end > offset}
-        if had_more:
-            until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
-    if unread:
-        raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
-    return found
 
 
 def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
@@ -347,7 +277,7 @@ class KafkaPublisher:
                 sent.set_result(f"{message.topic}@{written.partition()}:{written.offset()}")
             else:
                 self._partitions.forget_leaders()
-                sent.set_exception(to_bus_error(error, message.topic))
+                sent.set_exception(to_bus_error(error))
 
         if (refused := find_size_error(message)) is not None:
             sent.set_exception(refused)

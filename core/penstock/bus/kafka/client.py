@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
 from penstock.bus.kafka.offsets import Partition
 from penstock.bus.kafka.partitioner import Partitioner
-from penstock.errors import BusUnavailable, MemberFenced, PenstockError, RequestTooLarge
+from penstock.errors import BusUnavailable, MemberFenced, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass
 
@@ -90,13 +90,10 @@ def produce_message(producer: Producer, message: Outgoing, partitions: Partition
             producer.poll(0.1)
 
 
-def to_bus_error(error: KafkaError, topic: str = "") -> PenstockError:
-    """Return the error that stands for one of Kafka's client, about a message for `topic` if one is given."""
-    if topic and error.code() in TOO_LARGE_ERRORS:
-        refused = RequestTooLarge(f"the brokers take no message as large for {topic}: {error.str()}")
-        refused.topic = topic
-        return refused
-    return BusUnavailable(f"Kafka: {error.str()}")
+def to_bus_error(error: KafkaError) -> RequestTooLarge | BusUnavailable:
+    """Return the error that stands for one of Kafka's client."""
+    kind = RequestTooLarge if error.code() in TOO_LARGE_ERRORS else BusUnavailable
+    return kind(f"Kafka: {error.str()}")
 
 
 @contextlib.contextmanager
@@ -108,7 +105,7 @@ def bus_errors() -> Iterator[None]:
         error: KafkaError = raised.args[0]
         if error.code() in FENCED_ERRORS:
             raise MemberFenced(f"a newer member has this one's place ({error.str()})") from raised
-        raise to_bus_error(*raised.args) from raised
+        raise to_bus_error(error) from raised
     except TimeoutError as raised:
         raise BusUnavailable(f"Kafka: {raised}") from raised
 

@@ -31,8 +31,8 @@ from penstock.bus.kafka.client import (
     parse_delivery,
 )
 from penstock.bus.kafka.client_factory import KafkaClientFactory
-from penstock.bus.kafka.offsets import NO_EPOCH, Partition, format_partition
-from penstock.bus.kafka.orphans import KafkaOrphanReader
+from penstock.bus.kafka.offsets import NO_EPOCH, Partition
+from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.bus.kafka.position_lookup import LookupThread, PositionLookup, ReadProgress
 from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputWriter, Transactions, to_topic_partitions
@@ -306,12 +306,7 @@ class KafkaMember:
 
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        find = self._places.find_place
-        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts, find)]
-
-    def take_lost(self) -> Mapping[str, int]:
-        """Return how many messages were deleted; see `contract.Member.take_lost`."""
-        return self._places.take_lost()
+        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)]
 
     def build_renewal(self, session_s: float) -> list[ScriptCall]:
         """Return nothing: the brokers know which members live."""
@@ -344,7 +339,7 @@ class KafkaMember:
         with self._state:
             self._state.notify_all()
         self._poller.join(LEAVE_TIMEOUT_S)
-        self._places.note_commits(self._holdings.commits)
+        self._places.note_commits(self._holdings.commits, is_last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -425,7 +420,6 @@ class KafkaMember:
                 self._turned_at = time.monotonic()
                 if message is not None:
                     self._note_message(message)
-                    self._note_deleted(message)
                     self._buffer_message(message)
                 self._begin_partitions()
                 self._commit_finished()
@@ -453,18 +447,14 @@ class KafkaMember:
         elif error is None or error.code() == EOF:
             self._refused.pop(partition[0], None)
             self._bury_unfetched(partition, message.offset() or 0)
+            self._note_deleted(partition, message.offset() or 0)
 
-    def _note_deleted(self, message: Message) -> None:
+    def _note_deleted(self, partition: Partition, offset: int) -> None:
         """Tell of messages that were deleted before they were read: the log begins behind what was to be read next."""
-        partition, offset = (message.topic() or "", message.partition() or 0), message.offset() or 0
+        low, _ = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
+        begin = min(offset, low)
         with self._state:
-            first = self._holdings.next_offset(partition) if partition in self._holdings.partitions else offset
-        error = message.error()
-        if offset <= first or (error is not None and error.code() != EOF):
-            return
-        begin = min(offset, self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)[0])
-        with self._state:
-            count = self._holdings.skip_deleted(partition, begin)
+            first, count = self._holdings.skip_deleted(partition, begin)
         if count:
             self._places.tell_lost(partition, first, begin, count, "were deleted before they were read")
 
@@ -538,7 +528,7 @@ class KafkaMember:
         consumer.pause([TopicPartition(*partition) for partition in came])
         self._paused.update(came)
         self._starting.update(came)
-        self._places.forget_topics({topic for topic, _ in came})
+        self._places.topic_ids.clear()
         self._lookup.request_starts(came)
 
     def _begin_partitions(self) -> None:

@@ -37,11 +37,6 @@ Range = tuple[int, int]
 """First and last offset, both included."""
 
 
-def format_partition(partition: Partition) -> str:
-    """Return the name of a partition in Redis."""
-    return f"{partition[0]}:{partition[1]}"
-
-
 def parse_place(place: str) -> tuple[Partition, int]:
     """Return partition and offset of a message's place, `topic@partition:offset`."""
     topic, _, position = place.rpartition("@")
@@ -55,10 +50,10 @@ class StartPosition(NamedTuple):
     offset: int
     metadata: str
     leader_epoch: int | None
-    is_known: bool = True
-    """False where the brokers know no commit, and are to be told of it."""
+    forgotten_end: int = 0
+    """Where the brokers know no commit: the end of the log. Before it requests may be finished though this does not say
+    so, those of these ids."""
     answered: frozenset[str] = frozenset()
-    """The ids of requests that may be finished though the commit does not say so."""
 
 
 class PartitionOffsets:

@@ -13,13 +13,17 @@ from penstock.bus.contract import Delivery
 from penstock.bus.kafka.admin_lookups import CommittedOffsets, retry_during_election
 from penstock.bus.kafka.client import DAMAGED_BATCH_ERRORS, FETCH_LIMITS, DamagedBatches, bus_errors, parse_delivery
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets
-from penstock.bus.kafka.places import NotedPlace
 from penstock.names import Pipeline, PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_WAIT_S = 0.3
 """How long `read_orphans` waits for its first message."""
+
+
+def format_partition(partition: Partition) -> str:
+    """Return the name of a partition that workers use in Redis."""
+    return f"{partition[0]}:{partition[1]}"
 
 
 def _parse_partition(part: str) -> Partition:
@@ -36,10 +40,9 @@ class KafkaOrphanReader:
         stage: WorkerKind,
         clients: Mapping[str, Any],
         list_all: Callable[[], list[str]] = list,
-        find_place: Callable[[Partition], NotedPlace | None] = lambda _: None,
     ) -> None:
-        """`list_all` returns what `list_partitions` does. `find_place` knows what the brokers may have forgotten."""
-        self._list_all, self._find_place = list_all, find_place
+        """`list_all` returns what `list_partitions` does."""
+        self._list_all = list_all
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
         self._classes: dict[str, PriorityClass] = {
             topic: klass for klass, topic in pipeline.input_topics(stage).items()
@@ -79,16 +82,11 @@ class KafkaOrphanReader:
             commits = retry_during_election(partial(asked.read_offsets, fresh))
         finally:
             asked.close()
-        begun = {one: self._begin_partition(one, *commit) for one, commit in commits.items()}
+        begun = {one: PartitionOffsets(max(0, offset), metadata or "") for one, (offset, metadata) in commits.items()}
         self._offsets = {one: begun.get(one) or self._offsets[one] for one in partitions}
         consumer.assign(
             [TopicPartition(*partition, offsets.next_offset) for partition, offsets in self._offsets.items()]
         )
-
-    def _begin_partition(self, partition: Partition, offset: int, metadata: str | None) -> PartitionOffsets:
-        if offset < 0 and (noted := self._find_place(partition)) is not None:
-            offset, metadata = noted.offset, noted.ranges
-        return PartitionOffsets(max(0, offset), metadata or "")
 
     def _fetch_messages(self, consumer: Consumer, max_messages: int) -> list[Delivery]:
         found: list[Delivery] = []

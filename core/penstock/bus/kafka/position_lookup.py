@@ -42,7 +42,7 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper | None = None) -> None:
+    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper) -> None:
         """`changed` guards the requests, and is notified of each. `places` has what the brokers may have forgotten."""
         self._consumer, self._lock, self._places = consumer, changed, places
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
@@ -125,92 +125,72 @@ class PositionLookup:
         del self._consumer
 
     def _ask_starts(self, wanted: dict[Partition, object]) -> bool:
-        """Return whether all partitions were answered. If one has no stable offset yet, ask for each by itself."""
-        found = self._read_committed(wanted)
+        """Return whether all partitions were answered. If one has no answer yet, ask for each by itself."""
+        found = self._find_starts(wanted)
         if found is None and len(wanted) > 1:
             num_answered = sum(self._ask_starts({partition: request}) for partition, request in wanted.items())
             return num_answered == len(wanted)
-        starts: dict[Partition, StartPosition | None] = {
-            (place.topic, place.partition): StartPosition(place.offset, place.metadata or "", place.leader_epoch)
-            if place.offset >= 0
-            else self._find_uncommitted((place.topic, place.partition), wanted)
-            for place in found or []
-        }
         with self._lock:
-            for partition, start in starts.items():
-                if start is not None and self._starts.get(partition) is wanted[partition]:
+            for partition, start in (found or {}).items():
+                if self._starts.get(partition) is wanted[partition]:
                     del self._starts[partition]
                     self._unknown_starts.pop(partition, None)
                     self._found_starts[partition] = start
-        return found is not None and None not in starts.values()
+        return found is not None
 
-    def _find_uncommitted(self, partition: Partition, wanted: dict[Partition, object]) -> StartPosition | None:
-        """Return where a partition without a commit begins; None where that cannot be found out now.
-
-        It goes on where this pipeline noted that it was, as brokers forget commits. Without a note it is a new one.
-        """
-        noted, answered = None, frozenset[str]()
+    def _find_starts(self, wanted: dict[Partition, object]) -> dict[Partition, StartPosition] | None:
+        """Return where partitions begin; None where that cannot be found out now, as one may have no stable offset."""
+        places = [TopicPartition(*one) for one in wanted]
         try:
-            found = self._ask_bounds(partition)
-            if found is None:
-                raise BusUnavailable("no leader answers")
-            low, high = found
-            if self._places is not None and low < high:
-                noted, answered = self._places.find_place(partition), self._places.read_answered()
-        except (KafkaException, BusUnavailable, redis.RedisError) as error:
-            self._note_unknown(partition, wanted, str(error))
-            return None
-        if noted is not None:
-            log.warning("Kafka: %s partition %d has no committed offset, and goes on at %d as noted in Redis",
-                        *partition, noted.offset)  # fmt: skip
-            return StartPosition(noted.offset, noted.ranges, None, is_known=False, answered=answered)
-        if low < high:
-            log.warning("Kafka: %s partition %d has messages, no committed offset and no note of one: it begins with "
-                        "the earliest, at %d", *partition, low)  # fmt: skip
-        return StartPosition(0, "", None, answered=answered)
-
-    def _read_committed(self, wanted: dict[Partition, object]) -> list[TopicPartition] | None:
-        partitions = list(wanted)
-        try:
-            found = self._consumer.committed([TopicPartition(*one) for one in partitions], timeout=COMMITTED_TIMEOUT_S)
-            error = next((place.error for place in found if place.error), None)
+            found = self._consumer.committed(places, timeout=COMMITTED_TIMEOUT_S)
+            return {(place.topic, place.partition): self._find_start(place) for place in found}
         except KafkaException as raised:
-            error = raised.args[0]
-        if error is None:
-            return found
-        if error.code() in ACCESS_ERRORS:
-            raise BusUnavailable(f"Kafka refuses the group's committed offsets, check its access: {error.str()}")
-        if len(partitions) == 1:
-            self._note_unknown(partitions[0], wanted, error.str())
+            error: KafkaError = raised.args[0]
+            if error.code() in ACCESS_ERRORS:
+                words = f"Kafka refuses the group's committed offsets, check its access: {error.str()}"
+                raise BusUnavailable(words) from raised
+            why = error.str()
+        except (BusUnavailable, redis.RedisError) as raised:
+            why = str(raised)
+        if len(wanted) == 1:
+            ((partition, request),) = wanted.items()
+            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
+            with self._lock:
+                if self._starts.get(partition) is request:
+                    since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))
+                    self._unknown_starts[partition] = since_s, why
         return None
 
-    def _note_unknown(self, partition: Partition, wanted: dict[Partition, object], why: str) -> None:
-        if partition not in self._unknown_starts:
-            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
-        with self._lock:
-            if self._starts.get(partition) is wanted[partition]:
-                since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))
-                self._unknown_starts[partition] = since_s, why
+    def _find_start(self, place: TopicPartition) -> StartPosition:
+        """Return where a partition begins whose commit was read, if there is one."""
+        if place.error:
+            raise KafkaException(place.error)
+        if place.offset >= 0:
+            return StartPosition(place.offset, place.metadata or "", place.leader_epoch)
+        partition = place.topic, place.partition
+        return self._places.find_start(partition, *self._ask_bounds(partition))
 
     def _ask_end(self, partition: Partition) -> int | None:
         try:
-            found = self._ask_bounds(partition)
-        except KafkaException as error:
+            return self._ask_bounds(partition)[1]
+        except (KafkaException, BusUnavailable) as error:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
-        return found[1] if found else None
 
-    def _ask_bounds(self, partition: Partition) -> tuple[int, int] | None:
-        """Return where a partition begins and ends; None where no leader answers. Raise `KafkaException`."""
+    def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
+        """Return where a partition begins and ends. Raise `KafkaException` or `BusUnavailable`."""
         place = TopicPartition(*partition)
         try:
-            return self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+            found = self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
         except KafkaException as error:
             if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
                 raise
-        # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
-        self._consumer.list_topics(partition[0], END_TIMEOUT_S)
-        return self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+            # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
+            self._consumer.list_topics(partition[0], END_TIMEOUT_S)
+            found = self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+        if found is None:
+            raise BusUnavailable("no leader answers")
+        return found
 
 
 class LookingUp(Protocol):

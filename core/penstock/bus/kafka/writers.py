@@ -51,20 +51,16 @@ class OutputWriter:
 
 
 def write_and_flush(producer: Producer, partitions: Partitioner, outputs: Sequence[Outgoing], timeout_s: float) -> None:
-    """Write messages and wait until all are acknowledged. Raise `KafkaException`, with the topic that refused one.
-
-    With a message that is too large others fail that are fine, so the error is about that one.
-    """
-    errors: list[tuple[KafkaError, str | None]] = []
+    """Write messages and wait until all are acknowledged. Raise `KafkaException`."""
+    errors: list[KafkaError] = []
     for output in outputs:
-        produce_message(
-            producer, output, partitions, lambda error, sent: errors.append((error, sent.topic())) if error else None
-        )
+        produce_message(producer, output, partitions, lambda error, _: errors.append(error) if error else None)
     if outputs and _flush_producer(producer, timeout_s):
         timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
         raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
     if errors:
-        raise KafkaException(*next((one for one in errors if one[0].code() in TOO_LARGE_ERRORS), errors[0]))
+        # With a message that is too large others fail that are fine, so the error is about that one.
+        raise KafkaException(next((one for one in errors if one.code() in TOO_LARGE_ERRORS), errors[0]))
 
 
 def _flush_producer(producer: Producer, timeout_s: float) -> int:

@@ -73,8 +73,6 @@ class StreamsMember:
         self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
         self._reclaim_at = 0.0
-        self._lost: Counter[str] = Counter()
-        """How many entries of each topic are lost, since `take_lost` was called last."""
         self._renewed_s = time.monotonic()
         self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
@@ -188,11 +186,6 @@ class StreamsMember:
         """Return nothing: members share the topics."""
         return {}
 
-    def take_lost(self) -> Mapping[str, int]:
-        """Return how many messages of each topic were deleted; see `contract.Member.take_lost`."""
-        lost, self._lost = self._lost, Counter()
-        return lost
-
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return none: any member can read the messages that no member has polled."""
         return []
@@ -274,7 +267,6 @@ class StreamsMember:
         for topic, count in zip(topics, LOST.run(self.client, keys, [LOST_KEPT_S, *topics]), strict=True):
             if count:
                 log.warning("Redis Streams: %d messages of %s were deleted before they were answered", count, topic)
-                self._lost[topic] += count
         self._lost_check_at = time.monotonic() + LOST_CHECK_S
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:

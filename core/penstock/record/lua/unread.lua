@@ -4,16 +4,14 @@
 -- KEYS[2]  log     stream
 -- ARGV     live channel, end event as JSON, keep of an ended stream in ms
 --
--- Replies  1 ended, 0 a worker has seen it
+-- Replies  1 ended, 0 a worker has seen it. One that gets its message after all settles it with this end
 --
--- Crash    before: nothing happened. A worker that has its message after all settles it with this end, as it would with
---          any other end that it finds.
+-- Crash    before: nothing happened.
 
-local stage = redis.call('HGET', KEYS[1], 'stage')
-if (stage and stage ~= 'new') or redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+local stage = redis.call('HGET', KEYS[1], 'stage') or 'new'
+if stage ~= 'new' or redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
 redis.call('XADD', KEYS[2], '0-2', 'e', ARGV[2])
 redis.call('HSET', KEYS[1], 'stage', 'end')
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
+for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 redis.call('PUBLISH', ARGV[1], ARGV[2])
 return 1

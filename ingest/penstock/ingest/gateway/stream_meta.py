@@ -33,12 +33,8 @@ RENEW_INTERVAL_S = 20.0
 """How often the meta data of unfinished requests is renewed; more often if it lives for less than four times this."""
 MAX_RENEWED_PER_TRIP = 500
 """How many requests are renewed in one round trip."""
-
-
 EndLost = Callable[[str, Mapping[str, str]], Awaitable[None]]
-"""Ends those requests of a pipeline, by id with the place of the message, whose message is gone though no worker has
-seen it.
-"""
+"""`AsyncClient.end_lost` of a pipeline."""
 
 
 class StreamMetaStore:
@@ -87,7 +83,7 @@ class StreamMetaStore:
         self._open[meta.id] = noted
         self._unwritten.add(meta.id)
         if at_once:
-            await self._write([noted])
+            await self.renew_ids([meta.id])
 
     async def find_meta(self, stream_id: str) -> StreamMeta | None:
         """Return the meta data of an id, of any tenant, or None."""
@@ -136,48 +132,41 @@ class StreamMetaStore:
                 log.exception("what is stored of open streams was not renewed; it is tried again")
 
     async def renew_all(self) -> None:
-        """Renew once. Requests that have ended are not renewed again."""
-        renewed = list(self._open.values())
+        """Renew once. Requests that have ended are not renewed again. End those that no worker has seen and whose
+        messages are gone.
+        """
+        renewed, unread = list(self._open.values()), defaultdict[str, dict[str, str]](dict)
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
             stages = await self._read_stages(itertools.chain.from_iterable(map(_list_records, metas)))
-            is_there = await self._write(metas)
-            for meta, there in zip(metas, is_there, strict=True):
-                has_ended = all(stages.get(key) == b"end" for _, key in _list_records(meta))
-                if has_ended or not there or now_s() > meta.created + self._pending_s:
+            for meta in metas:
+                found = {one: stages.get(key, b"") for one, key in _list_records(meta)}
+                if set(found.values()) == {b"end"} or now_s() > meta.created + self._pending_s:
                     self._forget(meta.id)
-            await self._end_unread(metas, stages)
-
-    async def _end_unread(self, metas: Sequence[StreamMeta], stages: Mapping[str, bytes | None]) -> None:
-        """End the requests whose messages are gone though no worker has seen them, by the stages of their records."""
-        unread = defaultdict[str, dict[str, str]](dict)
-        for meta in metas:
-            for one, place in meta.places.items():
-                if stages.get(Pipeline(meta.pipeline).record_key(one), b"") in (None, b"new"):
-                    unread[meta.pipeline][one] = place
-        for pipeline, places in unread.items():
-            await self._end_lost(pipeline, places)
-
-    async def _write(self, metas: Sequence[StreamMeta]) -> list[int]:
-        """Renew meta data that is in Redis, with its places; return for each whether it is there."""
-        with translate_outages():
-            async with self._client.pipeline(transaction=False) as batch:
-                for meta in metas:
-                    if meta.id in self._unwritten:
-                        batch.set(stream_meta_key(meta.id), meta.model_dump_json(), xx=True, px=self.keep_ms)
-                    else:
-                        batch.pexpire(stream_meta_key(meta.id), self.keep_ms)
-                is_there: list[int] = await batch.execute()
-        self._unwritten.difference_update(meta.id for meta in metas)
-        return is_there
+                else:
+                    places = meta.places.items()
+                    unread[meta.pipeline] |= {one: place for one, place in places if found[one] in (None, b"new")}
+            ids = [meta.id for meta in metas if meta.id in self._open]
+            for one, is_there in zip(ids, await self.renew_ids(ids), strict=True):
+                if not is_there:
+                    self._forget(one)
+        for pipeline, lost in unread.items():
+            await self._end_lost(pipeline, lost)
 
     async def renew_ids(self, ids: Iterable[str]) -> list[int]:
-        """Renew the meta data of these ids, in one round trip; return for each whether it is there."""
+        """Renew the meta data of these ids, in one round trip, and write places that are not in Redis; return for each
+        whether it is there.
+        """
+        renewed = list(ids)
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
-                for one in ids:
-                    batch.pexpire(stream_meta_key(one), self.keep_ms)
+                for one in renewed:
+                    if one in self._unwritten:
+                        batch.set(stream_meta_key(one), self._open[one].model_dump_json(), xx=True, px=self.keep_ms)
+                    else:
+                        batch.pexpire(stream_meta_key(one), self.keep_ms)
                 is_there: list[int] = await batch.execute()
+        self._unwritten.difference_update(renewed)
         return is_there
 
     async def find_ended(self, keys: Iterable[tuple[str, str]]) -> set[str]:

@@ -1,7 +1,7 @@
 -- Note how far partitions are finished, see `penstock.bus.kafka.places`. Within a topic a note never goes back: a member
 -- may write late what it committed before it lost a partition.
 --
--- KEYS[1]  places  hash; the note of each partition: id of its topic, committed offset, end of the log, finished ranges
+-- KEYS[1]  finished  hash; the note of each partition: id of its topic, committed offset, end of the log, finished ranges
 -- ARGV     for each partition: its name, then the four words of its note
 --
 -- Replies  for each partition: the note that was replaced if it was of another topic with this name, else ''
