@@ -115,7 +115,7 @@ class GroupLag:
     """
 
     def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
-        self._pipeline = pipeline
+        self.topics = {topic: stage for stage in STAGES for topic in pipeline.input_topics(stage).values()}
         self._admin = AdminClient(dict(clients))
         self._commits = {stage: CommittedOffsets(clients, pipeline.consumer_group(stage)) for stage in STAGES}
 
@@ -123,16 +123,15 @@ class GroupLag:
         """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
         return retry_during_election(self._count_by_topic)
 
-    def find_older(self, topic: str, before_ms: int) -> bool:
-        """Return whether a topic has a message of before this time which its group has not finished.
+    def has_older(self, topic: str, age_ms: float) -> bool:
+        """Return whether a topic has a message of this age that its group has not finished.
 
         Raise `KafkaException` or `TimeoutError`.
         """
         partitions = list_partitions(self._admin, [topic])
-        unfinished = self._read_unfinished(self._pipeline.find_stage(topic), partitions)
-        newer = read_log_offsets(
-            self._admin, partitions, OffsetSpec.for_timestamp(before_ms), IsolationLevel.READ_COMMITTED
-        )
+        then, level = OffsetSpec.for_timestamp(int(time.time() * 1000 - age_ms)), IsolationLevel.READ_COMMITTED
+        newer = read_log_offsets(self._admin, partitions, then, level)
+        unfinished = self._read_unfinished(self.topics[topic], partitions)
         return any(first < (end if newer[one] < 0 else newer[one]) for one, (first, end, _) in unfinished.items())
 
     def find_gone(self, places: Iterable[str]) -> set[str]:
@@ -166,7 +165,7 @@ class GroupLag:
             commits.close()
 
     def _count_by_topic(self) -> dict[str, int]:
-        topics = {topic: stage for stage in STAGES for topic in self._pipeline.input_topics(stage).values()}
+        topics = self.topics
         partitions = list_partitions(self._admin, topics)
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:

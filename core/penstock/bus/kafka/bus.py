@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -37,7 +36,7 @@ from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
 from penstock.config.settings import BusSettings
-from penstock.names import STAGES, Pipeline, WorkerKind
+from penstock.names import Pipeline, WorkerKind
 from penstock.waiting import wait_until
 
 log = logging.getLogger(__name__)
@@ -183,18 +182,14 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
     return {topic: wrong for topic, wrong in found.items() if wrong}
 
 
-def find_old_work(bus: KafkaBus) -> dict[str, float]:
-    """Return the topics of work with a message that nobody has finished for half of the time for which the topic keeps
-    it, and for how many days it does. Raise `BusUnavailable`.
+def find_old_work(bus: KafkaBus) -> list[str]:
+    """Return the topics with a message that its group has not finished for half of the time for which it is kept.
+
+    Raise `BusUnavailable`.
     """
-    kept_ms = {topic: int(settings["retention.ms"]) for topic, settings in read_topic_settings(bus).items()}
-    work = [topic for stage in STAGES for topic in bus.pipeline.input_topics(stage).values()]
+    kept = {topic: int(settings["retention.ms"]) for topic, settings in read_topic_settings(bus).items()}
     with contextlib.closing(GroupLag(bus.pipeline, bus.clients)) as lag, bus_errors():
-        return {
-            topic: kept_ms[topic] / 86_400_000
-            for topic in work
-            if kept_ms[topic] != UNLIMITED and lag.find_older(topic, int(time.time() * 1000) - kept_ms[topic] // 2)
-        }
+        return [one for one in lag.topics if kept[one] != UNLIMITED and lag.has_older(one, kept[one] / 2)]
 
 
 def read_topic_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -126,7 +127,7 @@ class KafkaFollower:
         return is_shorter
 
 
-def read_topic(clients: Mapping[str, Any], topic: str, last: int | None = None) -> list[Outgoing]:
+def read_topic(clients: Mapping[str, Any], topic: str, last: int = sys.maxsize) -> list[Outgoing]:
     """Return every committed message in a topic that can be unpacked, partition by partition; with `last` those of so
     many offsets at the end of each partition. Raise `BusUnavailable`.
 
@@ -143,9 +144,10 @@ def read_topic(clients: Mapping[str, Any], topic: str, last: int | None = None) 
     }
     with contextlib.closing(Consumer(dict(clients) | settings)) as reader, bus_errors():
         numbers = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
-        places = [TopicPartition(topic, number, OFFSET_BEGINNING) for number in numbers]
-        for place in places if last is not None else ():
-            place.offset = max(0, reader.get_watermark_offsets(place, BROKER_TIMEOUT_S)[1] - (last or 0))
+        places = [TopicPartition(topic, number) for number in numbers]
+        for place in places:
+            low, high = reader.get_watermark_offsets(place, BROKER_TIMEOUT_S)
+            place.offset = max(low, high - last)
         reader.assign(places)
         return _read_to_end(reader, topic, set(numbers))
 

@@ -78,6 +78,8 @@ class GatewayMetrics:
             yield Reading(catalog.PIPELINE_UP, (name,), int(snapshot is not None))
             if snapshot is not None:
                 yield Reading(catalog.REDIS_EVICTS, (name,), int(self.watch_pipeline(name).eviction != ""))
+                for topic, count in self.watch_pipeline(name).lost.items():
+                    yield Reading(catalog.MESSAGES_LOST, (name, topic), count)
                 yield from _read_pipeline(name, snapshot)
 
 
@@ -91,8 +93,6 @@ def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:
                     yield Reading(catalog.LAG_TOKENS, (*place, kind), tokens)
         if (wait_s := snapshot["lag"][klass]["estimated_wait_s"]) is not None:
             yield Reading(catalog.ESTIMATED_WAIT, (name, klass), wait_s)
-    for topic, count in snapshot["lost_messages"].items():
-        yield Reading(catalog.MESSAGES_LOST, (name, topic), count)
     for worker in snapshot["workers"]:
         for state in WORKER_STATES:
             labels = (name, worker["stage"], worker["name"], state)

@@ -98,6 +98,8 @@ class StreamMetaStore:
         meta = await self.find_meta(stream_id)
         if meta is None or meta.tenant != tenant:
             raise not_found_error(kind, stream_id[:256])
+        if now_s() > meta.published + self.keep_ms / 1000:  # a record that is not there may have ended and expired
+            meta = meta.model_copy(update={"places": {}})
         return self._open.setdefault(meta.id, meta)
 
     async def delete_meta(self, meta: StreamMeta) -> None:
@@ -139,17 +141,14 @@ class StreamMetaStore:
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
             stages = await self._read_stages(itertools.chain.from_iterable(map(_list_records, metas)))
-            for meta in metas:
+            is_there = await self.renew_ids(meta.id for meta in metas)
+            for meta, there in zip(metas, is_there, strict=True):
                 found = {one: stages.get(key, b"") for one, key in _list_records(meta)}
-                if set(found.values()) == {b"end"} or now_s() > meta.created + self._pending_s:
+                if set(found.values()) == {b"end"} or not there or now_s() > meta.created + self._pending_s:
                     self._forget(meta.id)
                 else:
                     places = meta.places.items()
                     unread[meta.pipeline] |= {one: place for one, place in places if found[one] in (None, b"new")}
-            ids = [meta.id for meta in metas if meta.id in self._open]
-            for one, is_there in zip(ids, await self.renew_ids(ids), strict=True):
-                if not is_there:
-                    self._forget(one)
         for pipeline, lost in unread.items():
             await self._end_lost(pipeline, lost)
 
