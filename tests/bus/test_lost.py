@@ -189,7 +189,7 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
     for _ in range(3):
         keeper.note_commits({partition: (7, "")})
     assert num_tries == 2
-    assert other.find_start(partition, 0, 9)[:4] == (7, "", None, 9)
+    assert other.find_start(partition, 9, 9)[:4] == (7, "", None, 9)
     assert read_lost(redis_client(noted_bus.redis_url), pipeline) == {partition[0]: 2}
     other.note_commits({partition: (5, "")})
-    assert keeper.find_start(partition, 0, 9)[0] == 7, "a note does not go back"
+    assert keeper.find_start(partition, 9, 9)[0] == 7, "a note does not go back"

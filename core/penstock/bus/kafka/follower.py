@@ -6,11 +6,13 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.contract import MAX_FOLLOWED_MESSAGES, FollowedMessage, Outgoing
+from penstock.bus.kafka.admin_lookups import retry_during_election
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
     DAMAGED_BATCH_ERRORS,
@@ -146,7 +148,7 @@ def read_topic(clients: Mapping[str, Any], topic: str, last: int = sys.maxsize) 
         numbers = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
         places = [TopicPartition(topic, number) for number in numbers]
         for place in places:
-            low, high = reader.get_watermark_offsets(place, BROKER_TIMEOUT_S)
+            low, high = retry_during_election(partial(reader.get_watermark_offsets, place, BROKER_TIMEOUT_S))
             place.offset = max(low, high - last)
         reader.assign(places)
         return _read_to_end(reader, topic, set(numbers))

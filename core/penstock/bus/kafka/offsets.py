@@ -51,9 +51,9 @@ class StartPosition(NamedTuple):
     metadata: str
     leader_epoch: int | None
     forgotten_end: int = 0
-    """Where the brokers know no commit: the end of the log. Before it requests may be finished though this does not say
-    so, those of these ids."""
+    """Where the brokers forgot a commit: the end of the log then. They are to be told this one."""
     answered: frozenset[str] = frozenset()
+    """Ids of requests before that end that are finished, though this does not say so."""
 
 
 class PartitionOffsets:
