@@ -101,7 +101,8 @@ class PipelineWatch(ABC, Generic[T]):
     def find_gone(self, places: Sequence[str]) -> set[str]:
         """Return those of the places at which no message waits; see `contract.Bus.find_gone`."""
         with self._lock:
-            return self._open_bus().find_gone(places)
+            bus = self._open_bus()
+        return bus.find_gone(places)
 
     def _open_bus(self) -> Bus:
         self._bus = self._bus or connect_bus(self._addresses, self._settings)

@@ -111,8 +111,7 @@ class AsyncTokenLog:
         """End a request with an error if no worker has seen it. Return whether it was ended."""
         end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
         keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
-        args: list[str | int | bytes] = [self._pipeline.live_channel(request_id), end.encode(), self._keep_ms]
-        return bool(await END_UNREAD.run_async(self._client, keys, args))
+        return bool(await END_UNREAD.run_async(self._client, keys, [end.encode(), self._keep_ms]))
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:

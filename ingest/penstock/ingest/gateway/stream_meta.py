@@ -150,7 +150,8 @@ class StreamMetaStore:
                     places = meta.places.items()
                     unread[meta.pipeline] |= {one: place for one, place in places if found[one] in (None, b"new")}
         for pipeline, lost in unread.items():
-            await self._end_lost(pipeline, lost)
+            with suppress(BusUnavailable):  # the next round asks again
+                await self._end_lost(pipeline, lost)
 
     async def renew_ids(self, ids: Iterable[str]) -> list[int]:
         """Renew the meta data of these ids, in one round trip, and write places that are not in Redis; return for each
