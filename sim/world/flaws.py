@@ -268,7 +268,7 @@ FLAWS = (
         "if count:\n            self._places", "if False:\n            self._places", "kafka", rates=("delete_s=2",),
     ),
     Flaw(
-        "deleted entries are not counted", f"{BUS}/streams/lua/lost.lua", "gone - finished)", "0)", "streams",
+        "deleted entries are not counted", f"{BUS}/streams/lua/lost.lua", "if gone > finished", "if false", "streams",
         rates=("delete_s=2",),
     ),
     Flaw(

@@ -85,12 +85,11 @@ def wait_until_acknowledged(sent: Sequence[Future[str]], timeout_s: float) -> li
     `BusUnavailable` after the time.
     """
     _, open_ = wait(sent, timeout_s)
-    places = []
     for future in sent:
         if future in open_:
             raise BusUnavailable(f"no acknowledgement within {timeout_s:g} s: send it again under the same id")
-        places.append(future.result())
-    return places
+        future.result()
+    return [future.result() for future in sent]
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,8 @@ class StreamMetaStore:
             is_there = await self.renew_ids(meta.id for meta in metas)
             for meta, there in zip(metas, is_there, strict=True):
                 found = {one: stages.get(key, b"") for one, key in _list_records(meta)}
-                if set(found.values()) == {b"end"} or not there or now_s() > meta.created + self._pending_s:
+                has_ended = all(stage == b"end" for stage in found.values())
+                if has_ended or not there or now_s() > meta.created + self._pending_s:
                     self._forget(meta.id)
                 else:
                     places = meta.places.items()
@@ -158,15 +159,16 @@ class StreamMetaStore:
         whether it is there.
         """
         renewed = list(ids)
+        written = self._unwritten.intersection(renewed)
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 for one in renewed:
-                    if one in self._unwritten:
+                    if one in written:
                         batch.set(stream_meta_key(one), self._open[one].model_dump_json(), xx=True, px=self.keep_ms)
                     else:
                         batch.pexpire(stream_meta_key(one), self.keep_ms)
                 is_there: list[int] = await batch.execute()
-        self._unwritten.difference_update(renewed)
+        self._unwritten -= written
         return is_there
 
     async def find_ended(self, keys: Iterable[tuple[str, str]]) -> set[str]:
