@@ -72,7 +72,7 @@ class PlaceKeeper:
         if low < high:
             log.warning("Kafka: %s partition %d has messages, no committed offset and no note of one: it begins with "
                         "the earliest, at %d", *partition, low)  # fmt: skip
-        return StartPosition(low, "", None, high if answered else 0, answered)
+        return StartPosition(0, "", None, high if answered else 0, answered)  # what was deleted before `low` is told
 
     def _read_answered(self) -> frozenset[str]:
         """Return the ids of the last results, as of when this was called first: while this member is in its group, the
