@@ -30,7 +30,7 @@ def generate_steps(state: State, rules: Rules) -> Steps:
     """Generate every step that may come next, with the state after it."""
     for index in range(4):
         yield from _generate_worker_steps(state, rules, index)
-    yield from generate_client_steps(state)
+    yield from generate_client_steps(state, rules)
     yield from generate_mishaps(state, rules)
 
 

@@ -62,8 +62,7 @@ FLAWS = (
     ),
     Flaw(
         "a job goes out twice under one name", f"{WORKER}/settler.py",
-        "replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch",
-        "pending for pending in batch",
+        "[_make_anew(pending) for pending in batch]", "batch",
     ),
     Flaw(
         "lost claims are kept", f"{WORKER}/worker.py",
@@ -256,7 +255,19 @@ FLAWS = (
     ),
     Flaw(
         "finished work beyond the committed offset is repeated", f"{BUS}/kafka/offsets.py",
-        "if _is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
+        "if is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
+    ),
+    Flaw(
+        "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/buffer.py",
+        "if offset < start.forgotten_end and", "if False and", "kafka", rates=("away_s=3", "delete_s=0"),
+    ),
+    Flaw(
+        "deleted messages are not told", f"{BUS}/kafka/member.py",
+        "if count:\n            self._places", "if False:\n            self._places", "kafka", rates=("delete_s=2",),
+    ),
+    Flaw(
+        "deleted entries are not counted", f"{BUS}/streams/lua/lost.lua", "if gone > finished", "if false", "streams",
+        rates=("delete_s=2",),
     ),
     Flaw(
         "a commit that was refused counts as made", f"{BUS}/kafka/writers.py",

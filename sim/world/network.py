@@ -222,9 +222,10 @@ class WorldPublisher(MemoryPublisher):
         super().__init__(bus)
         self.link = link
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
         """Publish, if the bus hears of it."""
-        self.link.call(lambda: MemoryPublisher.publish(self, messages))
+        places: list[str] = self.link.call(lambda: MemoryPublisher.publish(self, messages))
+        return places
 
 
 def make_bus_error(text: str) -> Exception:

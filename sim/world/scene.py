@@ -180,7 +180,9 @@ class Rates:
     """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
     autos: float
     """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
-    forget_s: float
+    delete_s: float = 0.0
+    """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
+    forget_s: float = 0.0
     """The mean time until Redis forgets the last tokens of a request; 0 if it forgets none."""
 
     @classmethod
@@ -204,6 +206,7 @@ class Rates:
             endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
             freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
             autos=chance.choice([0.0, 0.0, 0.5, 0.5, 1.0]),
+            delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
             forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
         )  # fmt: skip
 
@@ -262,6 +265,10 @@ class Scene:
         self.hurt: set[str] = set()
         """The requests that ended with an error which an injected exception explains."""
         self.num_clients_left = 0
+        self.deleted: set[str] = set()
+        """The requests whose messages were deleted: those that no worker has are lost."""
+        self.served: set[str] = set()
+        """The requests whose clients have all that they want."""
 
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
@@ -319,6 +326,7 @@ class Scene:
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
         self._repeat_mishap(self.rates.forget_s, self._forget_tokens)
         self._repeat_mishap(self.rates.away_s, self._kill_workers)
+        self._repeat_mishap(self.rates.delete_s, self._delete_messages)
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.ways.is_calm = True
@@ -336,6 +344,10 @@ class Scene:
         findings = [one for one in findings if not (one.kind == "duplicated" and one.id.startswith("hostile"))]
         # What no code expects may end the request that it is about, also when its end is in the log already.
         findings = [one for one in findings if one.id not in self.hurt or "internal_error" not in one.description]
+        lost = {one.id for one in findings if one.kind == "lost" and one.id in self.deleted}
+        findings = [one for one in findings if one.id not in lost]
+        if len(lost) > self.servers.count_lost():
+            self.failures.append(f"deleted, and not told: {sorted(lost)}")
         failures = self.failures + self.servers.list_breaches()
         findings += [Finding("failed", "", text) for text in failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
@@ -544,6 +556,17 @@ class Scene:
         for place in self.places:
             if place.stage is not None:
                 self._kill(place, "all workers", after_s)
+        self.world.start_thread(self.world.outside, "forget", partial(self._forget_later, after_s - 10.0))
+
+    def _forget_later(self, after_s: float) -> None:
+        """Let servers forget what they do not keep for long, while no worker is there."""
+        self.world.sleep(after_s)
+        if not any(place.process is not None and place.process.is_alive for place in self.places if place.stage):
+            results = self.servers.bus.read_all(self.pipeline.results_topic)
+            self.servers.forget(self.served & {extract_request_id(one.value, None) or "" for one in results})
+
+    def _delete_messages(self) -> None:
+        self.deleted |= set(self.servers.delete_messages(self.chance))
 
     def _publish_hostile(self) -> None:
         kinds = {place.stage for place in self.places} - {None}
@@ -676,7 +699,10 @@ class Scene:
                 texts += event.text
                 self._note_event(request.id, "first", event, texts)
                 if isinstance(event, EndEvent):
+                    self.served.add(request.id)
                     return
+            if request.id in self.deleted and num_empty > 50 and self._may_be_lost(request.id):
+                return
             if cancel_after is not None and reader.num_tokens >= cancel_after:
                 record.cancel_request(request.id)
                 cancel_after = None
@@ -706,7 +732,7 @@ class Scene:
             extract_request_id(message.value, None)
             for message in self.servers.bus.read_all(self.pipeline.results_topic)
         }
-        return self.accepted <= results
+        return self.accepted - {one for one in self.deleted if self._may_be_lost(one)} <= results
 
     def _is_all_settled(self) -> bool:
         """Return whether nothing is left of the requests but their records."""
@@ -734,7 +760,16 @@ class Scene:
     def _is_open(self, request_id: str) -> bool:
         """Return whether a session has a request, or it waits for one."""
         status = self.servers.record.read_status(request_id)
-        return status is not None and (status.stage != "end" or bool(status.session))
+        if status is None or (request_id in self.deleted and status.stage == "new"):
+            return False
+        return status.stage != "end" or bool(status.session)
+
+    def _may_be_lost(self, request_id: str) -> bool:
+        """Return whether nobody goes on with a request whose message was deleted: no worker has seen it, or the one
+        that ended it died, and nobody has the message with which its result would go out.
+        """
+        status = self.servers.record.read_status(request_id)
+        return status is None or status.stage in ("new", "end")
 
     def _note_what_is_left(self) -> None:
         if self.num_clients_left:
