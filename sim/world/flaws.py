@@ -1,8 +1,7 @@
 """Flaws planted in the product, each of which the world must find: `python -m sim.world.flaws [--seeds N] [NAME …]`.
 
 A flaw is a change of one place of the source. It is made in a copy of the package, on which the world runs with one
-seed after the other until it finds something. By default the limit is a number of seeds: those that find a flaw are the
-same on each machine.
+seed after the other until it finds something. The limit is a number of seeds, so the outcome is no machine's own.
 """
 
 import argparse

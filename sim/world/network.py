@@ -166,8 +166,7 @@ class WorldRecord(MemoryRecord):
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Send tokens: they are written when the outcomes are collected at the latest."""
-        gone_on = self._fenced.intersection(claim for claim, _ in entries)
-        assert not gone_on, f"{sorted(claim.id for claim in gone_on)} go on, and their tokens were refused"
+        assert self._fenced.isdisjoint(claim for claim, _ in entries), "a request goes on whose tokens were refused"
         self._unsent.append(list(entries))
 
     def collect_outcomes(self) -> list[AppendOutcome]:
@@ -187,7 +186,7 @@ class WorldRecord(MemoryRecord):
         return outcomes
 
     def _finish(self, claim: Claim, end: EndEvent, name: str) -> AppendOutcome:
-        assert claim not in self._fenced, f"{claim.id} is to end, and its tokens were refused"
+        assert claim not in self._fenced, f"{claim.id} ends, and its tokens were refused"
         return super()._finish(claim, end, name)
 
     def forget_sent_tokens(self) -> None:

@@ -585,11 +585,8 @@ class Scene:
         self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
 
     def _forget_tokens(self) -> None:
-        """Let Redis forget a request's last tokens, as after a failover.
-
-        Its readers have to see the same again: so it cannot end with an error, and no endpoint answers it, in other
-        pieces.
-        """
+        """Let Redis forget a request's last tokens, as after a failover. Its readers have to see the same again."""
+        # So it cannot end with an error, and no endpoint answers it, in other pieces.
         if self.memory is None or self.rates.endpoint or self.rates.bug:
             return
         sure = [one["id"] for one in self.history if one["what"] == "submitted" and not one["may"]]
