@@ -142,6 +142,7 @@ FLAWS = {
     ("ends uncounted", "an end that counts wrong"): (Budget(losses=1, syncs=1), Rules()),
     ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
     ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
+    ("works on what is being settled", "stuck"): (Budget(losses=1, moves=1), ONE_STAYS),
     ("binds behind the end", "stuck"): (Budget(moves=1, delays=1, lates=1), Rules()),
     ("binds behind another claim", "stuck"): (Budget(crashes=1, moves=1, delays=1), BOTH_STAY),
     ("publishes again", "two results"): (Budget(crashes=1, doubts=1), Rules()),
