@@ -76,6 +76,7 @@ QUICK = {
     "one stays, cancelled": Scenario(Budget(pauses=1, cancels=1), ONE_STAYS),
     "one stays, produced twice": Scenario(Budget(crashes=1), ONE_STAYS, requests=2),
     "one stays, Redis empty": Scenario(Budget(losses=1, moves=1), ONE_STAYS),
+    "one stays, Redis empty, the message comes again": Scenario(Budget(losses=1, moves=2), ONE_STAYS),
     "both stay": Scenario(Budget(crashes=2), BOTH_STAY),
     "both stay, with pauses": Scenario(Budget(pauses=2), BOTH_STAY),
     "both stay, in doubt, with a rebalance": Scenario(Budget(moves=1, doubts=1), BOTH_STAY),
@@ -88,6 +89,7 @@ QUICK = {
     "both stay, without room": Scenario(Budget(pauses=1, waits=1), BOTH_STAY),
     "both stay, the bus knows nothing": Scenario(Budget(crashes=1, stops=1), BOTH_STAY._replace(bus_knows=False)),
     "both stay, Redis empty": Scenario(Budget(losses=1, crashes=1), BOTH_STAY),
+    "both stay, Redis empty, the message comes again": Scenario(Budget(losses=1, moves=2), BOTH_STAY),
     "Redis empty, with a pause": Scenario(Budget(losses=1, pauses=1)),
     "Redis empty, with a rebalance": Scenario(Budget(losses=1, moves=1)),
     "Redis empty, cancelled or too late": Scenario(Budget(losses=1, cancels=1, lates=1)),
@@ -103,6 +105,9 @@ QUICK = {
 
 DEEP = {
     "in two steps, in doubt, with a crash": Scenario(Budget(crashes=1, doubts=1), Rules(two_steps=True)),
+    "in two steps, Redis empty, the message comes again": Scenario(
+        Budget(losses=1, moves=2), ONE_STAYS._replace(two_steps=True)
+    ),
     "in two steps, Redis empty, with a crash": Scenario(Budget(losses=1, crashes=1), Rules(two_steps=True)),
     "three crashes": Scenario(Budget(crashes=3)),
     "a crash, a pause and a rebalance": Scenario(Budget(crashes=1, pauses=1, moves=1)),
@@ -143,6 +148,8 @@ FLAWS = {
     ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
     ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
     ("works on what is being settled", "stuck"): (Budget(losses=1, moves=1), ONE_STAYS),
+    ("settles what came again", "stuck"): (Budget(losses=1, moves=2), ONE_STAYS),
+    ("attaches to a lost claim", "stuck"): (Budget(losses=1, moves=2), BOTH_STAY),
     ("binds behind the end", "stuck"): (Budget(moves=1, delays=1, lates=1), Rules()),
     ("binds behind another claim", "stuck"): (Budget(crashes=1, moves=1, delays=1), BOTH_STAY),
     ("publishes again", "two results"): (Budget(crashes=1, doubts=1), Rules()),

@@ -23,12 +23,16 @@ def ask_for_hand_off(worker: Worker, rules: Rules, run: Run, end: End | None) ->
     if rules.flaw == "prefill settles" and end is not None:
         return ask_for_result(worker, run, end)
     message = run.message._replace(error=run.cause)
-    return worker._replace(run=None, out=PendingOutput("job", run.epoch, message, run.delivery, end))
+    return worker._replace(
+        run=None, out=PendingOutput("job", run.epoch, message, run.delivery, end, is_stale=run.is_stale)
+    )
 
 
 def ask_for_result(worker: Worker, run: Run, end: End | None) -> Worker:
     """Give the result to the settler, if the worker has a delivery to settle with it."""
-    out = PendingOutput("result", run.epoch, run.message, run.delivery, end) if run.delivery else None
+    out = PendingOutput("result", run.epoch, run.message, run.delivery, end, is_stale=run.is_stale)
+    if run.delivery is None:
+        out = None
     return worker._replace(run=None, out=out)
 
 
@@ -46,7 +50,11 @@ def settle_output(state: State, rules: Rules, index: int, out: PendingOutput) ->
     if rules.two_steps and out.kind == "job" and out.delivery is not None and not out.published:
         yield from _publish_job(state, rules, index, out)
         return
-    delivery, mine = out.delivery, out.delivery is not None and find_holder(state, out.delivery) == index
+    is_stale = out.is_stale and rules.flaw != "settles what came again"
+    delivery, mine = (
+        out.delivery,
+        out.delivery is not None and find_holder(state, out.delivery) == index and not is_stale,
+    )
     over = out._replace(done=mine or delivery is None or out.published) if out.kind == "job" else None
     if (
         delivery is not None

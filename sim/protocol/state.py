@@ -76,6 +76,8 @@ class Run(NamedTuple):
     """Redis lost tokens that this run continues from."""
     lost: bool = False
     """The session of its claim is over, and the loop has not noticed yet."""
+    is_stale: bool = False
+    """The delivery was lost and came to this worker again, which is another delivery to the bus."""
 
 
 class PendingOutput(NamedTuple):
@@ -92,6 +94,8 @@ class PendingOutput(NamedTuple):
     """The job's id, once there was an attempt to publish it."""
     published: bool = False
     """The job is durable, but its delivery is not finished yet."""
+    is_stale: bool = False
+    """As of a `Run`."""
 
 
 class Worker(NamedTuple):

@@ -64,7 +64,13 @@ def _poll_bus(state: State, index: int) -> Steps:
         if at == FREE and (message.job == 0) == (index < 2):
             bus = (*state.bus[:place], (message, index), *state.bus[place + 1 :])
             inbox = (*worker.inbox, message) if message not in worker.inbox else worker.inbox
-            yield Step("poll", index), replace_worker(state, index, worker._replace(inbox=inbox), bus=bus)
+            run, out = worker.run, worker.out
+            if run is not None and run.delivery == message:
+                run = run._replace(is_stale=True)
+            if out is not None and out.delivery == message:
+                out = out._replace(is_stale=True)
+            after = worker._replace(inbox=inbox, run=run, out=out)
+            yield Step("poll", index), replace_worker(state, index, after, bus=bus)
 
 
 def _admit_message(state: State, rules: Rules, index: int, message: Message) -> Steps:
@@ -88,8 +94,9 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
     match reply[0]:
         case "busy":
             run, settles = worker.run, index >= 2 or rules.stays[index]
-            if settles and run is not None and run.delivery is None and _are_same_message(run.message, message):
-                run = run._replace(message=message, delivery=message)
+            mine = run is not None and (run.epoch == rec.epoch or rules.flaw == "attaches to a lost claim")
+            if settles and mine and (run.delivery is None or run.is_stale) and _are_same_message(run.message, message):
+                run = run._replace(message=message, delivery=message, is_stale=False)
                 yield step._replace(kind="attach"), replace_worker(state, index, rest._replace(run=run))
             else:
                 yield step, state

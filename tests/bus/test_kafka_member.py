@@ -241,6 +241,22 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
             member.settle([Settlement(delivery)])
 
 
+def test_what_came_again_is_another_delivery_also_while_the_lost_one_is_settled() -> None:
+    """It stays with this member until it is settled itself: another one may have done its request anew meanwhile."""
+    with reading(b"1") as (bus, member):
+        (lost,) = member.poll(0.0, CAPACITY)
+        bus.take_away(ONE)
+        bus.give(ONE)
+        bus.turn_until(member.list_prefetched, "it has come again")
+        (again,) = member.poll(0.0, CAPACITY)
+        member._holdings.finish_deliveries([lost])
+        assert [member.is_holding(one) for one in (lost, again)] == [False, True]
+        with pytest.raises(DeliveryLost):
+            member.settle([Settlement(lost)])
+        member.settle([Settlement(again)])
+        assert member.count_held() == 0
+
+
 def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None:
     with reading(b"1", b"2", b"3") as (bus, member):
         first, second, third = member.poll(0.0, CAPACITY)

@@ -190,8 +190,9 @@ class Member(Protocol):
         settlement was made.
 
         After `BusUnavailable` a result may be settled again as it is: `DeliveryLost` means that the settlement was
-        made, or that another member has the delivery. A job must get a new name before it is settled again, as it may
-        be published already, also after `RequestTooLarge`.
+        made, or that another member has the delivery, or had it: one that came to this member again is another
+        delivery, as its request may have been done anew meanwhile. A job must get a new name before it is settled
+        again, as it may be published already, also after `RequestTooLarge`.
 
         A `prefill` member that has not settled a result yet publishes first, and finishes the deliveries after that. A
         delivery may come again even after this returned, to this member or another one: the record knows which requests

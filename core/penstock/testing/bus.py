@@ -155,7 +155,7 @@ class MemoryMember:
     def __init__(self, bus: MemoryBus, stage: WorkerKind, name: str) -> None:
         self._bus, self.stage, self.name = bus, stage, name
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
-        self._held: dict[tuple[str, str], Entry] = {}
+        self._held: dict[tuple[str, str], tuple[Entry, Delivery]] = {}
         self._is_consuming, self._is_dead = True, False
         self.current_problem = ""
 
@@ -178,13 +178,10 @@ class MemoryMember:
             waiting = [entry for entry in self._bus.topics[topic].entries.values() if entry.member is None]
             for entry in waiting[: capacity.get(klass, 0)]:
                 entry.member = self
-                self._held[topic, str(entry.offset)] = entry
-                message = entry.message
-                found.append(
-                    Delivery(
-                        topic, str(entry.offset), message.value, message.key, message.headers, klass, entry.timestamp_s
-                    )
-                )
+                message, position = entry.message, str(entry.offset)
+                content = message.value, message.key, message.headers
+                found.append(Delivery(topic, position, *content, klass, entry.timestamp_s))
+                self._held[topic, position] = entry, found[-1]
         return found
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
@@ -194,12 +191,12 @@ class MemoryMember:
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
         with self._bus.changed:
             self._raise_if_fenced()
-            lost = [one for one in deliveries if (one.topic, one.position) not in self._held]
+            lost = [one for one in deliveries if not self.is_holding(one)]
             if lost:
                 raise DeliveryLost(lost)
             self._bus.append(outputs)
             for one in deliveries:
-                entry = self._held.pop((one.topic, one.position))
+                entry, _ = self._held.pop(one.address)
                 self._bus.topics[one.topic].entries.pop(entry.offset, None)
 
     def count_held(self) -> int:
@@ -208,7 +205,8 @@ class MemoryMember:
 
     def is_holding(self, delivery: Delivery) -> bool:
         """Return whether a delivery is still this member's."""
-        return delivery.is_held and (delivery.topic, delivery.position) in self._held
+        _, held = self._held.get(delivery.address, (None, None))
+        return delivery.is_held and held is delivery
 
     def list_prefetched(self) -> list[Delivery]:
         """Return nothing: a member takes only as many messages as it has capacity for."""
@@ -237,7 +235,7 @@ class MemoryMember:
     def give_back_all(self) -> None:
         """Let other members have the unsettled deliveries, as if this member had died."""
         with self._bus.changed:
-            for entry in self._held.values():
+            for entry, _ in self._held.values():
                 entry.member = None
             self._held = {}
             self._bus.note_change()

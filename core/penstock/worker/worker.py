@@ -364,7 +364,7 @@ class Worker:
                     asked.append((task, task.to_claim_request()))
         for task, claimed in self._ask_for_claims(asked):
             match claimed:
-                case Busy() if (running := self._find_undelivered_task(task)) is not None:
+                case Busy(epoch=epoch) if (running := self._find_undelivered_task(task, epoch)) is not None:
                     running.delivery = task.delivery
                 case Busy(wait_s=wait_s):
                     self.queue.defer(task.delivery, wait_s)
@@ -398,14 +398,16 @@ class Worker:
             return False
         return self.member.is_holding(delivery)
 
-    def _find_undelivered_task(self, task: Task) -> Task | None:
-        """Return the running request of this message if it was taken over, and so has no delivery of its own."""
+    def _find_undelivered_task(self, task: Task, epoch: int) -> Task | None:
+        """Return the running request of this message if it holds no delivery, and its claim is the one of `epoch`.
+
+        It was taken over, or its delivery was lost and has come again. If its claim was lost another worker has begun
+        the request anew, and needs the message.
+        """
         running = self.running.get(task.id)
-        return (
-            running
-            if running is not None and not running.delivery.is_held and _are_same_request(running, task)
-            else None
-        )
+        if running is None or running.claim.epoch != epoch or self.member.is_holding(running.delivery):
+            return None
+        return running if _are_same_request(running, task) else None
 
     def _take_over(self, *, accept: bool) -> None:
         """Take over requests that no worker holds. Their deliveries are with other workers, or come later.

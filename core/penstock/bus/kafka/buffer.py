@@ -36,7 +36,7 @@ class PrefetchBuffer:
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
-        self._handed_out: set[MessagePosition] = set()
+        self._handed_out: dict[MessagePosition, Delivery] = {}
         self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
@@ -85,7 +85,7 @@ class PrefetchBuffer:
         self._stretched -= gone
         self._fresh -= gone
         self._damaged = [orphan for orphan in self._damaged if orphan[0].offset[0] not in gone]
-        self._handed_out = {held for held in self._handed_out if held[0] not in gone}
+        self._handed_out = {at: held for at, held in self._handed_out.items() if at[0] not in gone}
         for klass, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if delivery.offset[0] not in gone]
             self._buffers[klass] = deque(kept)
@@ -126,8 +126,9 @@ class PrefetchBuffer:
         offset = max(batch, self._offsets[partition].next_offset)
         if self._offsets[partition].note_delivered(offset):
             reason = f"partition {number}, offset {offset}, cannot be {failed}: {why}"
-            self._handed_out.add((partition, offset))
-            self._damaged.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
+            delivery = Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time())
+            self._handed_out[partition, offset] = delivery
+            self._damaged.append((delivery, reason))
         return offset + 1
 
     def check_end(self, partition: Partition, offset: int, end: int) -> None:
@@ -183,7 +184,7 @@ class PrefetchBuffer:
                 taken.append(buffer.popleft())
                 self._num_bytes[klass] -= len(taken[-1].value)
             found += taken
-        self._handed_out.update(delivery.offset for delivery in found)
+        self._handed_out |= {delivery.offset: delivery for delivery in found}
         return found
 
     def list_buffered(self) -> list[Delivery]:
@@ -191,15 +192,17 @@ class PrefetchBuffer:
         return [delivery for klass in CLASSES for delivery in self._buffers[klass]]
 
     def find_lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Return those of the deliveries that are no longer this member's."""
-        return [delivery for delivery in deliveries if delivery.offset not in self._handed_out]
+        """Return those of the deliveries that are no longer this member's. One that came again is another delivery."""
+        return [delivery for delivery in deliveries if self._handed_out.get(delivery.offset) is not delivery]
 
     def finish_deliveries(self, deliveries: Sequence[Delivery]) -> None:
         """Note that those of the deliveries that are this member's are finished, and still to be committed."""
-        for partition, offset in {delivery.offset for delivery in deliveries}.intersection(self._handed_out):
-            self._offsets[partition].finish_offsets([offset])
-            self._handed_out.discard((partition, offset))
-            self._uncommitted.add(partition)
+        for delivery in deliveries:
+            if self._handed_out.get(delivery.offset) is delivery:
+                partition, offset = delivery.offset
+                self._offsets[partition].finish_offsets([offset])
+                del self._handed_out[partition, offset]
+                self._uncommitted.add(partition)
         self._damaged = [orphan for orphan in self._damaged if orphan[0].offset in self._handed_out]
 
     def build_commits(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:

@@ -103,6 +103,10 @@ class StreamsMember:
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
+        with self._lock:  # one that came again is another delivery
+            lost = [one for one in deliveries if self._held.get(one.address, one) is not one]
+        if lost:
+            raise DeliveryLost(lost)
         places = [_position_of(delivery) for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
@@ -161,7 +165,7 @@ class StreamsMember:
         """
         where = _position_of(delivery)
         with self._lock:
-            is_held, is_sure = delivery.is_held and where in self._held, where not in self._doubtful
+            is_held, is_sure = delivery.is_held and self._held.get(where) is delivery, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._renewed_s < self._lasts_s):
             return is_held
         topic, position = where
