@@ -83,6 +83,14 @@ FLAWS = (
         "heapq.heappush(self._deferred, _Deferred(", "list((",
     ),
     Flaw(
+        "a delivery is worked on that is being settled", f"{WORKER}/worker.py",
+        "if self.settler.is_settling(delivery):", "if False:",
+        rates=(
+            "forget_s=0.1", "rebalance_s=0.5", "pause_s=8", "autos=0.5", "gateways=0", "endpoint=0", "bug=0", "loss=0",
+            "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "freeze_s=0", "cut_s=0", "deadlines=0", "cancel=0",
+        ),
+    ),
+    Flaw(
         "deliveries of others are worked on", f"{WORKER}/worker.py",
         "return self.member.is_holding(delivery)", "return True",
     ),

@@ -56,6 +56,7 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.record import Claim
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
+from penstock.testing.record import NEW
 from penstock.worker import watch
 from penstock.worker.confine import UNWRITABLE
 from penstock.worker.heartbeat import Heartbeat
@@ -183,7 +184,7 @@ class Rates:
     delete_s: float = 0.0
     """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
     forget_s: float = 0.0
-    """The mean time until Redis forgets the last tokens of a request; 0 if it forgets none."""
+    """The mean time until Redis forgets a request, or its last tokens; 0 if it forgets nothing."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -324,7 +325,7 @@ class Scene:
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
-        self._repeat_mishap(self.rates.forget_s, self._forget_tokens)
+        self._repeat_mishap(self.rates.forget_s, self._forget_request)
         self._repeat_mishap(self.rates.away_s, self._kill_workers)
         self._repeat_mishap(self.rates.delete_s, self._delete_messages)
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
@@ -584,15 +585,16 @@ class Scene:
     def _fill_redis(self) -> None:
         self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
 
-    def _forget_tokens(self) -> None:
-        """Let Redis forget a request's last tokens, as after a failover. Its readers have to see the same again."""
+    def _forget_request(self) -> None:
+        """Let Redis forget a request, or its last tokens, as after a failover. Its readers see the same again."""
         # So it cannot end with an error, and no endpoint answers it, in other pieces.
         if self.memory is None or self.rates.endpoint or self.rates.bug:
             return
         sure = [one["id"] for one in self.history if one["what"] == "submitted" and not one["may"]]
         found = [(name, rec) for name in sure if (rec := self.memory.records.find(name)) and rec.tokens and not rec.end]
         for name, rec in self.chance.sample(found, min(1, len(found))):
-            self.memory.records.put(name, rec._replace(tokens=rec.tokens[: self.chance.randrange(len(rec.tokens))]))
+            left = rec._replace(tokens=rec.tokens[: self.chance.randrange(len(rec.tokens))])
+            self.memory.records.put(name, self.chance.choice([left, NEW]))
             self._note({"what": "forgotten", "id": name})
 
     def _pause_server(self) -> None:
