@@ -30,9 +30,9 @@ def ask_for_hand_off(worker: Worker, rules: Rules, run: Run, end: End | None) ->
 
 def ask_for_result(worker: Worker, run: Run, end: End | None) -> Worker:
     """Give the result to the settler, if the worker has a delivery to settle with it."""
-    out = PendingOutput("result", run.epoch, run.message, run.delivery, end, is_stale=run.is_stale)
     if run.delivery is None:
-        out = None
+        return worker._replace(run=None, out=None)
+    out = PendingOutput("result", run.epoch, run.message, run.delivery, end, is_stale=run.is_stale)
     return worker._replace(run=None, out=out)
 
 

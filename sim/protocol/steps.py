@@ -94,8 +94,9 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
     match reply[0]:
         case "busy":
             run, settles = worker.run, index >= 2 or rules.stays[index]
-            mine = run is not None and (run.epoch == rec.epoch or rules.flaw == "attaches to a lost claim")
-            if settles and mine and (run.delivery is None or run.is_stale) and _are_same_message(run.message, message):
+            is_mine = run is not None and (run.epoch == rec.epoch or rules.flaw == "attaches to a lost claim")
+            needs_it = run is not None and is_mine and (run.delivery is None or run.is_stale)
+            if settles and run is not None and needs_it and _are_same_message(run.message, message):
                 run = run._replace(message=message, delivery=message, is_stale=False)
                 yield step._replace(kind="attach"), replace_worker(state, index, rest._replace(run=run))
             else:

@@ -44,7 +44,8 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
     with bus.join_group("prefill", "p1") as member:
         (delivery,) = take_deliveries(member, 1)
         settler = Settler(Forgetful(member), pipeline)  # type: ignore[arg-type]
-        mine, jobs = replace(delivery, is_held=is_held), pipeline.job_topic("interactive")
+        mine = delivery if is_held else replace(delivery, is_held=False)
+        jobs = pipeline.job_topic("interactive")
         settler.settle(
             Settlement(mine, [Outgoing(jobs, b"first", key="r1")]),
             again=lambda: Settlement(mine, [Outgoing(jobs, b"second", key="r1")]),

@@ -155,19 +155,13 @@ class Settler:
                         more = False
                     else:
                         batch.append(following)
-                self._settle_batch(batch)
+                self._settle_all(batch)
                 if not more:
                     return
         finally:
             with self._lock:
                 self._has_ended = True
                 self._lock.notify_all()
-
-    def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
-        """Settle a batch. A delivery that came a second time during its first settlement is settled once."""
-        unique = {pending.address: pending for pending in reversed(batch)}
-        self._settle_all([pending for pending in batch if unique[pending.address] is pending])
-        self._record_outcomes([pending for pending in batch if unique[pending.address] is not pending], settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
@@ -176,12 +170,12 @@ class Settler:
                 failpoint("settle.begun")
                 self._settle_on_bus([pending.settlement for pending in batch])
             except DeliveryLost as error:
-                lost = {delivery.address for delivery in error.deliveries}
-                rest = [pending for pending in batch if pending.address not in lost]
-                assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
+                lost = {id(delivery) for delivery in error.deliveries}  # one that came again has the same address
+                gone = [pending for pending in batch if id(pending.settlement.delivery) in lost]
+                assert gone, "lost deliveries are of those that were to be settled"
                 self._set_trouble("")
-                self._record_outcomes([pending for pending in batch if pending.address in lost], settled=False)
-                batch = rest
+                self._record_outcomes(gone, settled=False)
+                batch = [pending for pending in batch if id(pending.settlement.delivery) not in lost]
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
                     log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
