@@ -79,7 +79,7 @@ class Settler:
             return self._open.total() + len(self._outcomes)
 
     def is_settling(self, delivery: Delivery) -> bool:
-        """Return whether the delivery is being settled already: it came a second time."""
+        """Return whether the delivery is being settled, or the same message as the delivery that was lost before."""
         with self._lock:
             return self._open[delivery.address] > 0
 

@@ -391,7 +391,7 @@ class Worker:
     def _is_claimable(self, delivery: Delivery) -> bool:
         """Return whether the delivery is still this worker's and is not being settled.
 
-        A delivery that came a second time while its first settlement is under way is deferred.
+        A message that came again while the delivery that was lost is being settled is deferred: the outcome decides.
         """
         if self.settler.is_settling(delivery):
             self.queue.defer(delivery, SETTLING_DEFERRAL_S)
