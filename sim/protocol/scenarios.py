@@ -147,7 +147,6 @@ FLAWS = {
     ("ends uncounted", "an end that counts wrong"): (Budget(losses=1, syncs=1), Rules()),
     ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
     ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
-    ("works on what is being settled", "stuck"): (Budget(losses=1, moves=1), ONE_STAYS),
     ("settles what came again", "stuck"): (Budget(losses=1, moves=2), ONE_STAYS),
     ("attaches to a lost claim", "stuck"): (Budget(losses=1, moves=2), BOTH_STAY),
     ("binds behind the end", "stuck"): (Budget(moves=1, delays=1, lates=1), Rules()),

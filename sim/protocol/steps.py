@@ -76,9 +76,6 @@ def _poll_bus(state: State, index: int) -> Steps:
 def _admit_message(state: State, rules: Rules, index: int, message: Message) -> Steps:
     worker, stage = state.workers[index], stage_of(index)
     checks = rules.flaw != "claims what it does not hold"
-    waits = checks and rules.flaw != "works on what is being settled"
-    if waits and worker.out is not None and worker.out.delivery == message:
-        return  # The delivery is being settled.
     if checks and find_holder(state, message) != index:
         rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
         yield Step("forget", index), replace_worker(state, index, rest)
