@@ -146,9 +146,9 @@ def _begin_run(
     rec, (_, epoch, tokens, ended, cancelled, attempts, _), message = claimed
     if worker.run is not None:
         worker, delivery = _merge_claims(worker, worker.run, message, delivery, rules)
-    cause = message.error or (
-        "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
-    )
+    cause = message.error
+    if not cause and not ended:
+        cause = "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
     follows = index < 2 and rules.stays[index] and (tokens > 0 or attempts > 1)
     run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause, follows)
     if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index]))):
