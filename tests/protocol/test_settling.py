@@ -43,3 +43,27 @@ def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(
     assert len(result.token_ids) == 40
     assert line.decode.member.count_held() == 0
     assert len(line.read_results()) == 1
+
+
+def test_what_is_read_after_its_record_has_expired_is_not_answered_again(
+    line: InProcessPipeline, pipeline: Pipeline
+) -> None:
+    """A request that was sent twice, and a second job of it. What is sent behind the result is a new request."""
+    request = Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=2, temperature=0))
+    line.send_requests(request)
+    line.run_prefill(1)
+    (job,) = line.bus.read_all(pipeline.job_topic("interactive"))
+    run_until_running(line.decode)
+    line.send_requests(request)
+    line.publish_bytes(decode_message(Job, job.value).model_copy(update={"job": "another"}).encode(), "r1", job.topic)
+    while not line.read_results():
+        line.decode.run_once(accept=False)
+    line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
+    line.add_prefill("prefill-1")
+    line.add_decode("decode-1")
+    while any(line.bus.count_unsettled().values()):
+        run_until_idle(line.prefill)
+        run_until_idle(line.decode)
+    assert len(line.read_results()) == 1
+    line.send_requests(request)
+    assert len(line.run_until_results(2)) == 2

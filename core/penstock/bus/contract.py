@@ -110,6 +110,9 @@ class Delivery:
     is_held: bool = True
     """False where the request was taken over from a dead worker: another member has the delivery, or will get it, and
     finishes it. The `position` is still the message's."""
+    is_answered: bool = False
+    """Whether the bus found the request of its key among the last results, though this message is not finished: it was
+    sent twice, or comes again. It settles no result."""
 
     @property
     def address(self) -> tuple[str, str]:

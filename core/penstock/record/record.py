@@ -35,14 +35,15 @@ Args = list[str | int | bytes]
 @dataclass(frozen=True)
 class UnclaimedMessage:
     """A message that no worker has claimed yet: the request's id, its body's hash (empty of a job), the name that is
-    bound to the request if this message settles its result, and the delivery as a worker needs it that takes the
-    request over.
+    bound to the request if this message settles its result, the delivery as a worker needs it that takes the request
+    over, and whether the request has a result that is newer than the delivery.
     """
 
     id: str
     body_hash: str
     name: str
     message: bytes
+    is_answered: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Record:
         # A second claim of the session that holds a request would find it busy for as long as that lives.
         commands: list[Sequence[Any]] = []
         for one in waiting:
-            call = self._claim_call(one.id, stage, [session, one.name, one.body_hash], one.message)
+            call = self._claim_call(stage, session, one)
             commands.append(CLAIM.command(*call))
             if stage == "decode":
                 commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
@@ -161,10 +162,11 @@ class Record:
                 return Conflict()
         return self._parse_claim(request_id, stage, reply, log)
 
-    def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Call:
-        keys = [*self._request_keys(request_id), self._pipeline.sessions_key, self._pipeline.free_key(stage)]
+    def _claim_call(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Call:
+        keys = [*self._request_keys(asked.id), self._pipeline.sessions_key, self._pipeline.free_key(stage)]
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
-        return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
+        who = [asked.id, stage, session, asked.name, asked.body_hash]
+        return keys, [*who, *times, START_HASH, asked.message, self._held, int(asked.is_answered)]
 
     def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.
@@ -172,7 +174,7 @@ class Record:
         Any worker that read a message may park it; the one that holds its delivery settles it. Return the messages
         that cannot be parked now, as their server of several is away.
         """
-        calls = [self._claim_call(one.id, stage, ["", one.name, one.body_hash], one.message) for one in waiting]
+        calls = [self._claim_call(stage, "", one) for one in waiting]
         for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):
             self._note_refusal(one.id, reply)
         return []

@@ -132,9 +132,8 @@ class Task:
         The message is left out where it is too large to keep. Then only its delivery can bring the request back.
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
-        return UnclaimedMessage(
-            self.id, self.body_hash, self.name, serialize_delivery(self.delivery) if is_kept else b""
-        )
+        message = serialize_delivery(self.delivery) if is_kept else b""
+        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.is_answered)
 
     @property
     def hands_off(self) -> bool:

@@ -31,6 +31,7 @@ from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_
 
 log = logging.getLogger(__name__)
 
+ANSWERED = load_script("penstock.bus.streams", "answered")
 READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
 LOST = load_script("penstock.bus.streams", "lost")
@@ -40,6 +41,8 @@ MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
 LOST_CHECK_S = 5.0
 """How often a member looks whether somebody has deleted entries."""
+NUM_LAST_RESULTS = 1000
+"""So many results are looked through for requests that were answered, when a member joins."""
 MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
@@ -226,6 +229,9 @@ class StreamsMember:
         with bus_errors():
             create_groups(self.client, self._pipeline, self._stage)
             self._find_lost()  # before it finishes anything: what older versions had finished is not counted
+            results = self._pipeline.stream_key(self._pipeline.results_topic)
+            found = ANSWERED.run(self.client, [results], [NUM_LAST_RESULTS])
+            self._answered = {key: _parse_id(entry_id) for entry_id, key in reversed(found)}
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -334,7 +340,9 @@ class StreamsMember:
             klass = next(klass for klass in CLASSES if topic == self._topics[klass])
             value, key, headers = decode_entry(fields)
             published_s = int(position.partition("-")[0]) / 1000
-            found.append(Delivery(topic, position, value, key, headers, klass, published_s))
+            # Its record may have expired. What was sent behind its result is a new request.
+            is_answered = _parse_id(entry_id) < self._answered.get(fields.get(b"key", b""), (0, 0))
+            found.append(Delivery(topic, position, value, key, headers, klass, published_s, is_answered=is_answered))
         if passed:
             self.client.xack(self._pipeline.stream_key(topic), self._group, *passed)
         self._note_held(found, left)
@@ -419,6 +427,11 @@ class StreamsReader:
 def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry]:
     """Return entries as a script replies them, with their fields by name."""
     return [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
+
+
+def _parse_id(entry_id: bytes) -> tuple[int, int]:
+    when_ms, _, number = entry_id.partition(b"-")
+    return int(when_ms), int(number)
 
 
 def _position_of(delivery: Delivery) -> tuple[str, str]:
