@@ -1,6 +1,7 @@
 """Takes the model's steps with a record, on a real server or in memory, and compares replies and states after each."""
 
 import json
+import math
 from typing import Any
 
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -107,7 +108,8 @@ class Replay:
 
     def _describe_message(self, message: Message) -> UnclaimedMessage:
         body, name = ("", str(message.job)) if message.job else (str(message.body), str(message.name))
-        return UnclaimedMessage(self.id, body, name, _pack_message(message), message.is_answered)
+        since_result_s = 0.0 if message.is_answered else math.inf
+        return UnclaimedMessage(self.id, body, name, _pack_message(message), since_result_s)
 
     def _check_claim(self, outcome: object, reply: Any) -> None:
         match outcome:

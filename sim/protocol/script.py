@@ -34,7 +34,7 @@ class Message(NamedTuple):
     error: str = ""
     """In a job: the reason why the request ended in prefill, or nothing."""
     is_answered: bool = False
-    """Whether its holder found the request among the last results, which are newer than this message."""
+    """Whether its holder found the request among the last results."""
 
 
 class End(NamedTuple):

@@ -12,6 +12,7 @@ a result, for a job that is published twice is harmless: the first one claimed i
 result on it settles as all others do. Work finishes out of order.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -110,9 +111,8 @@ class Delivery:
     is_held: bool = True
     """False where the request was taken over from a dead worker: another member has the delivery, or will get it, and
     finishes it. The `position` is still the message's."""
-    is_answered: bool = False
-    """Whether the bus found the request of its key among the last results, though this message is not finished: it was
-    sent twice, or comes again. It settles no result."""
+    since_result_s: float = math.inf
+    """How long after the newest result of its key that the bus found among the last ones the message was published."""
 
     @property
     def address(self) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The workers' side of the record. Each method runs one of the scripts under `lua/`, which explain what they do."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +37,14 @@ Args = list[str | int | bytes]
 class UnclaimedMessage:
     """A message that no worker has claimed yet: the request's id, its body's hash (empty of a job), the name that is
     bound to the request if this message settles its result, the delivery as a worker needs it that takes the request
-    over, and whether the request has a result that is newer than the delivery.
+    over, and how long after the newest result of its id it was sent, as far as that is known.
     """
 
     id: str
     body_hash: str
     name: str
     message: bytes
-    is_answered: bool = False
+    since_result_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class Record:
         keys = [*self._request_keys(asked.id), self._pipeline.sessions_key, self._pipeline.free_key(stage)]
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         who = [asked.id, stage, session, asked.name, asked.body_hash]
-        return keys, [*who, *times, START_HASH, asked.message, self._held, int(asked.is_answered)]
+        is_answered = asked.since_result_s < self._settings.keep_s
+        return keys, [*who, *times, START_HASH, asked.message, self._held, int(is_answered)]
 
     def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.

@@ -113,8 +113,9 @@ class MemoryRecord(Record):
         """Claim a request, or park it where `session` is empty; then the outcome is None."""
         before, living = self._records.find(asked.id) or NEW, self._records.sessions
         told = asked.name, asked.body_hash, asked.message
+        is_answered = asked.since_result_s < self._settings.keep_s
         rec, reply = transitions.claim_request(
-            before, stage, session or None, told, living, self._read_times(), is_answered=asked.is_answered
+            before, stage, session or None, told, living, self._read_times(), is_answered=is_answered
         )
         if rec is not before:
             self._records.put(asked.id, rec, None if rec.stage == "end" else self._pending_ms)

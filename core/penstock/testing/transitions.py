@@ -77,8 +77,8 @@ def claim_request(
     """Claim a request for a session, or with None put its message down so that any worker may take it over.
 
     `asked` are the name that would be bound to it (a job's, in prefill the request's own message's), the body's hash
-    and the message. `living` has the sessions and until when each lasts. `is_answered` says that the request has a
-    result which is newer than the message.
+    and the message. `living` has the sessions and until when each lasts. `is_answered` says that the id had a
+    result already, and was not forgotten again, when the message was sent.
     """
     (name, body, message), prefill = asked, stage == "prefill"
     epoch = max(rec.epoch + 1, times.epoch_ms)

@@ -133,7 +133,7 @@ class Task:
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
         message = serialize_delivery(self.delivery) if is_kept else b""
-        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.is_answered)
+        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s)
 
     @property
     def hands_off(self) -> bool:

@@ -109,7 +109,7 @@ class PrefetchBuffer:
             return
         start = self._starts[partition]
         if offset < start.forgotten_end and delivery.key in start.answered:
-            delivery = replace(delivery, is_answered=True)
+            delivery = replace(delivery, since_result_s=0.0)
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
 

@@ -1,8 +1,8 @@
 """Keeps in Redis how far each partition is finished: brokers forget what a group committed if it is empty for long.
 
 A member notes each commit a moment after it was made, and once more when it leaves. A partition without a committed
-offset goes on at the note, and knows the requests that are among the last results: a crash may have come between a
-commit and its note, and the other members have lived on until the brokers gave its partitions to them, which notes the commit.
+offset goes on at the note, and knows which requests are among the last results: a crash may have come between a commit
+and its note, and the other members have lived on until the brokers gave its partitions to them, which notes the commit.
 """
 
 import logging

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import uuid
@@ -231,7 +232,7 @@ class StreamsMember:
             self._find_lost()  # before it finishes anything: what older versions had finished is not counted
             results = self._pipeline.stream_key(self._pipeline.results_topic)
             found = ANSWERED.run(self.client, [results], [NUM_LAST_RESULTS])
-            self._answered = {key: _parse_id(entry_id) for entry_id, key in reversed(found)}
+            self._answered_ms = {key: _read_time(entry_id) for entry_id, key in reversed(found)}
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -339,10 +340,11 @@ class StreamsMember:
             position = entry_id.decode()
             klass = next(klass for klass in CLASSES if topic == self._topics[klass])
             value, key, headers = decode_entry(fields)
-            published_s = int(position.partition("-")[0]) / 1000
-            # Its record may have expired. What was sent behind its result is a new request.
-            is_answered = _parse_id(entry_id) < self._answered.get(fields.get(b"key", b""), (0, 0))
-            found.append(Delivery(topic, position, value, key, headers, klass, published_s, is_answered=is_answered))
+            published_ms = _read_time(entry_id)
+            since_result_s = (published_ms - self._answered_ms.get(fields.get(b"key", b""), -math.inf)) / 1000
+            found.append(
+                Delivery(topic, position, value, key, headers, klass, published_ms / 1000, True, since_result_s)
+            )
         if passed:
             self.client.xack(self._pipeline.stream_key(topic), self._group, *passed)
         self._note_held(found, left)
@@ -429,9 +431,9 @@ def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry
     return [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
 
 
-def _parse_id(entry_id: bytes) -> tuple[int, int]:
-    when_ms, _, number = entry_id.partition(b"-")
-    return int(when_ms), int(number)
+def _read_time(entry_id: bytes) -> int:
+    """Return when an entry was added, in ms."""
+    return int(entry_id.partition(b"-")[0])
 
 
 def _position_of(delivery: Delivery) -> tuple[str, str]:

@@ -7,8 +7,8 @@
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
 -- ARGV     id, stage ('prefill' or 'decode'), session, the name that is bound (a job's, or that of the request's own
 --          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
---          message, what `held` keys look like (a set for each session: ids of requests), 1 if the request has a result that
---          is newer than the delivery
+--          message, what `held` keys look like (a set for each session: ids of requests), 1 if the id had a result already, and was not
+--          forgotten again, when the message was sent
 --
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}; ended: 1 where the
 --                           message settles the result, 2 where a job has to
