@@ -151,8 +151,8 @@ FLAWS = (
     ),
     Flaw(
         "a request's own message counts as another one", f"{WORKER}/task.py",
-        "self.id, self.body_hash, self.name, serialize",
-        'self.id, self.body_hash, "" if self.body_hash else self.name, serialize',
+        "self.id, self.body_hash, self.name, message",
+        'self.id, self.body_hash, "" if self.body_hash else self.name, message',
         rates=("autos=1",),
     ),
     Flaw(
