@@ -6,6 +6,7 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from penstock.bus.kafka.client import client_settings
+from penstock.bus.kafka.pace import BrokerPace
 from penstock.bus.kafka.position_lookup import FetchAttempts
 from penstock.bus.kafka.writers import OutputWriter, Transactions
 from penstock.config.settings import BusSettings
@@ -24,6 +25,8 @@ class KafkaClientFactory:
         self.settings = settings
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
+        self.pace = BrokerPace(settings.transaction_timeout_s)
+        """How late brokers answer, as members and look-ups have seen it."""
         self.fetch_attempts = FetchAttempts()
         """What members learned about messages that take long to fetch, for those that are made after them."""
 
@@ -33,7 +36,7 @@ class KafkaClientFactory:
 
     def create_transactions(self, transactional_id: str) -> Transactions:
         """Return a transactional writer of outputs. An older one of the same id is fenced."""
-        return Transactions(self.clients, transactional_id, self.settings.transaction_timeout_s)
+        return Transactions(self.clients, transactional_id, self.pace)
 
     def create_output_writer(self) -> OutputWriter:
         """Return a writer of outputs without transactions."""

@@ -13,12 +13,14 @@ from typing import NamedTuple, Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.kafka.offsets import Partition
+from penstock.bus.kafka.pace import NUM_STEADY, BrokerPace
 from penstock.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
 
 COMMITTED_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 1.0
+TOPIC_TIMEOUT_S = 2.0
 LOOKUP_INTERVAL_S, LOOKUP_RETRY_S = 0.25, 0.05
 UNKNOWN_START_S = 5.0
 """A partition whose last commit is not known for this long is a problem that is told."""
@@ -49,9 +51,9 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition) -> None:
-        """`changed` guards the requests, and is notified of each."""
-        self._consumer, self._lock = consumer, changed
+    def __init__(self, consumer: Consumer, changed: threading.Condition, pace: BrokerPace) -> None:
+        """`changed` guards the requests, and is notified of each. `pace` stretches the time limits of questions."""
+        self._consumer, self._lock, self._pace = consumer, changed, pace
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -66,7 +68,7 @@ class PositionLookup:
 
         It is not told while a transaction that is just being committed may be the reason.
         """
-        latest_s = time.monotonic() - UNKNOWN_START_S
+        latest_s = time.monotonic() - self._pace.stretch(UNKNOWN_START_S)
         with self._lock:
             late = ((one, why) for one, (since_s, why) in self._unknown_starts.items() if since_s <= latest_s)
             found = next(late, None)
@@ -126,6 +128,24 @@ class PositionLookup:
                     del self._ends[partition]
                     self._found_ends[partition] = end
 
+    def learn_pace(self, topic: str, connect_timeout_s: float) -> None:
+        """Find out how late brokers answer, before anything is made whose limits follow from that. Raise
+        `KafkaException`.
+
+        The first answer does not count, as it comes behind those that a new connection waits for.
+        """
+        if not self._pace.is_steady:
+            self._consumer.list_topics(topic, connect_timeout_s)
+        for _ in range(NUM_STEADY):
+            if not self._pace.is_steady:
+                self.list_partitions(topic)
+
+    def list_partitions(self, topic: str) -> list[Partition]:
+        """Return a topic's partitions; none where the brokers do not know it. Raise `KafkaException`."""
+        with self._pace.ask(TOPIC_TIMEOUT_S) as limit_s:
+            known = self._consumer.list_topics(topic, limit_s).topics.get(topic)
+        return [(topic, number) for number in (known.partitions if known else ())]
+
     def close(self) -> None:
         """Free the connection."""
         self._consumer.close()
@@ -151,7 +171,8 @@ class PositionLookup:
     def _read_committed(self, wanted: dict[Partition, object]) -> list[TopicPartition] | None:
         partitions = list(wanted)
         try:
-            found = self._consumer.committed([TopicPartition(*one) for one in partitions], timeout=COMMITTED_TIMEOUT_S)
+            asked, limit_s = [TopicPartition(*one) for one in partitions], self._pace.stretch(COMMITTED_TIMEOUT_S)
+            found = self._consumer.committed(asked, timeout=limit_s)
             error = next((place.error for place in found if place.error), None)
         except KafkaException as raised:
             error = raised.args[0]
@@ -169,7 +190,8 @@ class PositionLookup:
 
     def _ask_end(self, partition: Partition) -> int | None:
         try:
-            found = self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=END_TIMEOUT_S)
+            limit_s = self._pace.stretch(END_TIMEOUT_S)
+            found = self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=limit_s)
         except KafkaException as error:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
@@ -190,7 +212,8 @@ class LookingUp(Protocol):
 class LookupThread:
     """Looks up what one member has to know, or both members of a worker that is in two groups.
 
-    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`.
+    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`, or more
+    where they are slow.
     """
 
     def __init__(self, name: str) -> None:

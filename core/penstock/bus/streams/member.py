@@ -72,7 +72,7 @@ class StreamsMember:
         self._renewed_s = time.monotonic()
         self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
-        self.current_problem = ""  # always: an outage makes `poll` raise
+        self.current_problem, self.slowness = "", 1  # always: an outage makes `poll` raise
         self._is_closed = False
         self._join_group()
         self._reader = StreamsReader([self], url)
