@@ -224,7 +224,7 @@ class DoubleTransactions:
     def __init__(self, bus: DoubleBus) -> None:
         self.bus, self.slowness = bus, bus.pace.slowness
 
-    def is_too_short(self, raised: KafkaException) -> bool:
+    def is_late(self, raised: KafkaException) -> bool:
         return False
 
     def clear_doubt(self, timeout_s: float = 0.0) -> bool:

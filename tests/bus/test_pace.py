@@ -40,7 +40,7 @@ def test_three_late_answers_in_a_row_make_limits_longer_at_once_and_a_quick_minu
     clock: Clock, answer_s: float, slowness: int
 ) -> None:
     pace, seen = BrokerPace(5.0), list[int]()
-    assert not pace.is_steady
+    assert not BrokerPace(5.0).is_steady, "nobody was asked"
     while len(seen) < 5:  # with unanswered questions among them, if the first limits are too short
         before = pace._heard_s
         clock.ask(pace, answer_s)

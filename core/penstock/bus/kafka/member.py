@@ -75,7 +75,9 @@ STALL_PATIENCE_S = 5.0
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
 MARKER_COMMIT_INTERVAL_S = 1.0
-"""How often offsets of markers that were passed over are committed while nothing is settled."""
+"""How often offsets of markers that were passed over are committed while nothing is settled: a transaction of their own
+holds up the next settlement.
+"""
 
 
 class KafkaMember:
@@ -150,7 +152,7 @@ class KafkaMember:
         self._topic_parts: list[str] = []
         """All partitions of the interactive topic, as the brokers told last."""
         self._commit_at = 0.0
-        """When it commits again what was passed over."""
+        """When offsets of markers that were passed over are to be committed, if nothing is settled before."""
         self._open_transactions = partial(bus.create_transactions, f"{self._group}.{name}")
         self._transactions = self._begin_transactions() if stage != "prefill" else None
         self._outputs = bus.create_output_writer() if self._transactions is None else None
@@ -163,6 +165,7 @@ class KafkaMember:
         # A response that takes longer than the time limit of a socket is dropped, and asked for again from its start.
         timeout_s = min(MAX_SOCKET_TIMEOUT_S, max(SOCKET_TIMEOUT_S, bus.fetch_attempts.longest_patience_s))
         self._consumer = bus.create_consumer(settings | {"socket.timeout.ms": int(timeout_s * 1000)})
+        self._turned_at = time.monotonic()
         lookups.serve(self)
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
@@ -285,9 +288,12 @@ class KafkaMember:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
                 except KafkaException as raised:
-                    if self._transactions is None or not self._transactions.is_too_short(raised):
+                    if self._transactions is None or not self._transactions.is_late(raised):
                         raise
-                    log.info("Kafka: a transaction took too long, and has longer limits from now on: %s", raised)
+                    log.info("Kafka: a transaction took too long: %s", raised)
+                    self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
+                    if not self._pace.note_too_short(self._transactions.slowness):
+                        raise
             self._closing.wait(0.02)  # the callbacks run meanwhile
 
     def count_held(self) -> int:
@@ -417,6 +423,7 @@ class KafkaMember:
             raise DeliveryLost(lost)
         self._doubtful = commits, deliveries
         writer.run_transaction(outputs, to_topic_partitions(commits, epochs), self._membership)  # 3, 4, 5
+        self._commit_at = time.monotonic() + self._pace.stretch(MARKER_COMMIT_INTERVAL_S)
         with self._state:  # 6
             self._raise_failure()  # `_on_lost` does not wait for a step that does not end
             self._holdings.finish_deliveries(deliveries)
@@ -701,7 +708,7 @@ class KafkaMember:
                 self._lookup.answer_requests()
                 writer, now_s = self._transactions, time.monotonic()
                 if writer and self._holdings.has_uncommitted and now_s >= self._commit_at:
-                    self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S
+                    self._commit_at = now_s + self._pace.stretch(MARKER_COMMIT_INTERVAL_S)
                     self._commit_passed(writer)
         except Exception as error:
             self._note_failure(error)
@@ -711,15 +718,13 @@ class KafkaMember:
         """Check whether the brokers answer, and how soon: librdkafka reports neither that they hang, nor that they are
         back.
         """
-        if time.monotonic() < self._probe_at:
+        if (asked_s := time.monotonic()) < self._probe_at:
             return
-        pause_s = PROBE_RETRY_S
+        self._probe_at = asked_s + PROBE_RETRY_S
         with contextlib.suppress(KafkaException):
-            self._topic_parts = [
-                format_partition(one) for one in self._lookup.list_partitions(self._topics["interactive"])
-            ]
-            pause_s = PROBE_INTERVAL_S if self._pace.is_steady else 0.0
-        self._probe_at = time.monotonic() + pause_s
+            known = self._lookup.list_partitions(self._topics["interactive"])
+            self._topic_parts = [format_partition(one) for one in known]
+            self._probe_at = time.monotonic() + (PROBE_INTERVAL_S if self._pace.is_steady else 0.0)
 
     def _commit_passed(self, writer: Transactions) -> None:
         """Commit the offsets of markers that were passed over, unless a settlement runs, which commits them too.

@@ -69,10 +69,14 @@ class BrokerPace:
         now_s = time.monotonic()
         self.note_answer(now_s - begun_s, now_s)
 
+    def note_heard(self) -> None:
+        """Note that brokers have done something."""
+        self._heard_s, self._num_unanswered = time.monotonic(), 0
+
     def note_answer(self, seconds: float, now_s: float) -> None:
         """Note how long brokers took to answer."""
         with self._lock:
-            self._heard_s, self._num_unanswered = now_s, 0
+            self.note_heard()
             self._answers.append((now_s, seconds))
             last = [took_s for _, took_s in self._answers][-NUM_STEADY:]
             since_s = max(self._changed_s, now_s - QUICK_S)

@@ -4,6 +4,7 @@ A partition that brings nothing for a while is either at its end or not read, fo
 can say which. If it has more messages, is not paused, and stands still all the same, its member is at fault.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 COMMITTED_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 1.0
-TOPIC_TIMEOUT_S = 2.0
+TOPIC_TIMEOUT_S = 3.0
 LOOKUP_INTERVAL_S, LOOKUP_RETRY_S = 0.25, 0.05
 UNKNOWN_START_S = 5.0
 """A partition whose last commit is not known for this long is a problem that is told."""
@@ -129,15 +130,14 @@ class PositionLookup:
                     self._found_ends[partition] = end
 
     def learn_pace(self, topic: str, connect_timeout_s: float) -> None:
-        """Find out how late brokers answer, before anything is made whose limits follow from that. Raise
-        `KafkaException`.
+        """Find out how late brokers answer now, before anything is made whose limits follow from that. Raise
+        `KafkaException` where none can be reached.
 
-        The first answer does not count, as it comes behind those that a new connection waits for.
+        The first answer does not count, as it may come behind those that a new connection waits for.
         """
-        if not self._pace.is_steady:
-            self._consumer.list_topics(topic, connect_timeout_s)
+        self._consumer.list_topics(topic, connect_timeout_s)
         for _ in range(NUM_STEADY):
-            if not self._pace.is_steady:
+            with contextlib.suppress(KafkaException):  # the next question has more time
                 self.list_partitions(topic)
 
     def list_partitions(self, topic: str) -> list[Partition]:

@@ -120,12 +120,9 @@ class Transactions:
                     pace.note_refused(self.slowness)
                 raise
 
-    def is_too_short(self, raised: KafkaException) -> bool:
-        """Return whether a transaction failed as its time limits are too short for brokers as slow as these: a new
-        producer, with the limits of the brokers' pace now, may succeed.
-        """
-        is_late = raised.args[0].code() in LATE_ERRORS and not self._in_doubt
-        return is_late and self._pace.note_too_short(self.slowness)
+    def is_late(self, raised: KafkaException) -> bool:
+        """Return whether a transaction failed by its time limits, and left no doubt that it was not committed."""
+        return raised.args[0].code() in LATE_ERRORS and not self._in_doubt
 
     def clear_doubt(self, timeout_s: float) -> bool:
         """Repeat a commit whose outcome is unknown, or abort an open transaction.
@@ -172,6 +169,7 @@ class Transactions:
         self._in_doubt = True
         self._producer.commit_transaction(timeout_s)
         self._in_doubt = self._open = False
+        self._pace.note_heard()
 
     def _abort(self) -> None:
         try:
