@@ -35,7 +35,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-@pytest.mark.parametrize(("answer_s", "slowness"), [(0.3, 1), (0.5, 2), (1.0, 4), (2.0, 8), (9.0, 8)])
+@pytest.mark.parametrize(
+    ("answer_s", "slowness"), [(0.2, 1), (0.4, 2), (0.5, 2), (1.0, 4), (2.0, 8), (3.0, 16), (9.0, 16)]
+)
 def test_three_late_answers_in_a_row_make_limits_longer_at_once_and_a_quick_minute_shorter(
     clock: Clock, answer_s: float, slowness: int
 ) -> None:
@@ -49,8 +51,7 @@ def test_three_late_answers_in_a_row_make_limits_longer_at_once_and_a_quick_minu
     assert seen == [1, 1, slowness, slowness, slowness]
     assert pace.is_steady
     assert pace.stretch(3.0) == 3.0 * slowness
-    assert pace.transaction_timeout_s == (5.0 if slowness == 1 else pytest.approx(4.8 * slowness))
-    assert pace.transaction_timeout_s > 7 * min(answer_s, 3.2), "a transaction has seven answers in a row"
+    assert pace.transaction_timeout_s == 5.0 * slowness >= 20 * min(answer_s, 4.0)
     num_changes = 0
     for _ in range(200):
         before_s, was = clock.now_s, pace.slowness
@@ -85,7 +86,7 @@ def test_a_transaction_that_fails_by_its_limits_gets_others_unless_brokers_are_a
     clock.ask(pace, 0.01)
     assert [pace.note_too_short(1), pace.slowness, pace.note_too_short(1), pace.slowness] == [True, 2, True, 2]
     assert pace.transaction_timeout_s == 30.0, "never shorter than the setting"
-    assert [pace.note_too_short(slowness) for slowness in (2, 4, 8)] == [True, True, False]
+    assert [pace.note_too_short(slowness) for slowness in (2, 4, 8, 16)] == [True, True, True, False]
     for _ in range(3):
         clock.ask(pace, 100.0)
     away = BrokerPace(5.0)

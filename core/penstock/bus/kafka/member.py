@@ -75,8 +75,8 @@ STALL_PATIENCE_S = 5.0
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
 MARKER_COMMIT_INTERVAL_S = 1.0
-"""How often offsets of markers that were passed over are committed while nothing is settled: a transaction of their own
-holds up the next settlement.
+"""How often offsets of markers that were passed over are committed while nothing is settled. Where brokers are slow it is
+seldom: it takes a transaction, which holds up the next settlement.
 """
 
 
@@ -423,7 +423,7 @@ class KafkaMember:
             raise DeliveryLost(lost)
         self._doubtful = commits, deliveries
         writer.run_transaction(outputs, to_topic_partitions(commits, epochs), self._membership)  # 3, 4, 5
-        self._commit_at = time.monotonic() + self._pace.stretch(MARKER_COMMIT_INTERVAL_S)
+        self._commit_at = time.monotonic() + MARKER_COMMIT_INTERVAL_S * self.slowness**2
         with self._state:  # 6
             self._raise_failure()  # `_on_lost` does not wait for a step that does not end
             self._holdings.finish_deliveries(deliveries)
@@ -708,7 +708,7 @@ class KafkaMember:
                 self._lookup.answer_requests()
                 writer, now_s = self._transactions, time.monotonic()
                 if writer and self._holdings.has_uncommitted and now_s >= self._commit_at:
-                    self._commit_at = now_s + self._pace.stretch(MARKER_COMMIT_INTERVAL_S)
+                    self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S * self.slowness**2
                     self._commit_passed(writer)
         except Exception as error:
             self._note_failure(error)

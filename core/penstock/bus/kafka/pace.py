@@ -10,10 +10,11 @@ from confluent_kafka import KafkaException
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S
 
-USUAL_ANSWER_S = 0.4
-"""Up to this time for an answer all time limits hold as they are. A transaction takes seven answers in a row, and its
-limit is 5 s."""
-MAX_SLOWNESS = 8
+USUAL_ANSWER_S = 0.25
+"""Up to this time for an answer all time limits hold as they are: transactions have 5 s. One takes seven answers in a
+row, and up to twenty where brokers are slow to answer each other too.
+"""
+MAX_SLOWNESS = 16
 NUM_STEADY = 3
 """Brokers are slow when so many answers in a row were late: a single one may be the fault of a busy machine."""
 QUICK_S = 60.0
@@ -26,7 +27,7 @@ NUM_KEPT = 64
 class BrokerPace:
     """Knows how late the brokers of a bus answer, over all its clients. Thread-safe.
 
-    `slowness` multiplies the time limits of all calls. It is 1, 2, 4 or 8, so that no more than three transactional
+    `slowness` multiplies the time limits of all calls. It is a power of two, so that no more than four transactional
     producers, whose limits are fixed when they are made, are made anew while brokers become slower.
     """
 
@@ -43,7 +44,7 @@ class BrokerPace:
     @property
     def transaction_timeout_s(self) -> float:
         """How long a transaction may last, and so how long that of a dead worker may hold up readers."""
-        longer_s = 12 * USUAL_ANSWER_S * self.slowness if self.slowness > 1 else 0.0
+        longer_s = 20 * USUAL_ANSWER_S * self.slowness if self.slowness > 1 else 0.0
         return max(self._usual_timeout_s, longer_s)
 
     @property
@@ -62,7 +63,7 @@ class BrokerPace:
         """
         begun_s = time.monotonic()
         try:
-            yield min(self.stretch(limit_s) * 2**self._num_unanswered, max(BROKER_TIMEOUT_S, self.stretch(limit_s)))
+            yield min(self.stretch(limit_s) * 2**self._num_unanswered, BROKER_TIMEOUT_S)
         except KafkaException:
             self._num_unanswered = min(self._num_unanswered + 1, NUM_STEADY)
             raise
