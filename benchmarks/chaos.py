@@ -4,7 +4,7 @@ python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--one-kill]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, and clients that read every stream.
 Decode workers and those of both stages are killed in the middle of long answers, and prefill workers in the middle of
-long prompts, while nothing else is wrong, and the time until each request goes on is taken (`sim/chaos/recovery.py`).
+long prompts, while nothing else is wrong, and the time until each request goes on is taken (`benchmarks/recovery.py`).
 What clients and topics saw is a history, which is checked against the promises (`sim/chaos/checker.py`). Kills among
 all other faults, for as long as one likes, are part of `make campaign` (`sim/scenes.py`).
 
@@ -24,10 +24,10 @@ from rich.console import Console
 
 from benchmarks.chaos_one_kill import kill_one
 from benchmarks.common import Arguments, run_benchmark
+from benchmarks.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
 from penstock.names import WorkerKind
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.faults import Bus
-from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
 from sim.chaos.runner import Progress
 from sim.forked import preload_modules
 from sim.scenes import BUSES

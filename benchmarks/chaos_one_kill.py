@@ -8,9 +8,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.common import Arguments, save_plot
+from benchmarks.recovery import make_single_plan, measure_recovery
 from penstock.names import parse_event_id
 from sim.chaos.history import read_history
-from sim.chaos.recovery import make_single_plan, measure_recovery
 
 
 @dataclass(frozen=True)

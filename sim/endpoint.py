@@ -46,8 +46,9 @@ class CountingEndpoint:
         self.gate = threading.Event()
         """Pieces are sent while it is set."""
         self.gate.set()
-        self.models = [MODEL]
+        self.models, self.models_status = [MODEL], 200
         self.with_usage = True
+        self.stream_headers = {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}
         self.delta_fields: dict[str, Any] = {}
         """What the first piece of a chat's answer has besides its text."""
         self.num_pieces: int | None = None
@@ -117,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         """List the models."""
         endpoint = self.server.endpoint
         models = [{"id": name, "object": "model", "owned_by": endpoint.owner} for name in endpoint.models]
-        self._send_json(200, {"object": "list", "data": models})
+        self._send_json(endpoint.models_status, {"object": "list", "data": models})
 
     def do_POST(self) -> None:
         """Count."""
@@ -146,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the pieces of an answer, and return the chunks that end it; none after a fault."""
         endpoint, is_chat = self.server.endpoint, self.path.endswith("/chat/completions")
         self.send_response(200)
-        for name, value in (("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")):
+        for name, value in endpoint.stream_headers.items():
             self.send_header(name, value)
         self.end_headers()
         first, count = _count_so_far(body), endpoint.num_pieces or body.get("max_tokens") or 8

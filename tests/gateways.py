@@ -36,9 +36,11 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def open_stack(folder: Path, model: Path | None = None, **numbers: Any) -> Iterator[ForkedStack]:
+def open_stack(
+    folder: Path, model: Path | None = None, settings: Mapping[str, str] = MappingProxyType({}), **numbers: Any
+) -> Iterator[ForkedStack]:
     """Run workers with a gateway, and wait until they are ready. `numbers` are `Stack`'s, with its pipeline."""
-    environment = ENVIRONMENT if model is None else {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(model)}
+    environment = {**ENVIRONMENT, **settings} | ({} if model is None else {"PENSTOCK_ENGINE_MODEL": str(model)})
     with ForkedStack(folder, gateway=find_free_port(), environment=environment, **numbers) as stack:
         stack.wait_until_ready(PATIENCE_S)
         yield stack

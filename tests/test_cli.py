@@ -32,7 +32,7 @@ from penstock.cli.main import COMMANDS, load_command
 from penstock.cli.up import choose_workers, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
-from penstock.errors import BusUnavailable, SettingsError
+from penstock.errors import BusUnavailable, DirectoryTaken, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
@@ -243,14 +243,33 @@ def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
 
 def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
     """What stands in the way of a stack, where Redis is started on a free port."""
-    return find_obstacles(Stack(directory, port=find_free_port(), **given), find_free_port(), None)
+    stack = Stack(directory, port=find_free_port(), **given)
+    try:
+        return find_obstacles(stack, find_free_port(), None)
+    finally:
+        stack.stop()
 
 
-def test_up_with_data_that_another_one_has_is_refused(tmp_path: Path) -> None:
-    assert find_up_obstacles(tmp_path) == []
-    with ValkeyServer(tmp_path / "valkey"):
-        (found,) = find_up_obstacles(tmp_path)
-    assert found.startswith(f"another `penstock up` has its data in {tmp_path}: ")
+@pytest.mark.parametrize("depth", [0, 3])
+def test_up_with_data_that_another_one_has_is_refused(depth: int, tmp_path: Path) -> None:
+    """Also where the path is longer than that of a socket may be, and where both begin at once."""
+    directory = tmp_path.joinpath(*["d" * 60] * depth)
+    begun = Stack(directory, port=find_free_port())
+    assert find_obstacles(begun, find_free_port(), None) == []
+    (refused,) = find_up_obstacles(directory)
+    assert f"{directory}/valkey cannot be used for data: another server has it, of pid {os.getpid()} on " in refused
+    begun.stop()
+    assert find_up_obstacles(directory) == []
+
+    with ValkeyServer(directory / "valkey") as server:
+        server._unlock_directory()  # as if the process that started it had been killed
+        with pytest.raises(DirectoryTaken, match=f"of pid {os.getpid()} on "):
+            ValkeyServer(directory / "valkey").start()
+    with ValkeyServer(directory / "valkey"):
+        pass
+
+
+def test_up_whose_data_would_lie_in_a_file_is_refused(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
     assert f"{blocked}, for data and logs: " in find_up_obstacles(blocked)[0]

@@ -47,7 +47,6 @@ from penstock.messages import (
     extract_request_id,
 )
 from penstock.names import CANONICAL_FORM, CLASSES, FORM_HEADER, START_HASH, is_request_id, roll_hash
-from penstock.record.log import parse_event
 
 GOOD: dict[str, Any] = {"v": 1, "id": "r", "prompt": "x"}
 
@@ -298,11 +297,6 @@ def test_who_says_falsely_that_a_message_is_canonical_gets_no_other_bodys_answer
 def test_an_event_is_written_as_pydantic_writes_it(text: str) -> None:
     event = TokenEvent.at_position(7, START_HASH, 5, text)
     assert event.encode() == Wire.encode(event)
-
-
-@given(st.one_of(TOKEN_EVENTS, END_EVENTS))
-def test_events_are_told_apart(event: TokenEvent | EndEvent) -> None:
-    assert parse_event(event.encode()) == event
 
 
 def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:

@@ -206,20 +206,6 @@ def test_a_new_partition_takes_homes_and_moves_no_other(home: bytes, count: int)
     assert choose_by_hash(home, range(count + 1)) in (count, choose_by_hash(home, range(count)))
 
 
-def test_homes_are_dealt_out_evenly() -> None:
-    found = Counter(choose_by_hash(str(number).encode(), range(8)) for number in range(4000))
-    assert set(found) == set(range(8))
-    assert all(400 < count < 600 for count in found.values())
-
-
-def test_the_hash_is_the_same_in_every_process_and_version() -> None:
-    left, order = list(range(8)), []
-    while left:
-        order.append(choose_by_hash(b"penstock", left))
-        left.remove(order[-1])
-    assert order == [6, 5, 1, 4, 2, 0, 3, 7]
-
-
 def test_each_of_the_two_workers_of_the_demo_reads_a_prompt() -> None:
     count = BusSettings().partitions
     chosen = {choose_by_hash(make_chain(prompt=prompt).home, range(count)) for prompt, _ in PROMPTS}

@@ -22,14 +22,6 @@ def test_a_model_answers_to_its_served_name_and_to_its_directory() -> None:
         reader.tokenize_prompt(Request(v=1, id="a", token_ids=[5], model="other"))
 
 
-def test_a_prompt_that_is_counted_is_told_exactly() -> None:
-    message = refusal(Request(v=1, id="a", token_ids=[5] * 1000, sampling=Sampling(max_tokens=25)))
-    assert message.startswith(
-        "This model's maximum context length is 1024 tokens. However, you requested 1025 tokens "
-        "(1000 in the prompt, 25 for the answer)."
-    )
-
-
 def test_a_text_that_would_fit_by_itself_is_counted() -> None:
     message = refusal(Request(v=1, id="a", prompt="In the beginning", sampling=Sampling(max_tokens=1024)))
     num_prompt = len(load_demo_model().tokenizer("In the beginning")["input_ids"])

@@ -23,7 +23,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.errors import BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
+from penstock.errors import AccessRefused, BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
@@ -440,6 +440,8 @@ OUTAGES = [
     redis.ResponseError("MISCONF the disk is full"),
     redis.AuthenticationError("the password was changed"),
     redis.exceptions.NoPermissionError("the user's rights were changed"),
+    redis.ResponseError("ACL failure in script: User default has no permissions to run the 'xadd' command"),
+    AccessRefused("the user may not PUBLISH"),
     BusUnavailable("Kafka: away"),
     MemberFenced("away too long"),
 ]
@@ -596,12 +598,3 @@ def test_a_text_that_no_topic_takes_is_cut_and_says_so() -> None:
     assert found.truncated is True
     assert (found.finish_reason, found.token_ids, found.logprobs) == ("length", list(range(40)), None)
     assert result.text.startswith(found.text)
-
-
-def test_a_text_that_fits_is_whole() -> None:
-    job = Job(id="r1", job="j1")
-    result = build_result(job, "model", [TokenEvent(id="0-0", token=1, text="a"), EndEvent(finish_reason="stop")])
-    assert result is not None
-    message = build_result_message(Pipeline("p"), result, {})
-    assert b"truncated" not in message.value
-    assert decode_message(Result, message.value) == result

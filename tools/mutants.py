@@ -18,7 +18,6 @@ import os
 import random
 import re
 import resource
-import runpy
 import shutil
 import signal
 import sys
@@ -448,9 +447,9 @@ def run_tests(tests: Sequence[str], without: str) -> int:
 
 def play_world(level: str, seed: int, seconds: float) -> int:
     """Play the world for some seconds of processor time, until it finds something. Return 0."""
-    sys.argv[1:] = ["--seed", str(seed), "--seeds", "1000000", "--until-found", "--max-s", str(seconds)]
-    sys.argv += ["--level", level] if level else []
-    runpy.run_module("sim.world", run_name="__main__")
+    words = ["--seed", str(seed), "--seeds", "1000000", "--until-found", "--max-s", str(seconds)]
+    # Run as a module named `__main__`, it could not hand its functions to the process in which it plays scenes.
+    import_module("sim.world.__main__").main(*words, *(["--level", level] if level else []))
     return 0
 
 

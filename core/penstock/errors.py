@@ -35,8 +35,10 @@ PenstockError
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
+├── ServerEvicts             a stream server may delete records and logs; the message says which, and what to set
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
 ├── NameTaken                another process has this worker's name; the message says where it runs
+├── DirectoryTaken           another process's server has its data in a directory; the message says where it runs
 ├── ArithmeticDiffers        the pipeline's workers round otherwise than this one; the message says how both do
 ├── StateMismatch            a key in Redis has another type than this build writes; the message says what to do
 ├── InvalidName              a pipeline, request or event id that cannot be one
@@ -279,12 +281,20 @@ class NameTaken(PenstockError):
     """Another process has this worker's name."""
 
 
+class DirectoryTaken(PenstockError):
+    """Another process's server has its data in a directory, or the directory cannot be locked."""
+
+
 class ArithmeticDiffers(PenstockError):
     """Workers of the pipeline compute by another arithmetic than this one: one answer would have tokens of both."""
 
 
 class StateMismatch(PenstockError):
     """A key in Redis has another type than this build writes."""
+
+
+class ServerEvicts(PenstockError):
+    """A stream server deletes records and logs when its memory is full."""
 
 
 class AccessRefused(PenstockError):

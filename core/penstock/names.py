@@ -31,7 +31,9 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: who moves them              | gateway        |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
+| `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
+| `penstock:card:<id>:readers`           | hash   | as that, from the first leaving on        | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
@@ -280,12 +282,19 @@ def stream_meta_key(stream_id: str) -> str:
     return f"penstock:card:{stream_id}"
 
 
+def stream_readers_key(stream_id: str) -> str:
+    """Return the key of how many readers of a stream have come, after the first, and left."""
+    return f"{stream_meta_key(stream_id)}:readers"
+
+
 GATEWAY_SECRET_KEY = "penstock:gateway:secret"
 """The key of the secret with which gateways derive the ids of requests that have an `Idempotency-Key`."""
 
 
 WEBHOOKS_KEY = "penstock:webhooks"
 """The key of the tenants that have had events for a webhook."""
+WEBHOOK_MARK_KEYS = (f"{WEBHOOKS_KEY}-secret", f"{WEBHOOKS_KEY}-url")
+"""The keys by which gateways say that they have a secret (its fingerprint), and a receiver of all tenants."""
 
 
 def webhook_events_key(tenant: str) -> str:

@@ -164,6 +164,6 @@ def generate_reply_faults(seed: int, max_pieces: int) -> Iterator[Fault]:
     while True:
         at_s += chance.uniform(0.1, 1.0)
         kind = chance.choice(REPLY_FAULTS)
-        status = chance.choice([429, 500, 503])
+        status = chance.choice([401, 403, 404, 429, 500, 503])
         reply = endpoint.Fault(kind, after=chance.randrange(max_pieces), status=status)
         yield Fault(at_s, "reply", f"endpoint-{chance.randrange(NUM_ENDPOINTS)}", 0.0, reply=reply)

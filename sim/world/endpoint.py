@@ -15,7 +15,11 @@ from typing import Any
 from sim.world.runtime import SimEvent, World
 
 REFUSED = {"refuse": "invalid_request", "abort": "model_error", "filter": "model_error", "break": "model_error"}
-"""Words of prompts whose answers are errors, and the codes of these."""
+"""Words of prompts whose answers are errors, and the codes of these. That to `refuse 403 3|` always has the status."""
+KEY_STATUSES = (401, 407, 429, 503)
+"""What a server says to all for a while whose key was changed, or that is busy: it is not to be counted."""
+REFUSALS = [status for status in (*range(300, 309), *range(400, 600)) if status not in (413, *KEY_STATUSES)]
+"""A status for each client: three that are refused alike by right wait for a good one, which may never come."""
 ERROR = {"error": {"message": "half of a pair: \ud83d", "code": None}}
 WRONG_LINES = (
     b"data: {\n", b"data: [1]\n", b'data: {"choices": 5}\n', b'data: {"choices": [5]}\n', b"\xff\xfe\n",
@@ -27,9 +31,11 @@ HARMLESS_LINES = (
     b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": 1' + b"0" * 400 + b"}}\n",
     b'data: {"choices": [{"text": 5, "finish_reason": null, "stop_reason": "\\ud800"}]}\n',
 )  # fmt: skip
-STATUSES = (429, 500, 502, 503, 404, 301)
+STATUSES = (429, 500, 502, 503, 404, 301, 401)
 WAITS = ("2", "nan", "-5", "0.5", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "")
-FAULTS = ("status", "cut", "silence", "line", "harmless", "harmless", "harmless", "type", "slow", "away", "no end")
+FAULTS = (
+    "status", "cut", "silence", "line", "harmless", "harmless", "harmless", "type", "slow", "away", "no end", "closed",
+)  # fmt: skip
 SILENCE_S = 5.0
 
 
@@ -47,6 +53,9 @@ class EndpointServers:
     faults: float
     """The share of answers with which something is wrong."""
     away_until_s: float = 0.0
+    closed_until_s: float = 0.0
+    """Until when all questions are refused, with `closed_status`."""
+    closed_status: int = 401
 
     def open_connection(self, url: str, timeout_s: float) -> "EndpointConnection":
         """Return a connection to one of them."""
@@ -100,8 +109,13 @@ class EndpointConnection:
             self._servers.away_until_s = self._servers.world.now_s + chance.uniform(0.5, 10.0)
             raise ConnectionResetError("reset")
         self.headers["Content-Type"] = "application/json" if fault == "type" else "text/event-stream"
-        if fault == "status" or kind == "refuse":
-            self.status = 400 if kind == "refuse" else chance.choice(STATUSES)
+        if fault == "closed":
+            self._servers.closed_until_s = self._servers.world.now_s + chance.uniform(0.5, 60.0)
+            self._servers.closed_status = chance.choice(KEY_STATUSES)
+        is_closed = self._servers.world.now_s < self._servers.closed_until_s
+        if is_closed or fault == "status" or kind == "refuse":
+            refused = int(words.split()[1]) if kind == "refuse" else chance.choice(STATUSES)
+            self.status = self._servers.closed_status if is_closed else refused
             if wait := chance.choice(WAITS):
                 self.headers["Retry-After"] = wait
             self._pieces = iter([json.dumps(ERROR).encode()])

@@ -71,7 +71,7 @@ FLAWS = (
     ),
     Flaw(
         "the session's thread ends in silence", f"{RECORD}/session.py",
-        "if not (isinstance(error, redis.RedisError) and is_away(error)):\n                self._failure = error\n",
+        "if not (isinstance(error, redis.RedisError) and is_outage(error)):\n                self._failure = error\n",
         "if True:\n",
     ),
     Flaw(
@@ -291,6 +291,11 @@ FLAWS = (
     Flaw(
         "an endpoint's stop string is written as it came", f"{ENDPOINT}/reply.py",
         "replace_surrogates(told) if isinstance(", "told if isinstance(",
+    ),
+    Flaw(
+        "a request that an endpoint refuses is asked for again for ever", f"{ENDPOINT}/engine.py",
+        "if self.asked_s < endpoint.answered_s:\n            return not (self.failed.is_busy and self.was_crowded)\n"
+        "        return now_s", "return False and now_s",
     ),
     Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",

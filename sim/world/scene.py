@@ -63,7 +63,7 @@ from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
 from sim.world.batches import BatchClient
-from sim.world.endpoint import REFUSED, SILENCE_S, EndpointServers, make_text
+from sim.world.endpoint import REFUSALS, REFUSED, SILENCE_S, EndpointServers, make_text
 from sim.world.gateways import Gateways
 from sim.world.http import HttpClient
 from sim.world.kafka_client import LIBRARY
@@ -570,7 +570,7 @@ class Scene:
         is_late = request.deadline is not None and request.deadline < EPOCH_S + self.world.now_s + DEADLINE_S
         late = ["deadline_exceeded"] if is_late else []
         if self.rates.endpoint:
-            self._produce(*self._make_question(request, may + late, chance), chance)
+            self._produce(*self._make_question(number, request, may + late, chance), chance)
         elif self.gateways is not None and chance.random() < self.rates.gateways:
             http = HttpClient(
                 self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
@@ -585,13 +585,16 @@ class Scene:
             self._produce(request, may + late, chance)
         self.num_clients_left -= 1
 
-    def _make_question(self, request: Request, may: list[str], chance: random.Random) -> tuple[Request, list[str]]:
+    def _make_question(
+        self, number: int, request: Request, may: list[str], chance: random.Random
+    ) -> tuple[Request, list[str]]:
         """Return a request for endpoints, and the errors that may end it."""
         kind = chance.choice([*REFUSED, *["count"] * 12])
-        prompt = f"{kind} {1000 if kind == 'break' else chance.choice([1, 5, 30])}|"
+        word = f"refuse {REFUSALS[number % len(REFUSALS)]}" if kind == "refuse" else kind
+        prompt = f"{word} {1000 if kind == 'break' else chance.choice([1, 5, 30])}|"
         sampling = request.sampling.model_copy(update={"max_tokens": 200, "tell_stop": True})
         made = request.model_copy(update={"token_ids": None, "prompt": prompt, "sampling": sampling})
-        return made, [*may, REFUSED.get(kind, "model_error")]
+        return made, [*may, REFUSED.get(kind, "model_error"), *(["model_error"] if kind == "refuse" else [])]
 
     def _note_submitted(self, request: Request, may: list[str]) -> None:
         if request.prompt is not None:

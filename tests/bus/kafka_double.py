@@ -46,12 +46,18 @@ class DoubleBus(KafkaBus):
         self.goes_on.set()
         self.is_away = False
         self.lock = threading.Condition()
-        self.reader: DoubleConsumer | None = None
+        self._reader: DoubleConsumer | None = None
+
+    @property
+    def reader(self) -> "DoubleConsumer":
+        """The consumer of the member that joined last."""
+        assert self._reader is not None
+        return self._reader
 
     def create_consumer(self, settings: Mapping[str, Any]) -> Any:
         consumer = DoubleConsumer(self, settings.get("on_commit"))
         if "client.id" in settings:
-            self.reader = consumer
+            self._reader = consumer
         return consumer
 
     def create_transactions(self, transactional_id: str) -> Any:
@@ -65,24 +71,20 @@ class DoubleBus(KafkaBus):
             self.logs.setdefault(partition, []).extend(values)
 
     def give(self, *partitions: Partition) -> None:
-        assert self.reader is not None
         self.reader.rebalances.append(("assign", partitions))
         self.turn()
 
     def take_away(self, *partitions: Partition) -> None:
-        assert self.reader is not None
         self.reader.rebalances.append(("revoke", partitions))
         self.turn()
 
     def turn(self) -> None:
         """Let the poller poll once."""
-        assert self.reader is not None
         self.reader.turn()
 
     def has_all_fetched(self) -> bool:
         """Return whether the reader has come to the ends of all its partitions."""
         reader = self.reader
-        assert reader is not None
         return bool(reader.positions) and all(
             partition not in reader.paused and reader.ends.get(partition) == len(self.logs[partition])
             for partition in reader.positions

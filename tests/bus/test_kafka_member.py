@@ -146,7 +146,6 @@ class MemberMachine(RuleBasedStateMachine):
 
     def leave(self) -> None:
         self.come_to_rest()
-        assert self.bus.reader is not None
         self.bus.reader.free()
         self.member.close()
         for partition in self.came:  # all that was settled is committed when it leaves
@@ -175,7 +174,6 @@ def joined(bus: DoubleBus, stage: Stage = "prefill") -> Iterator[KafkaMember]:
         yield member
     finally:
         bus.goes_on.set()
-        assert bus.reader is not None
         bus.reader.free()
         member.close()
 
@@ -191,7 +189,6 @@ def test_one_partition_whose_commits_are_not_stable_holds_up_neither_the_others_
         bus.publish(ONE, b"2")
         bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it is read on")
         assert member.list_partitions() == [f"{ONE[0]}:0"]
-        assert bus.reader is not None
         bus.reader.free()
         member.stop_consuming()
         assert not member._poller.is_alive()
@@ -257,14 +254,19 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
         assert not member._holdings.has_uncommitted
 
 
+Reading = tuple[DoubleBus, KafkaMember]
+
+
 @contextmanager
-def reading(*values: bytes, partition: Partition = ONE) -> Iterator[tuple[DoubleBus, KafkaMember]]:
-    """A bus with messages in one partition, and a member that has fetched them all."""
+def reading(*values: bytes | None, partition: Partition = ONE, committed: int | None = None) -> Iterator[Reading]:
+    """A bus with messages in one partition, and a member that has begun it and fetched them all."""
     bus = DoubleBus()
     bus.publish(partition, *values)
+    if committed is not None:
+        bus.commits[partition] = TopicPartition(*partition, committed)
     with joined(bus, "decode" if partition == JOBS else "prefill") as member:
         bus.give(partition)
-        bus.turn_until(lambda: len(member.list_prefetched()) == len(values), "all is fetched")
+        bus.turn_until(lambda: member.list_partitions() and bus.has_all_fetched(), "all is fetched")
         yield bus, member
 
 
@@ -280,7 +282,7 @@ def settle_what_comes_again(bus: DoubleBus, num_unsettled: int) -> None:
         bus.turn_until(lambda: ONE in heir._holdings.partitions and bus.has_all_fetched(), "all is fetched")
         found = heir.poll(0.0, CAPACITY)
         heir.settle([make_output(NAMES.results_topic, one) for one in found[: len(found) - num_unsettled]])
-    bus.reader = dead
+    bus._reader = dead
 
 
 def list_results(bus: DoubleBus) -> list[bytes]:
@@ -382,10 +384,7 @@ def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyP
 
 def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.05)
-    bus = DoubleBus()
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(member.list_partitions, "it is read")
+    with reading() as (bus, member):
         monkeypatch.setattr(kafka_member, "MAX_POLLER_PAUSE_S", 0.1)
         bus.goes_on.clear()  # the next poll does not come back
         wait_for(lambda: "nothing was read" in member.current_problem, "it is noticed")
@@ -518,12 +517,7 @@ def test_a_partition_whose_committed_offset_is_not_known_is_told(monkeypatch: py
 
 def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
     """The log lost its tail: what is there now was accepted after that, whatever its offsets."""
-    bus = DoubleBus()
-    bus.commits[ONE] = TopicPartition(*ONE, 60)
-    bus.publish(ONE, b"1", b"2")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(lambda: len(member.list_prefetched()) == 2, "all is read")
+    with reading(b"1", b"2", committed=60) as (bus, member):
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
     assert bus.commits[ONE].offset == 2
 
@@ -531,13 +525,7 @@ def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
 @pytest.mark.parametrize("ends_in_a_marker", [False, True])
 def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marker: bool) -> None:
     """With one that is too low the next reader would believe that the log was cut, and begin before the commit."""
-    bus = DoubleBus()
-    bus.publish(ONE, b"1", *([None] if ends_in_a_marker else []))
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(lambda: len(member.list_prefetched()) == 1, "all is read")
-        for _ in range(3):
-            bus.turn()  # the consumer reports the end of the partition, too
+    with reading(b"1", *([None] if ends_in_a_marker else [])) as (bus, member):
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
         end = 1 + ends_in_a_marker
         bus.turn_until(lambda: ONE in bus.commits and bus.commits[ONE].offset == end, "all is committed")
@@ -547,12 +535,7 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
 def test_a_commit_behind_a_message_that_cannot_be_unpacked_has_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its epoch is not known, and may be later than that of the message before it."""
     monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
-    bus = DoubleBus()
-    bus.publish(ONE, b"1")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(lambda: len(member.list_prefetched()) == 1, "what is before it is read")
-        assert bus.reader is not None
+    with reading(b"1") as (bus, member):
         bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION, 1))
         bus.publish(ONE, b"2")
         bus.turn_until(member.count_held, "it is passed over")
@@ -572,7 +555,6 @@ def test_nothing_is_passed_over_at_the_end_of_a_log(monkeypatch: pytest.MonkeyPa
     with joined(bus) as member:
         bus.give(ONE)
         bus.turn_until(member.list_partitions, "it is begun")
-        assert bus.reader is not None
         bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION, 1))
         bus.turn_until(member.count_held, "the batch is passed over")
         bus.publish(ONE, b"3")
@@ -584,7 +566,6 @@ def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     """What it holds bears offsets that may mean something else now."""
     with reading(b"1", b"2", b"3") as (bus, member):
         del bus.logs[ONE][1:]
-        assert bus.reader is not None
         bus.reader.free()
         wait_for(lambda: member._failure is not None, "it is noticed")
         with pytest.raises(BusUnavailable, match="lost its tail"):
@@ -592,11 +573,7 @@ def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
 
 
 def test_a_topic_that_may_not_be_read_shows() -> None:
-    bus = DoubleBus()
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(member.list_partitions, "it is read")
-        assert bus.reader is not None
+    with reading() as (bus, member):
         bus.reader.errors.append(refusal(ONE, KafkaError.TOPIC_AUTHORIZATION_FAILED))
         bus.turn()
         assert "does not let this worker read" in member.current_problem
@@ -608,11 +585,7 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
 
 def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
-    bus = DoubleBus()
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(member.list_partitions, "it is begun")
-        assert bus.reader is not None
+    with reading() as (bus, member):
         bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION))
         bus.turn_until(member.count_held, "it is read")
         bus.is_away = True

@@ -25,6 +25,7 @@ from sim.waiting import wait_for
 from tests.bus.buses import (
     CAPACITY,
     SETTINGS,
+    SHORT_TIMEOUT_SETTINGS,
     list_values,
     make_messages,
     make_settlement,
@@ -46,6 +47,17 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         server = KafkaServer(tmp_path_factory.mktemp("kafka"), proxy.target_port, advertised=proxy.port)
         with start_or_skip(server.start):
             yield proxy
+
+
+def test_what_cannot_be_handed_off_is_held(link: Proxy, pipeline: Pipeline) -> None:
+    bus = KafkaBus(pipeline, f"127.0.0.1:{link.port}", SHORT_TIMEOUT_SETTINGS)
+    bus.create_topics()
+    publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 1))
+    with bus.join_group("prefill", "a") as member:
+        (delivery,) = take_deliveries(member, 1)
+        with pytest.raises(BusUnavailable):
+            member.settle([Settlement(delivery, [Outgoing("no-such-topic", b"")])])
+        assert member.is_holding(delivery)
 
 
 def test_a_small_message_does_not_wait_for_all_that_others_may_bring(link: Proxy, pipeline: Pipeline) -> None:

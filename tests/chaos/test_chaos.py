@@ -33,20 +33,21 @@ def needs(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bus", "load", "kills"),
+    ("bus", "load", "kills", "decode"),
     [
-        ("embedded", "forms", 12),
-        ("embedded", "states", 12),
-        ("embedded", "endpoint", 12),
+        ("embedded", "forms", 12, 3),
+        ("embedded", "states", 12, 3),
+        ("embedded", "endpoint", 12, 3),
         # The slowest bus, and all that a request of text does.
-        pytest.param("kafka", "tools", 6, marks=pytest.mark.proof),
+        pytest.param("kafka", "tools", 4, 2, marks=pytest.mark.proof),
     ],
 )
-def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, kills: int, tmp_path: Path) -> None:
+def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, kills: int, decode: int, tmp_path: Path) -> None:
     needs(bus)
     plan = ChaosRound(
-        seed=7, bus=bus, seconds=PATIENCE_S, kills=kills, prefill=2, decode=3, num_in_flight=12, load=load
-    )
+        seed=7, bus=bus, seconds=PATIENCE_S, kills=kills, prefill=decode - 1, decode=decode, num_in_flight=4 * decode,
+        load=load,
+    )  # fmt: skip
     outcome = run_round(plan, tmp_path / "round")
     assert outcome.findings == []
     assert {process for process, _ in outcome.counts.kills} >= ({"endpoint"} if load == "endpoint" else set(STAGES))

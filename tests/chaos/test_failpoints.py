@@ -51,8 +51,3 @@ for number in range(1, 9):
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.split() == ["1", "2", "3"]
     assert done.stderr == "failpoint decode.7.sent: kill at passage 3\n"
-
-
-def test_an_unarmed_point_does_nothing() -> None:
-    for point in failpoints.POINTS:
-        failpoints.failpoint(point)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 import redis
 
-from penstock.bus.contract import Bus, Outgoing, create_started_future, wait_until_acknowledged
+from penstock.bus.contract import Outgoing, create_started_future, wait_until_acknowledged
 from penstock.client import AsyncClient
 from penstock.errors import BusUnavailable, StreamTimeout
 from penstock.messages import TokenEvent
@@ -35,12 +35,6 @@ async def test_many_streams_share_one_connection(
         for claim in claims:
             record.finish_request(claim, end())
         assert [(await reading).token_ids for reading in readings] == [[0, 1, 2, 3, 4]] * 20
-
-
-async def test_what_is_submitted_at_once_is_published_together(redis_url: str, pipeline: Pipeline, bus: Bus) -> None:
-    async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
-        ids = await asyncio.gather(*(client.submit("hello") for _ in range(50)))
-    assert sorted(ids) == sorted(str(message.key) for message in bus.read_all(pipeline.request_topic("interactive")))
 
 
 async def test_a_cancelled_reader_disturbs_no_other(

@@ -42,13 +42,6 @@ def test_a_request_is_published_under_its_id(client: Client, bus: Bus, pipeline:
     assert bus.read_all(pipeline.request_topic("interactive")) == []
 
 
-def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: Bus, pipeline: Pipeline) -> None:
-    ids = [client.submit("a"), client.submit("a"), client.submit(token_ids=[1, 2], id="mine")]
-    assert len(set(ids)) == 3
-    assert ids[2] == "mine"
-    assert [message.key for message in bus.read_all(pipeline.request_topic("interactive"))] == ids
-
-
 @pytest.mark.parametrize(
     "fields",
     [

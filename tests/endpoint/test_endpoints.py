@@ -7,7 +7,7 @@ import pytest
 from penstock.endpoint_worker.endpoints import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
-    MAX_TOLD_PAUSE_S,
+    UNREACHABLE,
     Endpoint,
     Endpoints,
     parse_urls,
@@ -58,17 +58,19 @@ def test_requests_are_dealt_out_by_weight(clock: Clock) -> None:
     for _ in range(40):
         endpoint = endpoints.choose()
         assert endpoint is not None
-        endpoint.num_running += 1
+        endpoint.under_way.append(clock.now_s)
         chosen[endpoint.url] += 1
     assert chosen == {"one": 10, "other": 30}
 
 
 def test_no_endpoint_has_more_than_it_may(clock: Clock) -> None:
-    endpoints = Endpoints([Endpoint("one", max_requests=2, num_running=2), Endpoint("other", max_requests=1)], clock)
+    endpoints = Endpoints(
+        [Endpoint("one", max_requests=2, under_way=[0.0, 0.0]), Endpoint("other", max_requests=1)], clock
+    )
     assert endpoints.count_free() == 1
     endpoint = endpoints.choose()
     assert endpoint is endpoints.all[1]
-    endpoint.num_running += 1
+    endpoint.under_way.append(clock.now_s)
     assert (endpoints.choose(), endpoints.count_free(), endpoints.current_problem) == (None, 0, "")
 
 
@@ -77,7 +79,7 @@ def test_pauses_grow_up_to_a_limit_and_end_with_an_answer(clock: Clock) -> None:
     endpoint = Endpoint("one")
     endpoints, pauses = Endpoints([endpoint], clock), []
     for _ in range(8):
-        endpoint.note_failure("gone", clock.now_s, clock.now_s)
+        endpoint.note_failure(UNREACHABLE, "gone", clock.now_s, clock.now_s)
         pauses.append(endpoint.paused_until_s - clock.now_s)
         assert endpoints.choose() is None
         assert endpoints.current_problem == "one: gone"
@@ -87,30 +89,89 @@ def test_pauses_grow_up_to_a_limit_and_end_with_an_answer(clock: Clock) -> None:
     assert all(FIRST_PAUSE_S * 2**n * 0.8 <= pause for n, pause in enumerate(pauses[:4]))
     assert max(pauses) <= MAX_PAUSE_S
     assert pauses[-1] >= MAX_PAUSE_S * 0.8
-    endpoint.note_answer()
+    assert endpoints.count_refusing() == 0
+    endpoint.note_answer(clock.now_s)
     assert endpoints.count_free() == endpoint.max_requests
     assert endpoints.current_problem == ""
     endpoint.num_failures = 1100  # after hours
-    endpoint.note_failure("gone", clock.now_s, clock.now_s)
+    endpoint.note_failure(UNREACHABLE, "gone", clock.now_s, clock.now_s)
     assert endpoint.paused_until_s - clock.now_s <= MAX_PAUSE_S
 
 
 def test_requests_that_fail_together_are_one_failure(clock: Clock) -> None:
     endpoint = Endpoint("one")
     for _ in range(10):
-        endpoint.note_failure("gone", asked_s=90.0, now_s=clock.now_s)
+        endpoint.note_failure(UNREACHABLE, "gone", asked_s=90.0, now_s=clock.now_s)
     assert endpoint.num_failures == 1
     assert endpoint.paused_until_s <= clock.now_s + FIRST_PAUSE_S
 
 
 @pytest.mark.proof
 def test_a_busy_endpoint_is_left_alone_for_as_long_as_it_says(clock: Clock) -> None:
-    one, other = Endpoint("one"), Endpoint("other", 0.1, num_running=5)
+    """Once it has said so to three different requests; that is no failure."""
+    one, other = Endpoint("one"), Endpoint("other", 0.1, under_way=[0.0] * 5)
     endpoints = Endpoints([one, other], clock)
-    one.note_busy("429", 20.0, clock.now_s)
+    for name in ("a", "b", "b", "c"):
+        assert endpoints.choose() is one
+        one.note_refusal("429", "busy", name, clock.now_s, clock.now_s, 20.0)
     assert endpoints.choose() is other
+    told = {"url": "one", "cause": "429", "problem": "busy", "rests_s": 20.0}
+    assert endpoints.describe_rests() == [told, {"url": "other", "cause": "", "problem": "", "rests_s": 0.0}]
     clock.now_s += 20.0
     assert endpoints.choose() is one
-    assert one.count_free(clock.now_s) == one.max_requests, "to be busy is no failure"
-    one.note_busy("429", 1e9, clock.now_s)
-    assert one.paused_until_s == clock.now_s + MAX_TOLD_PAUSE_S
+    assert one.count_free(clock.now_s) == one.max_requests
+
+
+@pytest.mark.parametrize(
+    ("happens", "rests"),
+    [
+        ("a b c", True), ("a b a b", False), ("a b A c", False), ("a A b c d", True), ("a b +g c", False),
+        ("+g a b c", True), ("a +g b c -g", True), ("a +g b c", False), ("a +g b c *g", False), ("+g a b c *g", True),
+        ("a b c +g *g", False), ("a b 5 c", True), ("a b 5 6", False),
+    ],
+)  # fmt: skip
+def test_three_refusals_alike_with_none_answered_between_are_the_endpoints(
+    clock: Clock, happens: str, rests: bool
+) -> None:
+    """Letters: a request is asked for and refused. Capital: one is answered. +g, *g, -g: one is asked for, and later
+    answered or refused. Digits: refused otherwise.
+    """
+    endpoint, asked_s = Endpoint("one"), 0.0
+    for word in happens.split():
+        clock.now_s += 0.01
+        if word == "+g":
+            asked_s = clock.now_s
+            endpoint.under_way.append(asked_s)
+        elif word.isupper():
+            endpoint.note_answer(clock.now_s)
+        elif word == "*g":
+            endpoint.under_way.remove(asked_s)
+            endpoint.note_answer(asked_s)
+        else:
+            at_s = asked_s if word == "-g" else clock.now_s
+            endpoint.under_way = [] if word == "-g" else endpoint.under_way
+            endpoint.note_refusal("500" if word.isdigit() else "403", "no", word, at_s, clock.now_s)
+    assert endpoint.is_resting(clock.now_s) == rests
+    assert endpoint.count_free(clock.now_s) == (0 if rests else endpoint.max_requests - len(endpoint.under_way))
+
+
+def test_an_endpoint_that_refuses_is_reached_again(clock: Clock) -> None:
+    endpoint = Endpoint("one")
+    endpoint.note_failure(UNREACHABLE, "gone", clock.now_s, clock.now_s)
+    endpoint.note_refusal("403", "no", "a", 99.0, clock.now_s)
+    clock.now_s = endpoint.paused_until_s
+    assert endpoint.count_free(clock.now_s) == 1, "that was asked before"
+    endpoint.note_refusal("403", "no", "a", clock.now_s, clock.now_s)
+    assert endpoint.count_free(clock.now_s) == endpoint.max_requests
+
+
+def test_an_endpoint_that_failed_is_tried_with_one_request_beside_older_ones(clock: Clock) -> None:
+    endpoint = Endpoint("one", under_way=[1.0, 2.0])
+    for name in "abc":
+        endpoint.note_refusal("403", "no", name, clock.now_s, clock.now_s)
+    clock.now_s = endpoint.paused_until_s
+    assert endpoint.count_free(clock.now_s) == 1
+    endpoint.under_way.append(clock.now_s)
+    assert endpoint.count_free(clock.now_s) == 0
+    endpoint.note_answer(2.0)
+    assert endpoint.is_resting(clock.now_s), "an answer from before says nothing"

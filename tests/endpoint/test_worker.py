@@ -99,18 +99,21 @@ CASES = {
         WHOLE, "model_error", (Fault("error", after=1, message="cannot"),) * 6, asked={"max_tokens": 6}, num_asked=3,
         num_dead=1,
     ),
-    "it refuses": Case("", "invalid_request", (status(400, "top_k is what?"),), says="top_k is what?"),
+    "it refuses": Case(
+        "", "invalid_request", (status(400, "top_k is what?"),) * 3, says="HTTP 400: top_k is what?", num_asked=3
+    ),
     "it refuses a long prompt": Case(
         "", "prompt_too_long", (status(400, "maximum context length is 8 tokens"),), says="maximum context length is 8"
     ),
     "it refuses a large body": Case("", "request_too_large", (status(413),), says="as told"),
-    "it refuses in the stream": Case("", "invalid_request", (Fault("error", status=400),), says="as told"),
-    "half a character in a refusal": Case("", "invalid_request", (status(400, HALF),), says="cannot read: \ufffd"),
+    "it refuses in the stream": Case("", "invalid_request", (Fault("error", status=400),) * 3, says="as told"),
+    "it refuses in the middle": Case(" 0", "invalid_request", (Fault("error", 1, 400),), says="as told", num_asked=1),
+    "half a character in a refusal": Case("", "invalid_request", (status(400, HALF),) * 3, says="cannot read: \ufffd"),
     "half a character in a failure": Case(
         "", "model_error", (status(500, HALF),) * 3, says="cannot read: \ufffd", num_dead=1
     ),
     "half a character in the stream": Case(
-        "", "invalid_request", (Fault("error", status=400, message=HALF),), says="cannot read: \ufffd"
+        "", "invalid_request", (Fault("error", status=400, message=HALF),) * 3, says="cannot read: \ufffd"
     ),
     **{
         f"an answer with {name}": Case(
@@ -133,6 +136,9 @@ CASES = {
     ),
     "a chat that is cut, and cannot go on": Case(
         " 0 1", "answer_interrupted", CUT, does={"owner": "somebody"}, asked=CHAT
+    ),
+    "a chat that is cut, and no list of models": Case(
+        " 0 1", "model_error", CUT, does={"models_status": 404}, asked=CHAT, says="HTTP 404 to GET /models", num_dead=1
     ),
     "tokens that are cut": Case(" 0 1", "answer_interrupted", CUT, asked={"prompt": None, "token_ids": [1, 2]}),
     "JSON that is cut": Case(
@@ -278,9 +284,11 @@ def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline)
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("header", [{}, {"Connection": "close"}])
 def test_a_deadline_and_a_cancellation_end_an_answer_and_the_endpoints_work(
-    line: EndpointPipeline, endpoint: CountingEndpoint
+    line: EndpointPipeline, endpoint: CountingEndpoint, header: dict[str, str]
 ) -> None:
+    endpoint.stream_headers |= header
     worker = line.add_worker(endpoint)
     endpoint.faults += [Fault("hang", after=2), Fault("hang", after=2)]
     late, stopped = line.send(max_tokens=9, deadline=now_s() + 3600), line.send(max_tokens=9)

@@ -146,10 +146,3 @@ def test_how_much_of_the_memory_is_left(native: Library, kind: str, bits: float)
     group = pack_matrices(native, [make_matrix(kind, 512, 1024)], F32)
     assert sum(group.tensors[name].nbytes for name in ("kinds", "places")) < 200
     assert group.tensors["memory"].nbytes == bits / 8 * 512 * 1024
-
-
-def test_a_group_is_made_again_of_what_describes_it(native: Library) -> None:
-    group = pack_matrices(native, [make_matrix("Q4_K", 96, 256, 1), make_matrix("Q6_K", 64, 256, 2)], F32)
-    again = PackedLinears.restore(native, group.describe(), group.tensors)
-    x = torch.randn(3, 256)
-    assert all(torch.equal(*pair) for pair in zip(group(x), again(x), strict=True))

@@ -25,6 +25,7 @@ from penstock.engine.layer import NativeLayer
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.errors import ModelLoadError
+from tests.draws import draw_cases
 from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence
 from tests.engine.quantized_checkpoints import (
     Writer,
@@ -195,7 +196,7 @@ def _check_native_experts(model: LoadedModel, plain: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", draw_cases(CASES, 8))
 def test_a_checkpoint_is_the_model_it_stands_for(
     case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,18 +147,6 @@ def test_what_the_pool_still_has_is_not_computed_again() -> None:
     assert second.num_cached_tokens == 0  # it was all computed once
 
 
-def test_little_is_computed_twice() -> None:
-    # A pool for half of the batch. Without a block left for each that grows, a quarter is computed twice.
-    dummy = ScheduledEngine(num_blocks=300, budget=64, max_batch=32)
-    seqs = [seq_of(8 + 37 * i % 120, 16 + 29 * i % 48, first=200 * i) for i in range(100)]
-    dummy.add(*seqs)
-    num_computed_tokens = 0
-    while dummy.alive:
-        num_computed_tokens += sum(num for _, num in dummy.step())
-    assert dummy.scheduler.num_preemptions > 10
-    assert num_computed_tokens < 1.1 * sum(len(seq.token_ids) - 1 for seq in seqs)
-
-
 def test_a_prompt_goes_on_beside_a_decoding_sequence_that_finds_no_block() -> None:
     """The step's one token is kept for the decoding sequence, which cannot use it."""
     dummy = ScheduledEngine(7, budget=1, max_batch=4)

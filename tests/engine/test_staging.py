@@ -255,8 +255,9 @@ class Watch:
         return len(self._seen)
 
 
-def _watched(engine: Engine, rounds: int = 2) -> None:
-    """Check that chunks, prefix hits, preemption, resumption and tails write no full block."""
+def test_full_blocks_are_never_written_again(model: LoadedModel) -> None:
+    """Neither by chunks, prefix hits, preemption, resumption nor tails."""
+    engine, rounds = Engine(model, SMALL), 2
     engine.pool.allocate_blocks(engine.pool.num_blocks - 16)  # held by nobody: the pool is that much smaller
     first = [seq for _ in range(rounds) for seq in _seqs()]
     watch = Watch(engine, first)
@@ -273,10 +274,6 @@ def _watched(engine: Engine, rounds: int = 2) -> None:
     assert engine.scheduler.num_preemptions >= rounds
     assert watch.num_seen > 30 * rounds
     assert third.num_seen > 20
-
-
-def test_full_blocks_are_never_written_again(model: LoadedModel) -> None:
-    _watched(Engine(model, SMALL))
 
 
 def test_blocks_outside_of_host_memory_are_copied(model: LoadedModel) -> None:

@@ -14,7 +14,6 @@ from tools.tool_corpus import KINDS, Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation, score_answer
 
 NUM_CONVERSATIONS = 400
-NUM_CALLS, MIN_RIGHT_CALLS = 24, 14
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -44,21 +43,11 @@ def answer(loaded: LoadedModel, prompts: list[str], max_tokens: int = 80) -> lis
     return [loaded.tokenizer.decode(output).partition("<|im_end|>")[0] + "<|im_end|>" for output in outputs]
 
 
-def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in TOOL_MODEL.iterdir()) < 8_000_000
-
-
 def test_any_text_survives_the_tokenizer_and_digits_stand_alone(loaded: LoadedModel) -> None:
     text = 'Grüße, 東京 \t\n {"a": [1.5e-3]} \x00 👍🏽'
     assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text
     assert loaded.tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
     assert len(loaded.tokenizer.encode("<|im_start|><tool_call></tool_call><think></think><|im_end|>")) == 6
-
-
-def test_a_prompt_begins_its_conversation(loaded: LoadedModel, conversations: list[Conversation]) -> None:
-    for conversation in conversations:
-        whole = render_conversation(loaded.tokenizer, conversation, whole=True)
-        assert whole.startswith(render_conversation(loaded.tokenizer, conversation, whole=False))
 
 
 def test_expected_answers_parse_to_their_messages(loaded: LoadedModel, conversations: list[Conversation]) -> None:
@@ -125,13 +114,3 @@ def test_it_calls_a_tool(loaded: LoadedModel, question: str, cities: list[str]) 
     [text] = answer(loaded, [prompt])
     calls = [{"type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}} for city in cities]
     assert loaded.tokenizer.parse_response(text, prefix=prompt) == {"role": "assistant", "tool_calls": calls}
-
-
-def test_it_calls_the_tools_of_its_prompts(loaded: LoadedModel) -> None:
-    made = (make_conversation(f"test of calls {i}", held_out=True) for i in range(200))
-    asked = [conversation for conversation in made if conversation.kind == "call"][:NUM_CALLS]
-    prompts = [render_conversation(loaded.tokenizer, conversation, whole=False) for conversation in asked]
-    scores = [
-        score_answer(loaded.tokenizer, *given) for given in zip(asked, prompts, answer(loaded, prompts), strict=True)
-    ]
-    assert sum(score["call: equal"] for score in scores) >= MIN_RIGHT_CALLS

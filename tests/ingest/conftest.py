@@ -1,5 +1,6 @@
 """A pipeline of worker processes with a gateway and the official SDK in front of it, and one without workers."""
 
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Request
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, load_group
+from penstock.ingest import webhooks
 from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.state import find_caller
@@ -46,6 +48,14 @@ def sdk(base_url: str) -> Iterator[openai.OpenAI]:
     """The official client, as it comes but for its retries."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
+
+
+@pytest.fixture
+def own_marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Webhooks of this test know of no gateways of other tests, which share its Redis, and these not of them."""
+    keys = [f"penstock:webhooks-{uuid.uuid4().hex}-{number}" for number in range(2)]
+    monkeypatch.setattr(webhooks, "WEBHOOK_MARK_KEYS", keys)
+    return keys
 
 
 def call_as_tenant(request: Request) -> Caller:

@@ -1,10 +1,11 @@
 """What strangers may send to a running gateway, over plain sockets: a clear error each, and it goes on."""
 
 import json
+import resource
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from penstock.bus.contract import Outgoing
 from penstock.ingest.tenants import TenantEntry
 from penstock.messages import Request, Result, Usage
 from penstock.names import Pipeline
+from sim.forked import run_penstock
 from sim.waiting import wait_for
 from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 
@@ -50,6 +52,8 @@ class Reply(NamedTuple):
 class GuardedGateway(ScriptedPipeline):
     """A gateway process with three tenants, before a pipeline whose requests nobody takes."""
 
+    main: Callable[..., None] = staticmethod(run_penstock)
+
     def __init__(self, redis_url: str, folder: Path, times: Mapping[str, str], model: str = MODEL) -> None:
         super().__init__(redis_url, Pipeline(f"t-{uuid.uuid4().hex[:12]}"), model)
         entries = {"acme": TenantEntry(classes=("interactive",), weight=3), "slow": TenantEntry(requests_per_min=1)}
@@ -60,7 +64,7 @@ class GuardedGateway(ScriptedPipeline):
     def __enter__(self) -> Self:
         super().__enter__()
         settings = {**SIZES, **self.times, "GATEWAY_KEYS": str(self.folder / "keys.json")}
-        self.gateway = GatewayProcess(self.addresses, self.folder, settings)
+        self.gateway = GatewayProcess(self.addresses, self.folder, settings, self.main)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,9 +131,21 @@ def impatient(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield made
 
 
+def run_with_few_files(*arguments: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+    run_penstock(*arguments)
+
+
+@pytest.fixture
+def few(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedGateway]:
+    monkeypatch.setattr(GuardedGateway, "main", staticmethod(run_with_few_files))
+    with GuardedGateway(redis_url, tmp_path, TIMES, f"{MODEL}-few") as made:
+        yield made
+
+
 @pytest.fixture(autouse=True)
 def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
-    name = next(name for name in ("impatient", "gateway") if name in request.fixturenames)
+    name = next(name for name in ("impatient", "gateway", "few") if name in request.fixturenames)
     made: GuardedGateway = request.getfixturevalue(name)
     yield
     wait_for(made.is_well, "it answers")
@@ -257,6 +273,14 @@ def test_many_half_requests_at_once_hold_up_nobody(impatient: GuardedGateway) ->
     assert {read_reply(connection).status for connection in connections} == {408}
     for connection in connections:
         connection.close()
+
+
+def test_more_idle_connections_than_open_files_hold_up_nobody_for_longer_than_their_time(few: GuardedGateway) -> None:
+    assert "160 open files are allowed, so 80 connections instead of 4000" in few.gateway.log.read_text()
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(few.connect())
+        wait_for(few.is_well, "it answers somebody else while they are open here")
 
 
 # Nonsense.

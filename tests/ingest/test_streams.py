@@ -30,8 +30,8 @@ class StreamPipeline(ScriptedPipeline):
         self.folder = folder
         self.url = ""
 
-    def start_gateway(self) -> GatewayProcess:
-        return GatewayProcess(self.addresses, self.folder)
+    def start_gateway(self, **settings: str) -> GatewayProcess:
+        return GatewayProcess(self.addresses, self.folder, settings)
 
     def post(self, **more: Any) -> str:
         """Make a request and return its stream's id; nobody reads it yet."""
@@ -185,9 +185,23 @@ def test_who_leaves_cancels_only_where_that_was_asked_for(streams: StreamPipelin
         assert not streams.is_cancelled(request_id)
 
 
-def open_request(streams: StreamPipeline, headers: dict[str, str], body: dict[str, Any]) -> socket.socket:
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_for_long_cancels_where_the_operator_wants_that(streams: StreamPipeline, stream: bool) -> None:
+    known = {request.id for request in streams.read_requests()}
+    with streams.start_gateway(GATEWAY_CANCEL_UNREAD_S="0.1") as gateway:
+        connection = open_request(streams, {}, BODY | {"stream": stream}, gateway.url)
+        wait_for(lambda: {one.id for one in streams.read_requests()} - known, "it is accepted")
+        (request_id,) = {request.id for request in streams.read_requests()} - known
+        wait_for(lambda: streams.is_read(request_id), "it is read")
+        connection.close()
+        wait_for(lambda: streams.is_cancelled(request_id), "it is cancelled")
+
+
+def open_request(
+    streams: StreamPipeline, headers: dict[str, str], body: dict[str, Any], url: str = ""
+) -> socket.socket:
     """Return a connection on which a request was made, and its answer not read."""
-    made = httpx.Request("POST", f"{streams.url}/v1/completions", json=body, headers=headers)
+    made = httpx.Request("POST", f"{url or streams.url}/v1/completions", json=body, headers=headers)
     head = "".join(f"{name}: {value}\r\n" for name, value in made.headers.items())
     connection = socket.create_connection((made.url.host, made.url.port))
     connection.sendall(f"POST {made.url.path} HTTP/1.1\r\n{head}\r\n".encode() + made.read())

@@ -223,11 +223,11 @@ ANSWER: dict[str, Any] = {
 }
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("choice", "names", "must_call"),
     [
-        (None, BOTH, False), ("auto", BOTH, False), ("none", set(), False), ("required", BOTH, True),
+        (None, BOTH, False), ("auto", BOTH, False), ("none", set(), False),
+        pytest.param("required", BOTH, True, marks=pytest.mark.proof),
         (NAMED_AGE, {"get_age"}, True), (allow_tools("auto", "get_age"), {"get_age"}, False),
         (allow_tools("required", "get_age"), {"get_age"}, True),
     ],

@@ -178,7 +178,7 @@ def test_batches_that_fail_or_are_cancelled_are_told(site: Site, receiver: Webho
 
 
 @pytest.fixture
-async def hooks(redis_url: str, receiver: WebhookReceiver) -> AsyncIterator[Webhooks]:
+async def hooks(redis_url: str, receiver: WebhookReceiver, own_marks: list[str]) -> AsyncIterator[Webhooks]:
     settings = WebhookSettings(secret=SECRET, url=receiver.url, hosts="127.0.0.1")
     async with async_redis_client(redis_url) as client:
         made = Webhooks(client, None, settings, Meters())

@@ -59,7 +59,8 @@ class Tenants:
 class Sender:
     """Gateways' webhooks over one Redis, and a clock that a test sets."""
 
-    def __init__(self, client: "redis.asyncio.Redis", stack: AsyncExitStack) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", stack: AsyncExitStack, marks: list[str]) -> None:
+        self.marks = marks
         self.client, self._stack, self._hooks = client, stack, list[Webhooks]()
         self.tenants, self.meters = Tenants(), Meters()
         self.tenant = self.add_tenant()
@@ -108,12 +109,13 @@ class Sender:
         for tenant in self.tenants.urls:
             await self.client.srem(WEBHOOKS_KEY, tenant)
             await self.client.delete(webhook_events_key(tenant))
+        await self.client.delete(*self.marks)
 
 
 @pytest.fixture
-async def sender(redis_url: str) -> AsyncIterator[Sender]:
+async def sender(redis_url: str, own_marks: list[str]) -> AsyncIterator[Sender]:
     async with async_redis_client(redis_url) as client, AsyncExitStack() as stack:
-        made = Sender(client, stack)
+        made = Sender(client, stack, own_marks)
         yield made
         await made.clean()
 
@@ -191,6 +193,33 @@ async def test_an_event_is_tried_after_growing_waits_until_its_time_is_over(send
     assert len(set(receiver.ids)) == 1
     assert len({headers["webhook-timestamp"] for headers, _ in receiver.posted}) == len(receiver.posted)
     assert (sender.count("failed"), sender.count("given_up"), sender.count("delivered")) == (len(waits), 1, 0)
+
+
+@pytest.mark.parametrize("has_own_url", [False, True])
+async def test_a_gateway_that_cannot_send_leaves_events_to_one_that_can(
+    sender: Sender, caplog: pytest.LogCaptureFixture, has_own_url: bool
+) -> None:
+    """It has no secret, or no URL. Where no gateway has them there are no events."""
+    receiver = sender.receive()
+    tenant = sender.add_tenant(receiver.url if has_own_url else "")
+    blind = [sender.open(secret=""), *([] if has_own_url else [sender.open()])]
+    for by in range(len(blind)):
+        await sender.add("resp_0", by=by, tenant=tenant)
+    assert await sender.read_due(tenant) == {}
+    able = sender.open("" if has_own_url else receiver.url)
+    await sender.deliver()
+    for by in range(len(blind)):
+        await sender.add(f"resp_{by}", by=by, tenant=tenant)
+    if not has_own_url:
+        await sender.deliver(blind[1])
+    assert (len(await sender.read_due(tenant)), len(receiver.posted)) == (len(blind), 0)
+    await sender.deliver(able)
+    assert len(set(receiver.ids)) == len(receiver.ids) == len(blind)
+    assert sender.count("failed") == 0
+
+    assert "different secrets" not in caplog.text
+    await sender.deliver(sender.open(receiver.url, secret=derive_tenant_secret(SECRET, "another")))
+    assert "different secrets (PENSTOCK_WEBHOOK_SECRET)" in caplog.text
 
 
 async def test_what_fails_at_first_is_delivered_later_and_the_body_of_an_answer_is_not_read(sender: Sender) -> None:
@@ -287,6 +316,7 @@ async def test_a_tenants_own_receiver_comes_before_that_of_all(sender: Sender) -
     assert b'"resp_2"' in body
     assert headers["webhook-signature"] == signed["webhook-signature"]
     sender.tenants.urls[tenant] = ""
+    await sender.client.delete(*sender.marks)  # days later no gateway has the URL any more
     hooks = sender.open()
     await hooks._client.zadd(webhook_events_key(tenant), {body: sender.now})
     await sender.deliver()

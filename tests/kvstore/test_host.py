@@ -23,7 +23,6 @@ from tests.kvstore.blocks import (
     block,
     content,
     is_here,
-    keys_of,
     make_form,
     new_name,
     new_names,
@@ -345,20 +344,6 @@ def test_calls_that_raise_take_no_slot_away(tier: HostTier) -> None:
         read(tier, good, make_form(payload_bytes=10))
     assert tier.read_usage().blocks == NUM_SLOTS
     assert check_integrity(tier.arena) == []
-
-
-def test_slots_that_others_write_are_not_taken(tier: HostTier, other: HostTier, at_step: AtStep) -> None:
-    """Where all others are leased a block is refused; the writer keeps its slot."""
-    names = new_names(NUM_SLOTS - 1)
-    put(tier, names)
-    tier.lease_blocks("a job", keys_of(names), 600)
-    refused: list[bool] = []
-    at_step("put.2", lambda: refused.extend(put(other, new_names(1))))
-    mine = new_name()
-    assert put(tier, [mine]) == [True]
-    assert refused == [False]
-    assert other.counters.refused == 1
-    assert read(tier, [mine]) == [content(mine)]
 
 
 def test_closing_waits_for_what_is_being_written(tier: HostTier, other: HostTier) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from penstock import failpoints
 from penstock.kvstore.arena.check import check_integrity
-from penstock.kvstore.arena.file import find_arenas, remove_arena
-from penstock.kvstore.arena.layout import W_DIRTY, WRITING
+from penstock.kvstore.arena.layout import WRITING
 from penstock.kvstore.tiers.host import HostTier
 from penstock.local.processes import Child
 from sim.waiting import PATIENCE_S
@@ -87,13 +86,6 @@ def test_killed_while_another_one_has_it_open(tmp_path: Path, tier: str, step: s
     opened.close()
 
 
-def test_memory_of_the_dead_can_be_removed(tmp_path: Path) -> None:
-    assert start(tmp_path, "die", "shared", "put.2", "1").wait(PATIENCE_S) == -9
-    (arena,) = find_arenas(str(tmp_path))
-    assert not arena.is_in_use
-    assert remove_arena(arena.path)
-
-
 @pytest.fixture
 def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
     with children.halted(main, tmp_path, *request.param) as child:
@@ -128,17 +120,6 @@ def test_slots_of_the_living_are_left_alone(tmp_path: Path, halted: Child, which
     assert check_integrity(tier.arena) == []
     halted.kill()
     assert check_integrity(tier.arena) != []
-    check_sound(tier)
-    tier.close()
-
-
-@pytest.mark.parametrize("which", TIERS)
-def test_readers_and_writers_at_once(tmp_path: Path, which: str) -> None:
-    """Two that write and two that read, on an arena much smaller than what they want; every byte read is checked."""
-    tier = open_tier(tmp_path, which)
-    workers = [start(tmp_path, "work", which, str(seed)) for seed in range(4)]
-    assert [child.wait(PATIENCE_S) for child in workers] == [0] * 4
-    assert tier.arena.tables.words[W_DIRTY] == 0
     check_sound(tier)
     tier.close()
 

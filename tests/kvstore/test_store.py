@@ -93,12 +93,6 @@ def found(depth: int, tokens: Sequence[int] = PROMPT) -> list[tuple[bytes, int]]
     return [(payload, depth) for payload in expected(tokens)]
 
 
-def test_an_empty_store_has_nothing(store: KVStore) -> None:
-    assert read(store) == []
-    assert [tier.counters.misses for tier in store.tiers] == [5, 5, 5]
-    assert read(store, []) == []
-
-
 @pytest.mark.proof
 def test_what_is_put_is_read_from_the_first_tier(store: KVStore) -> None:
     fill(store)
@@ -107,13 +101,6 @@ def test_what_is_put_is_read_from_the_first_tier(store: KVStore) -> None:
     assert [tier.counters.misses for tier in store.tiers] == [0, 0, 0]
     assert [tier.counters.bytes_written for tier in store.tiers] == [120, 120, 120]
     assert store.tiers[0].counters.bytes_read == 120
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_reading_may_start_later(store: KVStore, depth: int) -> None:
-    fill(store, 1 << depth)
-    assert read(store, start=3) == found(depth)[3:]
-    assert read(store, start=5) == []
 
 
 @pytest.mark.proof
@@ -248,13 +235,6 @@ def test_memory_is_read_though_its_reader_waits_for_a_processor(
     for _ in range(3):
         num_read = len(read(store))
     assert num_read == (len(names) if tier.name == "shared" else 0)
-
-
-def test_blocks_live_on_in_another_process_s_store(store: KVStore, make_store: MakeStore) -> None:
-    fill(store)
-    assert read(make_store()) == found(0)
-    assert read(make_store(shared_mb=0)) == found(0)
-    assert read(make_store(shared_mb=0, disk_mb=0)) == found(0)
 
 
 @pytest.mark.proof

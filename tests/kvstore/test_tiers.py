@@ -10,6 +10,7 @@ import pytest
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat, BlockKey, ReadRequest
 from penstock.kvstore.tiers.contract import Tier
 from sim.waiting import wait_for
+from tests.draws import draw_cases
 from tests.kvstore.blocks import (
     FORM,
     NUM_TOKENS,
@@ -176,7 +177,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
 """What becomes of a stored block, from it and another one."""
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("what", draw_cases(DAMAGES, 9))
 def test_a_damaged_block_is_a_miss(tier: Tier, damage: Damage, what: str) -> None:
     one, two = new_names(2)
     put(tier, [one, two])

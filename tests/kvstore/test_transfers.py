@@ -13,7 +13,7 @@ from penstock.kvstore.block import BlockKey
 from penstock.kvstore.store import KVStore
 from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
 from sim.waiting import PATIENCE_S, wait_for
-from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
+from tests.kvstore.test_store import LAYOUT, expected, fill, names_of, read
 
 
 class FakePinnedBlock:
@@ -291,13 +291,3 @@ def test_a_failure_in_a_thread_loses_nothing(store: KVStore, begin: Begin, monke
     all_back(transfers, pool)
     monkeypatch.undo()
     assert load(transfers, names[:4]).context == "mine"
-
-
-def test_waiting_ends_with_the_transfer(store: KVStore, begin: Begin) -> None:
-    transfers = begin(Pool())
-    transfers.submit_load(LoadOperation("mine", names_of(store, PROMPT[:8])))
-    done: list[LoadOperation | StoreOperation] = []
-    while not done:
-        transfers.wait_for_finished()
-        done = list(transfers.collect_finished())
-    assert len(done) == 1

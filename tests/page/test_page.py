@@ -11,11 +11,13 @@ import httpx
 import pytest
 from playwright.sync_api import FloatRect, Locator, Page, expect
 
+from penstock.cli.up import build_endpoint_environment
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 from sim.chaos.proxy import Proxy
+from sim.endpoint import MODEL, CountingEndpoint
 from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, open_stack, write_keys
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
@@ -104,6 +106,22 @@ def test_a_worker_of_both_stages_is_shown_in_both_and_its_request_is_drawn_whole
         assert {"prefill", "decode"} <= set(names)
         assert "hand_off" not in names
         tabs.close()
+
+
+def test_an_endpoint_that_rests_is_shown_with_the_time_and_its_words(tabs: Tabs, tmp_path: Path) -> None:
+    with CountingEndpoint() as endpoint:
+        endpoint.write_reply = lambda _: b"HTTP/1.1 401 No\r\nConnection: close\r\n\r\nthe key was rotated"
+        settings = build_endpoint_environment([endpoint.url])
+        with open_stack(tmp_path, pipeline="rests", prefill=0, decode=0, endpoint=1, settings=settings) as stack:
+            row = tabs.open(stack.gateway_url).locator("[data-workers=decode] .worker .rests")
+            for number in range(3):
+                body = {"model": MODEL, "input": str(number), "background": True}
+                assert httpx.post(f"{stack.gateway_url}/v1/responses", json=body, timeout=None).status_code == 200
+            where = re.escape(endpoint.url)
+            expect(row).to_have_text(
+                re.compile(rf"^{where}/v1 (rests until \d\d:\d\d:\d\d|is tried .*): HTTP 401: the key was rotated$")
+            )
+            tabs.close()
 
 
 def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:

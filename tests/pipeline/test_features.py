@@ -204,7 +204,7 @@ def list_features(plain: Result) -> list[Request]:
     ]
 
 
-PROOFS = {(compute_one_by_one, leave_at_every_token), (compute_drafts, nothing)}
+PROOFS = {(compute_drafts, nothing)}
 PAIRS = [(way, happen) for way in (compute_one_by_one, compute_drafts) for happen in MISHAPS]
 
 

@@ -3,22 +3,25 @@
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from penstock.client import Client
 from penstock.config.settings import RecordSettings
-from penstock.errors import StateMismatch
+from penstock.errors import BusUnavailable, StateMismatch
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent, Request, Sampling
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Record
-from penstock.redis.client import redis_client
+from penstock.redis.client import is_outage, redis_client
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers
+from tests.gateways import ScriptedPipeline
 from tests.record.play import alive, end, prefill, say
 
 SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
@@ -101,8 +104,21 @@ def test_a_wrong_type_of_a_shared_key_is_no_requests_fault(
         record.claim_prefill("r1", session, "b", b"message")
 
 
-def test_a_server_without_memory_is_an_outage_and_no_requests_fault(pipeline: Pipeline, tmp_path: Path) -> None:
-    """Nothing is written then, and the end is what it was once there is memory."""
+def deny(admin: Any, *rights: str) -> None:
+    admin.execute_command("ACL", "SETUSER", "default", *rights)
+
+
+def close_others(admin: Any) -> None:
+    """End all connections but this one: those that are open stay logged in."""
+    for kind in ("normal", "pubsub"):
+        admin.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+
+
+@pytest.mark.parametrize("what", ["memory", "right"])
+def test_a_server_that_takes_no_end_is_an_outage_and_no_requests_fault(
+    pipeline: Pipeline, tmp_path: Path, what: str
+) -> None:
+    """It has no memory, or the right is missing. Nothing is written then, and the end is what it was once it can be."""
     with (
         start_or_skip(ValkeyServer(tmp_path).start) as server,
         redis_client(server.url) as client,
@@ -110,9 +126,49 @@ def test_a_server_without_memory_is_an_outage_and_no_requests_fault(pipeline: Pi
     ):
         claim = prefill(record)
         say(record, claim, [7])
-        client.config_set("maxmemory", 1)
-        with pytest.raises(redis.exceptions.OutOfMemoryError):
+        client.config_set("maxmemory", 1) if what == "memory" else deny(client, "-xadd")
+        with pytest.raises(redis.ResponseError) as raised:
             record.finish_request(claim, end())
-        client.config_set("maxmemory", 0)
+        assert is_outage(raised.value)
+        client.config_set("maxmemory", 0) if what == "memory" else deny(client, "+xadd")
         assert record.finish_request(claim, end()) is AppendOutcome.OK
         assert isinstance(record.read_log(claim.id)[-1], EndEvent)
+
+
+@pytest.mark.parametrize("how", ["a right", "scripts", "the login"])
+def test_a_gateway_that_is_refused_for_a_while_says_503_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    with (
+        start_or_skip(ValkeyServer(tmp_path).start) as server,
+        redis_client(server.url) as admin,
+        ScriptedPipeline(server.url, Pipeline("refused")) as scripted,
+        scripted.open_gateway() as gateway,
+        gateway.client() as http,
+    ):
+        body = {"model": scripted.model, "prompt": "x", "max_tokens": 9, "stream": True}
+        before = http.send(http.build_request("POST", "/v1/completions", json=body), stream=True)
+        deny(admin, *{"a right": ["-@write"], "scripts": ["-@scripting"], "the login": ["resetpass", ">new"]}[how])
+        close_others(admin)
+        for path in ("completions", "chat/completions"):
+            asked = body | {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else body
+            if "chat" in path:
+                del asked["prompt"]
+            refused = http.post(f"/v1/{path}", json=asked)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        deny(admin, "nopass", "+@all")
+        with http.stream("POST", "/v1/completions", json=body) as after:
+            assert after.status_code == 200
+        scripted.finish(before.headers["x-request-id"], 3)
+        assert b"[DONE]" in before.read(), "who was reading waits, and has all of it"
+    assert "Traceback" not in caplog.text
+    told = [line for line in caplog.messages if line.startswith("metering: ")]
+    assert len(told) == len(set(told)), "a line is not repeated within a minute"
+
+
+def test_a_client_that_was_never_let_in_is_told_at_once(tmp_path: Path) -> None:
+    with start_or_skip(ValkeyServer(tmp_path).start) as server, redis_client(server.url) as admin:
+        deny(admin, "resetpass", ">new")
+        with Client(redis=server.url, pipeline="refused") as client, pytest.raises(BusUnavailable, match="Redis: "):
+            client.result("r1")
+        deny(admin, "nopass")

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.bus.placement import Link, PromptChain, choose_by_hash
 from penstock.engine.cost import StepCost
-from penstock.plan.placing import Beat, OwnLoad, PlacedRequest, RoundRobin, Rule, Tier, View, WorkerSpec
+from penstock.plan.placing import Beat, OwnLoad, PlacedRequest, Rule, Tier, View, WorkerSpec
 from sim.placement.rules import CacheAware, Dynamo, Hash, LeastWorkLeft, LlmD, Mooncake, Placed
 
 SPEC = WorkerSpec(
@@ -27,11 +27,6 @@ def make_view(
     return view
 
 
-def test_round_robin_takes_each_in_turn() -> None:
-    rule = RoundRobin()
-    assert [rule.choose_worker(PROMPT, make_view([0] * 3)) for _ in range(4)] == [0, 1, 2, 0]
-
-
 def test_hash_gives_a_hot_beginning_more_workers_in_turn() -> None:
     rule, first = Hash(), choose_by_hash(b"a", range(4))
     second = choose_by_hash(b"a", [one for one in range(4) if one != first])
@@ -45,54 +40,42 @@ def test_hash_gives_a_hot_beginning_more_workers_in_turn() -> None:
     assert rule.choose_worker(PROMPT, view) == first
 
 
-def test_dynamo_adds_blocks_to_compute_and_blocks_of_requests() -> None:
-    # Its page "Routing Concepts": 2, 5 and 8 blocks cached of ten, 10, 5 and 9 to decode. 18, 10 and 11: the second.
-    own = [OwnLoad(num_blocks=blocks) for blocks in (10, 5, 9)]
-    assert Dynamo().choose_worker(PROMPT, make_view([32, 80, 128], own)) == 1
-    own[1].prompt_tokens = 32  # two blocks more wait there: 12
-    assert Dynamo().choose_worker(PROMPT, make_view([32, 80, 128], own)) == 2
-
-
-def test_llm_d_leaves_who_has_the_prompt_for_eighteen_seconds_alone() -> None:
-    # 128 of 160 are the threshold of 0.8. A thousand tokens a second: 18,000 are the penalty of 18 s.
-    assert LlmD().choose_worker(PROMPT, make_view([0, 128], [OwnLoad(), OwnLoad(prompt_tokens=18_000)])) == 1
-    assert LlmD().choose_worker(PROMPT, make_view([0, 128], [OwnLoad(), OwnLoad(prompt_tokens=18_001)])) == 0
-    assert LlmD().choose_worker(PROMPT, make_view([0, 127], [OwnLoad(), OwnLoad(prompt_tokens=1)])) == 0
+def load(num_requests: int = 0, num_blocks: int = 0, prompt_tokens: int = 0) -> OwnLoad:
+    return OwnLoad(num_requests, num_blocks=num_blocks, prompt_tokens=prompt_tokens)
 
 
 @pytest.mark.parametrize(
-    ("hits", "loads", "chosen"),
+    ("rule", "hits", "own", "chosen"),
     [
-        ([49, 0], (64, 0), 0),  # 49 of 160 are more than 0.3, and 64 requests are not too far apart
-        ([49, 0], (65, 0), 1),
-        ([49, 0], (195, 130), 0),  # 65 more, but not more than 1.5 times
-        ([49, 0], (196, 130), 1),
-        ([48, 0], (1, 0), 1),  # no match, as 48 of 160 are not more than 0.3
+        # Its page "Routing Concepts": 2, 5 and 8 blocks cached of ten, 10, 5 and 9 to decode. 18, 10 and 11.
+        (Dynamo(), [32, 80, 128], [load(0, 10), load(0, 5), load(0, 9)], 1),
+        (Dynamo(), [32, 80, 128], [load(0, 10), load(0, 5, 32), load(0, 9)], 2),  # two blocks more wait there: 12
+        # 128 of 160 are the threshold of 0.8. A thousand tokens a second: 18,000 are the penalty of 18 s.
+        (LlmD(), [0, 128], [load(), load(0, 0, 18_000)], 1), (LlmD(), [0, 128], [load(), load(0, 0, 18_001)], 0),
+        (LlmD(), [0, 127], [load(), load(0, 0, 1)], 0),
+        (CacheAware(), [49, 0], [load(64), load(0)], 0),  # 49 are more than 0.3, and 64 requests not too far apart
+        (CacheAware(), [49, 0], [load(65), load(0)], 1),
+        (CacheAware(), [49, 0], [load(195), load(130)], 0),  # 65 more, but not more than 1.5 times
+        (CacheAware(), [49, 0], [load(196), load(130)], 1),
+        (CacheAware(), [48, 0], [load(1), load(0)], 1),  # no match, as 48 of 160 are not more than 0.3
+        (LeastWorkLeft(), [96, 0], [load(0, 0, 100), load(0, 0, 20)], 0),  # 100 + 64 against 20 + 160
+        (LeastWorkLeft(), [64, 0], [load(0, 0, 100), load(0, 0, 20)], 1),  # 100 + 96 against 20 + 160
+        (LeastWorkLeft(), [64, 0], [load(2, 0, 64), load(1)], 1),  # the same work, fewer requests
+        *((one, [0, 144, 0], None, 1) for one in (Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake())),
     ],
-)
-def test_cache_aware_balances_what_is_far_apart(hits: list[int], loads: tuple[int, int], chosen: int) -> None:
-    assert CacheAware().choose_worker(PROMPT, make_view(hits, [OwnLoad(number) for number in loads])) == chosen
-
-
-def test_least_work_left_adds_what_is_uncached() -> None:
-    own = [OwnLoad(prompt_tokens=100), OwnLoad(prompt_tokens=20)]
-    assert LeastWorkLeft().choose_worker(PROMPT, make_view([96, 0], own)) == 0, "100 + 64 against 20 + 160"
-    assert LeastWorkLeft().choose_worker(PROMPT, make_view([64, 0], own)) == 1, "100 + 96 against 20 + 160"
-    own = [OwnLoad(2, prompt_tokens=64), OwnLoad(1)]
-    assert LeastWorkLeft().choose_worker(PROMPT, make_view([64, 0], own)) == 1, "the same work, fewer requests"
+)  # fmt: skip
+def test_a_rule_chooses_by_what_is_cached_and_its_own_load(
+    rule: Rule, hits: list[int], own: list[OwnLoad] | None, chosen: int
+) -> None:
+    assert rule.choose_worker(PROMPT, make_view(hits, own)) == chosen
 
 
 @pytest.mark.parametrize(
     ("waiting", "chosen"),
-    [
-        # By the paper's algorithm 1, with ten milliseconds a block by transfer and 16 to compute one. The best match is
-        # eight blocks. The first worker has it: its queue + 32 ms. The second has five, less than twice fewer: it
-        # computes, its queue + 80 ms. The third has none: it fetches eight, its queue + 80 + 32 ms.
-        ([0, 0, 0], 0),
-        ([49, 0, 0], 1),  # 81, 80, 112 ms
-        ([90, 40, 0], 2),  # 122, 120, 112 ms
-        ([90, 30, 0], 1),  # 122, 110, 112 ms
-    ],
+    # By the paper's algorithm 1, with ten milliseconds a block by transfer and 16 to compute one. The best match is
+    # eight blocks. The first worker has it: its queue + 32 ms. The second has five, less than twice fewer: it
+    # computes, its queue + 80 ms. The third has none: it fetches eight, its queue + 80 + 32 ms.
+    [([0, 0, 0], 0), ([49, 0, 0], 1), ([90, 40, 0], 2), ([90, 30, 0], 1)],
 )
 def test_mooncake_fetches_where_the_match_is_much_shorter(waiting: list[int], chosen: int) -> None:
     tier = Tier(bytes_per_s=100.0, fixed_s=0.0, block_bytes=1, num_blocks=0)
@@ -111,8 +94,3 @@ def test_ours_is_that_of_the_product() -> None:
     assert rule.choose_worker(PROMPT, view) != home
     view.now_s = 4.1
     assert rule.choose_worker(PROMPT, view) == choose_by_hash(b"chat", range(4)), "its heartbeats are too old"
-
-
-@pytest.mark.parametrize("rule", [Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake()])
-def test_all_go_to_an_idle_worker_that_has_the_prompt(rule: Rule) -> None:
-    assert rule.choose_worker(PROMPT, make_view([0, 144, 0])) == 1

@@ -1,13 +1,14 @@
 """Who may hold a request. `tests/protocol/test_replay.py` compares every script with a model of it."""
 
 import time
+from typing import Any
 
 import pytest
 import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings, TokenEvent, compute_body_hash
-from penstock.names import Pipeline, Stage
+from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
@@ -166,36 +167,6 @@ def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello", tenant="other"))
 
 
-def test_what_ended_without_its_message_is_settled_by_a_job_and_with_it_by_that(record: Record) -> None:
-    """Its own message may be settled since, with a job, and who claims with it may not know that yet."""
-    session = alive(record, "p1")
-    assert record.finish_request(prefill(record, "r1"), end())
-    for _ in range(2):
-        again = record.claim_prefill("r1", session, "b", name="m1")
-        assert isinstance(again, Claim)
-        assert (again.is_ended, again.is_unbound) == (True, True)
-    job = record.claim_decode("r1", alive(record, "d1"), "j1")
-    assert isinstance(job, Claim)
-    assert (job.is_ended, job.is_unbound) == (True, False)
-    assert record.claim_decode("r1", session, "j2") == record.claim_prefill("r1", session, "b", name="m1") == Bound()
-    assert record.finish_request(prefill(record, "r2"), end(), "m2")
-    own = record.claim_prefill("r2", session, "b", name="m2")
-    assert isinstance(own, Claim)
-    assert (own.is_ended, own.is_unbound) == (True, False)
-
-
-def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
-    assert record.cancel_request("r1")
-    status = record.read_status("r1")
-    assert status is not None
-    assert (status.stage, status.cancelled) == ("new", True)
-    assert client.ttl(pipeline.record_key("r1")) > 0
-    claim = prefill(record)
-    assert claim.is_cancelled
-    assert record.finish_request(claim, end("cancelled"))
-    assert not record.cancel_request("r1")
-
-
 def test_an_id_is_remembered_as_long_again_as_its_request_took(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -217,4 +188,65 @@ def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Red
     assert all(0 < client.ttl(key) <= 60 for key in keys)
     assert prefill(record).is_ended
     assert all(0 < client.ttl(key) <= 60 for key in keys)
+    assert record.cancel_request("not yet claimed")
+    assert 0 < client.ttl(pipeline.record_key("not yet claimed")) <= 600
     record.close()
+
+
+# What a server that evicts, or an operator, deletes of a request.
+
+
+@pytest.mark.parametrize("was_noted", [True, False])
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_log_without_its_record_is_gone_on_with(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, stage: Stage, was_noted: bool
+) -> None:
+    """Also where only the record's last change is missing, as a command that was refused ended a script halfway."""
+    claim = claim_with_message(record, stage)
+    say(record, claim, [7, 8])
+    before: dict[Any, Any] = client.hgetall(pipeline.record_key("r1"))
+    rolled = claim.rolling_hash
+    say(record, claim, [9])
+    if was_noted:
+        client.delete(pipeline.record_key("r1"))
+    else:
+        client.hset(pipeline.record_key("r1"), mapping=before)
+        die(record, "w1")
+    assert say(record, claim, [10]) == [0]
+    again = claim_with_message(record, stage)
+    assert (again.num_tokens, len(again.log), again.log[1].id) == (3, 3, f"1-{rolled}")  # type: ignore[union-attr]
+    assert say(record, again, [10]) == [1]
+    assert record.finish_request(again, end()) is AppendOutcome.OK
+    assert [getattr(event, "token", None) for event in record.read_log("r1")] == [7, 8, 9, 10, None]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_an_end_without_its_record_is_settled_as_it_is(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, stage: Stage
+) -> None:
+    claim = claim_with_message(record, stage)
+    say(record, claim, [7])
+    assert record.finish_request(claim, end()) is AppendOutcome.OK
+    left_ms = client.pttl(pipeline.log_key("r1"))
+    client.delete(pipeline.record_key("r1"))
+    again = claim_with_message(record, stage)
+    assert (again.is_ended, again.is_unbound, again.num_tokens, len(again.log)) == (True, stage == "prefill", 1, 2)
+    assert 0 < client.pttl(pipeline.record_key("r1")) <= left_ms
+
+
+@pytest.mark.parametrize("way", ["claim", "take"])
+def test_a_record_without_its_log_begins_anew(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, way: str
+) -> None:
+    claim = claim_with_message(record, "decode")
+    say(record, claim, [7, 8])
+    client.delete(pipeline.log_key("r1"))
+    assert say(record, claim, [9]) == [0], "a reader would find a hole"
+    claim.num_tokens = 2
+    assert record.finish_request(claim, end()) is AppendOutcome.FENCED
+    assert not client.exists(pipeline.log_key("r1"))
+    die(record, "w1")
+    again = claim_with_message(record, "decode") if way == "claim" else take_over(record, 2)
+    assert (again.num_tokens, again.rolling_hash, again.log) == (0, START_HASH, [])
+    assert say(record, again, [7]) == [1]
+    assert record.finish_request(again, end()) is AppendOutcome.OK

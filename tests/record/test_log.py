@@ -49,18 +49,6 @@ def test_a_batch_is_one_append_with_an_outcome_for_each(record: Record) -> None:
     assert record.append_tokens([]) == []
 
 
-def test_cancelling_stops_the_tokens_and_leaves_the_claim(record: Record) -> None:
-    claim = decode(record)
-    say(record, claim, [5])
-    assert record.cancel_request("r1")
-    record.send_tokens([(claim, claim.next_event(6, ""))])
-    record.send_tokens([(claim, claim.next_event(7, ""))])
-    assert record.collect_outcomes() == [CANCELLED, CANCELLED]
-    assert (claim.num_tokens, claim.rolling_hash) == (1, roll_hash(START_HASH, 5))
-    assert record.finish_request(claim, end("cancelled"))
-    assert tokens_of(record) == [5]
-
-
 def next_tokens(claim: Claim, tokens: Sequence[int]) -> list[tuple[Claim, TokenEvent]]:
     """Return the entries of tokens that one step gave."""
     entries, before = list[tuple[Claim, TokenEvent]](), None

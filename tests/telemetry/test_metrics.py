@@ -38,7 +38,11 @@ TIER = {
 }  # fmt: skip
 KV = {"pool": {"hits": 5, "misses": 7}, "shared": TIER, "recomputed_blocks": 2}
 DRAFTS = {"drafted": 8, "accepted": 5}
-VIEW = {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": DRAFTS, "slow_products": 2, "kv": KV}
+RESTS = {"url": "http://a/v1", "cause": "403", "problem": "HTTP 403: no", "rests_s": 8.5}
+VIEW = {
+    "running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": DRAFTS, "slow_products": 2, "kv": KV,
+    "endpoints": [RESTS, {"url": "http://b/v1", "cause": "", "problem": "", "rests_s": 0.0}],
+}  # fmt: skip
 
 
 def counted(values: list[float]) -> list[int]:
@@ -205,6 +209,8 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
     assert found["penstock_kv_blocks_total", "p", "hit", "decode", "shm"] == 3
     assert found["penstock_pool_blocks", "p", "prefill", "free", "prefill-0"] == 7
     assert found["penstock_slow_products", "p", "prefill", "prefill-0"] == 2
+    assert found["penstock_endpoint_rest_seconds", "403", "http://a/v1", "p", "prefill-0"] == 8.5
+    assert found["penstock_endpoint_rest_seconds", "", "http://b/v1", "p", "prefill-0"] == 0
     assert found["penstock_worker_state", "p", "decode", "ready", "d-0"] == 1
     assert found["penstock_worker_state", "p", "decode", "draining", "d-0"] == 0
     assert found["penstock_worker_state", "p", "decode", "lost", "d-1"] == 1

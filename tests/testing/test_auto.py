@@ -35,13 +35,6 @@ def ask(pipeline: TestPipeline, prompt: str = PROMPT, max_tokens: int = 20) -> A
         return client.result(client.submit(prompt, max_tokens=max_tokens))
 
 
-def test_a_worker_alone_answers_in_one_hop(pipeline: TestPipeline) -> None:
-    result = ask(pipeline)
-    assert len(result.token_ids) == 20
-    assert result.timings.handed_off == 0.0
-    assert not pipeline.bus.read_all(pipeline.bus.pipeline.job_topic("interactive"))
-
-
 def test_its_spans_tell_the_prompt_from_the_answer(pipeline: TestPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, start_span = list[str](), tracing.start_span
 
@@ -109,7 +102,7 @@ def test_a_worker_that_leaves_gives_back_what_it_decodes(pipeline: TestPipeline)
     [
         pytest.param(StaySettings(max_prompt_tokens=2), 20, True, id="a long prompt"),
         pytest.param(StaySettings(max_answer_tokens=5), 20, True, id="a long answer"),
-        pytest.param(StaySettings(max_s=0.01), 200, True, id="an answer that lasts"),
+        pytest.param(StaySettings(max_s=0.01), 60, True, id="an answer that lasts"),
         pytest.param(StaySettings(), 20, False, id="nothing"),
     ],
 )

@@ -37,6 +37,7 @@ from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
 from penstock.names import STAGES, Pipeline, find_stages
+from penstock.ops.eviction import find_policy
 from penstock.ops.status import read_worker_status
 from penstock.record import check_server_key_types
 from penstock.record.session import MAX_CLOCK_ERROR_S
@@ -291,13 +292,12 @@ def _check_redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Fin
     try:
         with redis_client(url) as client:
             version = client.info("server")["redis_version"]
-            memory, persistence = client.info("memory"), client.info("persistence")
+            policy, persistence = find_policy(client), client.info("persistence")
     except (redis.RedisError, ValueError) as error:
         advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL / PENSTOCK_KV_URL"
         yield Finding("fail", what, f"{hide_password(url)}: {error}", advice)
         return
-    policy = memory.get("maxmemory_policy", "?")
-    if not evicting_is_fine and policy != "noeviction" and memory.get("maxmemory", 0):
+    if not evicting_is_fine and policy:
         yield Finding(
             "fail",
             what,

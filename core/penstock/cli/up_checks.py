@@ -13,7 +13,7 @@ from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
 from penstock.engine.files import MODEL_ADVICE, check_model_here
-from penstock.errors import AccessRefused, DependencyMissing, ModelLoadError
+from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
 from penstock.local.processes import describe_port_problem
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
@@ -78,6 +78,10 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
     try:
         stack.directory.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(stack.directory, os.W_OK) else "it cannot be written to"
+        if not reason:
+            stack.lock_data()
+    except DirectoryTaken as taken:
+        yield str(taken)
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:
@@ -87,8 +91,6 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
             find_binary()
         except DependencyMissing as error:
             yield f"{error}; or name a running one with --redis"
-    if stack.is_served_elsewhere:
-        yield f"another `penstock up` has its data in {stack.directory}: stop it, or choose another --data"
 
 
 def _find_model_problems(stack: Stack) -> Iterator[str]:

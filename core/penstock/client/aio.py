@@ -39,7 +39,7 @@ from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncTokenLog, RequestStatus
-from penstock.redis.client import async_redis_client, translate_outages
+from penstock.redis.client import async_redis_client, is_away, translate_outages
 from penstock.redis.servers import Sharded
 
 
@@ -121,8 +121,11 @@ class AsyncClient(BaseClient):
                         with translate_outages():
                             reply = await self._run_step(step, request_id, mailbox)
                     except BusUnavailable as outage:
+                        if not (self._is_let_in or is_away(outage)):
+                            raise
                         step = steps.throw(outage)
                     else:
+                        self._is_let_in = self._is_let_in or not isinstance(step, TakeLive)
                         step = steps.send(reply)
         finally:
             self._mailboxes.remove(mailbox)

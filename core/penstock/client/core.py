@@ -148,6 +148,8 @@ class BaseClient(ABC):
         self._pipeline = Pipeline(self._addresses.pipeline)
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
+        self._is_let_in = False
+        """Redis has answered: from now on a refusal may be over soon, and streams wait for that."""
         self._open_logs()
 
     @abstractmethod

@@ -38,7 +38,7 @@ from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import LiveThread, Mailbox
 from penstock.record.log import TokenLog
-from penstock.redis.client import redis_client, translate_outages
+from penstock.redis.client import is_away, redis_client, translate_outages
 from penstock.redis.servers import Sharded
 
 
@@ -156,8 +156,11 @@ class Client(BaseClient):
                     with translate_outages():
                         reply = self._run_step(step, request_id, mailbox)
                 except BusUnavailable as outage:
+                    if not (self._is_let_in or is_away(outage)):
+                        raise
                     step = steps.throw(outage)
                 else:
+                    self._is_let_in = self._is_let_in or not isinstance(step, TakeLive)
                     step = steps.send(reply)
 
     def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: Mailbox | None) -> object:

@@ -54,6 +54,9 @@ class BusSettings(BaseSettings):
     of it. Where brokers answer late, workers make it longer by themselves, up to 80 s."""
 
 
+EvictionChoice = Literal["refuse", "warn"]
+
+
 class RecordSettings(BaseSettings):
     """Claims and token logs."""
 
@@ -78,6 +81,9 @@ class RecordSettings(BaseSettings):
     """By which factor that wait grows with each further failure."""
     retry_cap_s: float = Field(default=30.0, ge=0)
     """The longest wait."""
+    eviction: EvictionChoice = "refuse"
+    """What workers and gateways do where a stream server evicts at its limit of memory (`maxmemory` with another policy
+    than `noeviction`): `refuse` to start, or `warn`. One that evicts later is told in logs and on the page alone."""
 
     @model_validator(mode="after")
     def _check_waits(self) -> Self:
@@ -328,7 +334,7 @@ class GuardSettings(BaseSettings):
     stalled_s: float = Field(default=60.0, gt=0)
     """How long a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
-    """The most connections at the same time; 503 beyond it."""
+    """The most connections at the same time; 503 beyond it. Fewer where the process may not open so many files."""
 
 
 class TraceSettings(BaseSettings):
@@ -374,6 +380,9 @@ class GatewaySettings(BaseSettings):
     connection open."""
     stop_s: float = Field(default=10.0, ge=0)
     """How long a stopping gateway goes on with answers that are not streamed."""
+    cancel_unread_s: float = Field(default=0.0, ge=0)
+    """A request whose client has closed its connection is cancelled after so many seconds without a reader, unless it
+    had an `Idempotency-Key`, a session, `background` or `store`. 0: it goes on, as its client may come back."""
 
 
 class BatchSettings(BaseSettings):

@@ -1,13 +1,15 @@
 """The endpoints of a worker: their addresses and weights, how much each has to do, and whether it can be asked.
 
-An endpoint that fails is left alone for a time that doubles with each further failure, and then tried with one request.
-One that says that it is busy is left alone for as long as it says. Nothing here does I/O, and only the loop calls it.
+An endpoint rests when it cannot be reached, and when it has refused three different requests alike, with none answered
+between: for a time that doubles with each further failure, or for as long as it asks to be left alone. After a failure
+it is tried with one request. A refusal of one request alone says nothing of the endpoint (`refusals.py`). Nothing here
+does I/O, and only the loop changes it.
 """
 
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -17,8 +19,15 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 """How long an endpoint is left alone after its first failure, and at most after many."""
 MAX_DOUBLINGS = 10
 """How often the pause doubles at most: by then it is `MAX_PAUSE_S`, and `2**n` of many failures fits no float."""
+MIN_REFUSED_REQUESTS = 3
+"""So many different requests that an endpoint refuses alike, with none answered between, make it the endpoint's fault.
+"""
 MAX_TOLD_PAUSE_S = 3600.0
 """The longest time that an endpoint may ask to be left alone."""
+MAX_TOLD_CHARS = 500
+"""How much of an endpoint's words the heartbeat repeats."""
+UNREACHABLE = "unreachable"
+"""The cause of a rest where no connection could be made."""
 VARIABLE = "PENSTOCK_ENDPOINT_URLS"
 
 
@@ -30,14 +39,21 @@ class Endpoint:
     """Its base address, with the path before `/completions`."""
     weight: float = 1.0
     max_requests: int = 32
-    num_running: int = 0
+    under_way: list[float] = field(default_factory=list)
+    """When each question was asked that is under way here."""
+    answered_s: float = -math.inf
+    """When the last question was asked of those that it has answered, in part at least."""
+    refused: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By the cause of the refusal, the first requests that were refused since, and when each was asked for."""
     num_failures: int = 0
     """Failures since it last answered."""
     failed_at_s: float = -math.inf
     """When the last failure was counted."""
     paused_until_s: float = -math.inf
+    cause: str = ""
+    """Why it rests, or last did, in one word: `unreachable`, or the cause of a refusal."""
     problem: str = ""
-    """Why it is left alone, or was last; empty once it has answered."""
+    """The same in words, its own where it said any."""
     continues_chats: bool | None = None
     """Whether it goes on with the last turn of a chat; None until it was asked."""
 
@@ -45,29 +61,64 @@ class Endpoint:
         """Return how many more requests it can be given. After a failure that is one, until it has answered."""
         if now_s < self.paused_until_s:
             return 0
-        return max(0, (1 if self.num_failures else self.max_requests) - self.num_running)
+        free = max(0, self.max_requests - len(self.under_way))
+        is_tried = any(asked_s > self.failed_at_s for asked_s in self.under_way)
+        return free if not self.num_failures else min(free, int(not is_tried))
 
-    def note_answer(self) -> None:
-        """Note that it answers."""
-        self.num_failures, self.problem = 0, ""
+    def note_answer(self, asked_s: float) -> None:
+        """Note that it answers a question that was asked at `asked_s`. What it refused before, it refused alone."""
+        self.answered_s = max(self.answered_s, asked_s)
+        for cause, requests in list(self.refused.items()):
+            self.refused[cause] = {one: at_s for one, at_s in requests.items() if at_s >= asked_s}
+        if self.num_failures and not any(len(one) >= MIN_REFUSED_REQUESTS for one in self.refused.values()):
+            self.num_failures = 0
+            if self.cause != UNREACHABLE:
+                self.paused_until_s = -math.inf
 
-    def note_failure(self, problem: str, asked_s: float, now_s: float) -> None:
+    def note_failure(self, cause: str, problem: str, asked_s: float, now_s: float) -> None:
         """Note that a request failed that was sent at `asked_s`.
 
         Requests that were under way together fail together, and count as one failure.
         """
         if asked_s > self.failed_at_s:
-            pause_s = min(FIRST_PAUSE_S * 2 ** min(self.num_failures, MAX_DOUBLINGS), MAX_PAUSE_S) * random.uniform(
-                0.8, 1.0
-            )
+            self.paused_until_s = max(self.paused_until_s, now_s + draw_pause_s(self.num_failures))
             self.num_failures += 1
-            self.failed_at_s, self.problem = now_s, problem
-            self.paused_until_s = max(self.paused_until_s, now_s + pause_s)
+            self.failed_at_s, self.cause, self.problem = now_s, cause, problem
 
-    def note_busy(self, problem: str, wait_s: float, now_s: float) -> None:
-        """Note that it wants to be left alone for `wait_s`. That is no failure."""
-        self.problem = problem
-        self.paused_until_s = max(self.paused_until_s, now_s + min(wait_s, MAX_TOLD_PAUSE_S))
+    def note_refusal(
+        self, cause: str, problem: str, request_id: str, asked_s: float, now_s: float, wait_s: float | None = None
+    ) -> None:
+        """Note that it refused a request that was sent at `asked_s`, and asks to be left alone for `wait_s`, if given.
+
+        Of three different requests that are refused alike, and none answered that was asked for between them, it is the
+        endpoint's: it has failed, or is busy for as long as it says.
+        """
+        if self.cause == UNREACHABLE and asked_s > self.failed_at_s:
+            self.num_failures = 0
+        requests = self.refused.setdefault(cause, {})
+        if asked_s >= self.answered_s and len(requests) < MIN_REFUSED_REQUESTS:
+            requests.setdefault(request_id, asked_s)
+        if len(requests) < MIN_REFUSED_REQUESTS:
+            return
+        first_s, last_s = min(requests.values()), max(requests.values())
+        if any(first_s < other_s < last_s for other_s in self.under_way):
+            return  # one of those may be answered yet
+        if wait_s is None:
+            self.note_failure(cause, problem, asked_s, now_s)
+        else:  # that is no failure
+            self.cause, self.problem = cause, problem
+            self.paused_until_s = max(self.paused_until_s, now_s + wait_s)
+
+    def is_resting(self, now_s: float) -> bool:
+        """Return whether it is left alone, or tried with one request."""
+        return now_s < self.paused_until_s or self.num_failures > 0
+
+    def describe_rest(self, now_s: float) -> dict[str, object]:
+        """Return its address, and if it rests why, and for how many seconds more; 0 of one that is being tried."""
+        if not self.is_resting(now_s):
+            return {"url": self.url, "cause": "", "problem": "", "rests_s": 0.0}
+        problem, rests_s = self.problem[:MAX_TOLD_CHARS], max(0.0, self.paused_until_s - now_s)
+        return {"url": self.url, "cause": self.cause, "problem": problem, "rests_s": rests_s}
 
 
 @dataclass
@@ -75,25 +126,38 @@ class Endpoints:
     """All endpoints of a worker."""
 
     all: Sequence[Endpoint]
-    clock: Callable[[], float] = field(default=time.monotonic)
+    clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
     def count_free(self) -> int:
         """Return how many more requests all together can be given now."""
         return sum(endpoint.count_free(self.clock()) for endpoint in self.all)
 
-    def choose(self) -> Endpoint | None:
+    def count_refusing(self) -> int:
+        """Return how many endpoints rest because of what they say, and not because they cannot be reached."""
+        now_s = self.clock()
+        return sum(endpoint.is_resting(now_s) and endpoint.cause != UNREACHABLE for endpoint in self.all)
+
+    def choose(self, but_not: Container[Endpoint] = ()) -> Endpoint | None:
         """Return the endpoint with the least to do for its weight; None where none can be asked now."""
         now_s = self.clock()
-        free = [endpoint for endpoint in self.all if endpoint.count_free(now_s) > 0]
-        return min(free, key=lambda one: (one.num_running + 1) / one.weight, default=None)
+        free = [endpoint for endpoint in self.all if endpoint not in but_not and endpoint.count_free(now_s) > 0]
+        return min(free, key=lambda one: (len(one.under_way) + 1) / one.weight, default=None)
 
     @property
     def current_problem(self) -> str:
         """Why no endpoint can be asked now; empty where one can, or has only as much to do as it may."""
-        now_s = self.clock()
-        if any(now_s >= endpoint.paused_until_s and not endpoint.num_failures for endpoint in self.all):
-            return ""
-        return "; ".join(f"{endpoint.url}: {endpoint.problem}" for endpoint in self.all if endpoint.problem)
+        rests = self.describe_rests()
+        told = [f"{one['url']}: {one['problem']}" for one in rests if one["cause"]]
+        return "; ".join(told) if len(told) == len(rests) else ""
+
+    def describe_rests(self) -> list[dict[str, object]]:
+        """Return the address of each endpoint, and why and for how long it rests. Any thread may call this."""
+        return [endpoint.describe_rest(self.clock()) for endpoint in self.all]
+
+
+def draw_pause_s(num_failures: int) -> float:
+    """Return how long to wait after a failure, by the number of those before it."""
+    return min(FIRST_PAUSE_S * 2.0 ** min(num_failures, MAX_DOUBLINGS), MAX_PAUSE_S) * random.uniform(0.8, 1.0)
 
 
 def parse_urls(text: str, max_requests: int) -> list[Endpoint]:

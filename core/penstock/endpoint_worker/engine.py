@@ -5,11 +5,13 @@ arrived: pieces of text are the tokens that the step sampled, and ends of answer
 
 An endpoint that fails costs the answers that were under way there. What happens to those is the operator's choice
 (`PENSTOCK_ENDPOINT_INTERRUPTED`): another endpoint goes on behind their text, or begins anew if there is none, or they
-end with an error. A request that no endpoint has begun waits, for as long as its deadline allows.
+end with an error. A request that an endpoint refuses waits there, while others are asked for, until it is known whose
+fault that is (`Refusal`). A request that no endpoint can be asked for waits as long as its deadline allows.
 """
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -19,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from penstock.config.settings import EndpointSettings, RecordSettings
-from penstock.endpoint_worker.endpoints import Endpoints
+from penstock.endpoint_worker.endpoints import Endpoint, Endpoints, draw_pause_s
 from penstock.endpoint_worker.question import Question, build_question
 from penstock.endpoint_worker.reply import EndpointReply, Failed, Finished, Piece, Refused, ReplyEvent
 from penstock.engine.contract import Ended, Outcome
@@ -36,6 +38,37 @@ EVENT_WAIT_S = 0.02
 """How long the loop waits for text while it works on requests: also how soon it polls for further ones."""
 CLOSE_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for the threads of its answers."""
+NEVER_ALONE = ("401", "407", "429", "503")
+"""Refusals for the key, or because the endpoint is busy: they count only beside others that were answered."""
+MAX_HELD_REQUESTS = 1000
+"""While an endpoint refuses all requests that a worker has, it takes in further ones to try, up to so many."""
+
+
+@dataclass(eq=False)
+class Refusal:
+    """That an endpoint did not answer a request, though it was asked."""
+
+    failed: Failed
+    asked_s: float
+    until_s: float
+    """Until when the request is not asked for there again."""
+    judged_s: float
+    """From when on it counts though no other request was answered."""
+    was_crowded: bool
+    """Whether the endpoint had other questions of this worker when it was asked."""
+    is_open: bool = True
+    """Whether it may still be counted against the request."""
+
+    def counts(self, endpoint: Endpoint, now_s: float) -> bool:
+        """Return whether it is known by now to be the request's fault.
+
+        It is once the endpoint has answered another request that was asked for later. To be busy says nothing of a
+        request that was asked for among others. Alone it counts after a pause, if the endpoint does not fail at others
+        as well; a refusal for the key, and being busy, never do.
+        """
+        if self.asked_s < endpoint.answered_s:
+            return not (self.failed.is_busy and self.was_crowded)
+        return now_s >= self.judged_s and not endpoint.num_failures and self.failed.cause not in NEVER_ALONE
 
 
 @dataclass(eq=False)
@@ -50,12 +83,22 @@ class EndpointSequence:
     """The text so far: what was in the log, and what answers brought since."""
     answer: EndpointReply | None = None
     """The answer that is being read; None while the request waits for an endpoint."""
+    asked_s: float = 0.0
+    """When that was asked for, or the last one was."""
     num_pieces_before: int = 0
     """Pieces so far when the answer was asked for: they were a part of its prompt."""
     num_failures: int = 0
     """How often endpoints failed at this request since an answer brought more pieces than any that failed before."""
     most_pieces: int = 0
     """The most pieces that an answer brought before it failed, and no more than `GOOD_PROGRESS`."""
+    refusals: dict[Endpoint, Refusal] = field(default_factory=dict)
+    """The last failure at each endpoint that was not asked again since."""
+    num_refusals: int = 0
+    """Failures since the last piece. The pauses between them grow."""
+    failed_at_s: float = -math.inf
+    """When an endpoint failed at it last: who failed is tried after those that did not, or not for longer."""
+    was_crowded: bool = False
+    """Whether the endpoint had other questions of this worker when it was asked."""
     num_prompt_tokens = num_cached_tokens = num_computed_tokens = num_pending_tokens = 0
     prompt_logprobs: Sequence[Logprobs] = ()
 
@@ -78,6 +121,10 @@ class EndpointSequence:
     def num_left(self) -> int:
         """How many pieces may follow, if each is a token."""
         return max(0, self.request.sampling.max_tokens - len(self.pieces))
+
+    def list_paused(self, now_s: float) -> list[Endpoint]:
+        """Return the endpoints at which it is not to be asked for again yet."""
+        return [endpoint for endpoint, refusal in self.refusals.items() if now_s < refusal.until_s]
 
 
 @dataclass(frozen=True)
@@ -118,8 +165,16 @@ class EndpointEngine:
         self._wake = threading.Event()
 
     def count_free(self) -> int:
-        """Return how many more requests can be asked for now."""
-        return max(0, self.endpoints.count_free() - self._count_waiting())
+        """Return how many more requests can be asked for now.
+
+        Those in a pause of their own take no place from others. Where an endpoint refuses all that are here, a further
+        one is taken in for each try: it may be the first good one.
+        """
+        now_s, waiting = self.endpoints.clock(), [seq for seq in self._sequences.values() if seq.is_waiting]
+        num_ready = sum(any(one not in seq.list_paused(now_s) for one in self.endpoints.all) for seq in waiting)
+        num_tries = self.endpoints.count_refusing() if len(self._sequences) < MAX_HELD_REQUESTS else 0
+        num_untried = sum(seq.failed_at_s == -math.inf for seq in waiting)
+        return max(0, self.endpoints.count_free() - num_ready, num_tries - num_untried)
 
     def add_request(
         self, request: Request, klass: PriorityClass, pieces: Iterable[str], context: Any
@@ -190,8 +245,9 @@ class EndpointEngine:
         """Return fields of the heartbeat: how many requests wait, and why no endpoint can be asked. Any thread may call
         it.
         """
-        problem = self.endpoints.current_problem
-        state = {"waiting": self._count_waiting(), "pool": {"used": 0, "total": 0}, "kv": {}}
+        problem, rests = self.endpoints.current_problem, self.endpoints.describe_rests()
+        waiting = sum(seq.is_waiting for seq in list(self._sequences.values()))
+        state = {"waiting": waiting, "pool": {"used": 0, "total": 0}, "kv": {}, "endpoints": rests}
         return state | ({"reason": problem} if problem else {})
 
     def close(self) -> None:
@@ -208,23 +264,26 @@ class EndpointEngine:
 
     # Asking
 
-    def _count_waiting(self) -> int:
-        return sum(seq.is_waiting for seq in list(self._sequences.values()))
-
     def _ask_endpoints(self) -> None:
-        """Ask for all requests that wait, as far as endpoints can be asked: interactive ones first."""
+        """Ask for all requests that wait, as far as endpoints can be asked: interactive ones first, and those at which
+        endpoints failed behind all others, so that each try is of another one.
+        """
+        now_s = self.endpoints.clock()
         waiting = [seq for seq in self._sequences.values() if seq.is_waiting]
-        for seq in sorted(waiting, key=lambda one: CLASSES.index(one.klass)):
-            endpoint = self.endpoints.choose()
-            if endpoint is None:
-                return
+        for seq in sorted(waiting, key=lambda one: (one.failed_at_s, CLASSES.index(one.klass))):
+            self._judge_refusals(seq, now_s)
+            endpoint = self.endpoints.choose(seq.list_paused(now_s))
+            if endpoint is None or self._sequences.get(seq.id) is not seq:
+                continue
             with confine_error(seq.id, partial(self._end_with_error, seq)):
                 question = self._build_question(seq)
-                endpoint.num_running += 1
                 seq.num_pieces_before = len(seq.pieces)
+                seq.asked_s, seq.was_crowded = self.endpoints.clock(), bool(endpoint.under_way)
                 answer = EndpointReply(
                     endpoint, question, self.settings.key, self.settings.silence_s, self._report_event
                 )
+                endpoint.under_way.append(seq.asked_s)
+                seq.refusals.pop(endpoint, None)
                 seq.answer, self._by_answer[answer] = answer, seq
                 failpoint("endpoint.2.asked")
 
@@ -248,11 +307,12 @@ class EndpointEngine:
         self._forget_answer(answer)
         match event:
             case Finished(reason, usage, stop):
-                answer.endpoint.note_answer()
+                answer.endpoint.note_answer(seq.asked_s)
                 counted = _subtract_prompt(usage, seq.num_pieces_before)
                 self._end(seq, Outcome(reason, usage=counted, stop=stop))
-            case Refused(error):
-                answer.endpoint.note_answer()
+            case Refused(error, has_begun):
+                if has_begun:
+                    answer.endpoint.note_answer(seq.asked_s)
                 self._end_with_error(seq, error)
             case Failed():
                 self._handle_failure(seq, answer, event)
@@ -262,7 +322,8 @@ class EndpointEngine:
         if not seq.num_left:
             self._end(seq, Outcome("length"))
             return
-        answer.endpoint.note_answer()
+        answer.endpoint.note_answer(seq.asked_s)
+        seq.num_refusals = 0
         seq.pieces.append(text)
         if seq.num_made > seq.most_pieces:
             seq.num_failures = 0
@@ -271,27 +332,52 @@ class EndpointEngine:
     def _handle_failure(self, seq: EndpointSequence, answer: EndpointReply, failed: Failed) -> None:
         """Have a request asked for again, at whichever endpoint can be, or end it.
 
-        It ends where the operator does not want it to be asked for again, where the text is as long as it may be, and
-        where endpoints have failed at it as often as a request may fail. That an endpoint is away or busy does not
-        count.
+        It ends where the operator does not want it to be asked for again, and where endpoints have failed at it as
+        often as a request may fail. Counted is at once what was lost, or broke off behind its first piece; whose fault
+        another failure is turns out later. That an endpoint cannot be reached does not count.
         """
-        endpoint, now_s = answer.endpoint, time.monotonic()
-        log.warning("%s: %s", endpoint.url, failed.problem)
-        if failed.is_busy and failed.wait_s is not None:
-            endpoint.note_busy(failed.problem, failed.wait_s, now_s)
-        else:
-            endpoint.note_failure(failed.problem, answer.asked_s, now_s)
+        endpoint, now_s = answer.endpoint, self.endpoints.clock()
+        log.warning("%s, request %s: %s", endpoint.url, seq.id, failed.problem)
         self._count_retry("endpoint_busy" if failed.is_busy else "endpoint_failed")
-        if not failed.may_have_begun:
+        seq.failed_at_s = now_s
+        if not failed.is_asked:
+            endpoint.note_failure(failed.cause, failed.problem, seq.asked_s, now_s)
             return
+        endpoint.note_refusal(failed.cause, failed.problem, seq.id, seq.asked_s, now_s, failed.wait_s)
+        until_s = now_s + max(draw_pause_s(seq.num_refusals), failed.wait_s or 0.0)
+        is_last = seq.num_failures + 1 >= self._count_max_failures(failed)
+        refusal = Refusal(failed, seq.asked_s, until_s, now_s if is_last else until_s, seq.was_crowded)
+        seq.refusals[endpoint] = refusal
+        # While a busy endpoint answers others, the next place may be free soon.
+        seq.num_refusals += not (failed.is_busy and refusal.was_crowded)
+        if failed.may_have_begun and self.settings.interrupted == "fail":
+            self._end_with_error(seq, AnswerInterrupted(failed.problem))
+        elif failed.error is not None and seq.num_made:
+            self._end_with_error(seq, failed.error)
+        elif failed.is_lost or seq.num_made:
+            self._count_failure(seq, refusal)
+        else:
+            self._judge_refusals(seq, now_s)
+
+    def _judge_refusals(self, seq: EndpointSequence, now_s: float) -> None:
+        """Count the refusals that are known by now to be the request's fault. It may end with that."""
+        for endpoint, refusal in list(seq.refusals.items()):
+            if refusal.is_open and refusal.counts(endpoint, now_s) and self._sequences.get(seq.id) is seq:
+                self._count_failure(seq, refusal)
+
+    def _count_max_failures(self, failed: Failed) -> int:
+        """Return how often in a row a request may fail: more often where the connection was lost, or all are busy."""
+        is_outside = failed.is_lost or failed.is_busy
+        return self._record.max_attempts if is_outside else self._record.fail_attempts
+
+    def _count_failure(self, seq: EndpointSequence, refusal: Refusal) -> None:
+        """Count a failure against a request, which ends where it fails too often, or its text is long enough."""
+        failed, refusal.is_open = refusal.failed, False
         seq.num_failures += 1
         seq.most_pieces = max(seq.most_pieces, min(seq.num_made, GOOD_PROGRESS))
-        # In a row they may fail more often where the connection was lost.
-        max_failures = self._record.max_attempts if failed.is_lost else self._record.fail_attempts
-        if self.settings.interrupted == "fail":
-            self._end_with_error(seq, AnswerInterrupted(failed.problem))
-        elif seq.num_failures >= max_failures:
-            self._end_with_error(seq, ModelError(f"endpoints failed {seq.num_failures} times: {failed.problem}"))
+        if seq.num_failures >= self._count_max_failures(failed):
+            error = ModelError(f"endpoints failed {seq.num_failures} times: {failed.problem}")
+            self._end_with_error(seq, failed.error or error)
         elif not seq.num_left:
             self._end(seq, Outcome("length"))
 
@@ -305,7 +391,7 @@ class EndpointEngine:
 
     def _forget_answer(self, answer: EndpointReply) -> None:
         if (seq := self._by_answer.pop(answer, None)) is not None:
-            answer.endpoint.num_running -= 1
+            answer.endpoint.under_way.remove(seq.asked_s)
             seq.answer = None
 
 

@@ -1,9 +1,10 @@
 """The answer of an endpoint to one question, read on a thread and handed to the loop piece by piece.
 
-An answer ends in exactly one of: `Finished`; `Refused`, which is about the request; `Failed`, which is about the
-endpoint. Once `cut` was called nothing more of it is used.
+An answer ends in exactly one of: `Finished`; `Refused`, which is certainly about the request; `Failed`, of which it is
+not known whether it is about the request or the endpoint. Once `cut` was called nothing more of it is used.
 """
 
+import codecs
 import contextlib
 import email.message
 import email.utils
@@ -12,13 +13,12 @@ import json
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.endpoint_worker.endpoints import Endpoint
+from penstock.endpoint_worker.endpoints import MAX_TOLD_PAUSE_S, UNREACHABLE, Endpoint
 from penstock.endpoint_worker.question import Question
 from penstock.errors import AnswerInterrupted, InvalidRequest, ModelError, PromptTooLong, RequestError, RequestTooLarge
 from penstock.messages import FinishReason, Usage, now_s, replace_surrogates
@@ -31,8 +31,10 @@ MAX_ERROR_BYTES = 65_536
 MAX_LINE_BYTES = 2**24
 MAX_TOLD_TOKENS = 2**53
 """The largest token count that is believed: readers of JSON in other languages hold no larger integer exactly."""
-REFUSED_STATUSES = (400, 413, 422)
-"""HTTP statuses that are about the request. All others are about the endpoint."""
+MAX_INTERIM_ANSWERS = 16
+"""How many interim answers (HTTP 100 to 199) may come before the answer itself."""
+INVALID_STATUSES = (400, 403, 413, 415, 422, 451)
+"""HTTP statuses that say that the request is not as it should be, if it is the request's fault."""
 BUSY_STATUSES = (429, 503)
 CONTINUING_OWNERS = ("vllm", "sglang")
 """`owned_by` of the models of servers that have `continue_final_message`."""
@@ -58,23 +60,32 @@ class Finished:
 
 @dataclass(frozen=True)
 class Refused:
-    """The endpoint cannot answer this request."""
+    """The endpoint cannot answer this request, and no other one can."""
 
     error: RequestError
+    has_begun: bool = True
+    """Whether it began to answer, and so answers requests."""
 
 
 @dataclass(frozen=True)
 class Failed:
     """The endpoint did not answer, or not to the end."""
 
+    cause: str
+    """In one word, by which failures are alike: the HTTP status, or what else it was."""
     problem: str
-    may_have_begun: bool
+    """What happened, with the endpoint's own words."""
+    is_asked: bool = True
+    """Whether the question was sent: else the endpoint cannot be reached."""
+    may_have_begun: bool = True
     """Whether it may have computed a part of the answer."""
     is_lost: bool = False
-    """Whether the connection was lost in the middle."""
+    """Whether the connection was lost behind the question."""
     is_busy: bool = False
     wait_s: float | None = None
     """How long it asks to be left alone."""
+    error: RequestError | None = None
+    """With what the request ends if it was its fault; None for a `ModelError`."""
 
 
 ReplyEvent = Piece | Finished | Refused | Failed
@@ -86,6 +97,10 @@ class _FailedError(Exception):
     def __init__(self, end: Failed | Refused) -> None:
         super().__init__()
         self.end = end
+
+
+class ModelsRefused(OSError):
+    """An endpoint does not list its models."""
 
 
 class EndpointReply:
@@ -101,10 +116,9 @@ class EndpointReply:
     ) -> None:
         """`report` is called on the answer's thread with each event."""
         self.endpoint, self.question = endpoint, question
-        self.asked_s = time.monotonic()
         self.is_cut = False
         self._key, self._silence_s, self._report = key, silence_s, report
-        self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="answer", daemon=True)
         self._thread.start()
@@ -113,9 +127,9 @@ class EndpointReply:
         """Close the connection, which tells the endpoint to stop."""
         with self._lock:
             self.is_cut = True
-            if self._connection is not None and self._connection.sock is not None:
+            if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
     def is_alive(self) -> bool:
@@ -130,7 +144,7 @@ class EndpointReply:
         try:
             self._report(self, self._read())
         except Exception as error:  # a bug: this answer's
-            self._report(self, Failed(f"{type(error).__name__}: {error}", may_have_begun=True))
+            self._report(self, Failed("unreadable", f"{type(error).__name__}: {error}"))
 
     def _read(self) -> Finished | Refused | Failed:
         is_sent = False
@@ -139,33 +153,43 @@ class EndpointReply:
                 if self.question.continues_chat:
                     self._check_chat_continues()
                 connection.connect()
-                self._keep_connection(connection)
+                self._keep_socket(connection.sock)
                 is_sent = True
                 headers = build_headers(self._key) | {"Content-Type": "application/json", "Accept": "text/event-stream"}
                 connection.request(
                     "POST", find_path(self.endpoint.url, self.question.path), self.question.body, headers
                 )
                 response = connection.getresponse()
+                skip_interim_answers(response)
                 check_status(response)
                 return self._read_stream(read_events(response))
         except _FailedError as failed:
             return failed.end
-        except (OSError, http.client.HTTPException, ssl.SSLError) as error:
-            return Failed(f"{type(error).__name__}: {error}".removesuffix(": "), is_sent, is_lost=is_sent)
+        except (OSError, http.client.HTTPException) as error:
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if not is_sent:
+                return Failed(UNREACHABLE, text, is_asked=False, may_have_begun=False)
+            is_lost = isinstance(error, OSError | http.client.IncompleteRead)
+            return Failed("lost" if is_lost else "no_http", text, is_lost=is_lost)
 
-    def _keep_connection(self, connection: http.client.HTTPConnection) -> None:
-        connection.sock.settimeout(self._silence_s)
+    def _keep_socket(self, connected: socket.socket) -> None:
+        connected.settimeout(self._silence_s)
         with self._lock:
             if self.is_cut:
                 raise ConnectionAbortedError("the answer is not wanted any more")
-            self._connection = connection
+            self._socket = connected
 
     def _check_chat_continues(self) -> None:
         if self.endpoint.continues_chats is None:
-            owners = {str(one.get("owned_by")) for one in list_models(self.endpoint.url, self._key)}
+            try:
+                models = list_models(self.endpoint.url, self._key)
+            except ModelsRefused as error:
+                raise _FailedError(Failed("models", str(error), may_have_begun=False)) from None
+            owners = {str(one.get("owned_by")) for one in models}
             self.endpoint.continues_chats = bool(owners.intersection(CONTINUING_OWNERS))
         if not self.endpoint.continues_chats:
-            raise _FailedError(Refused(AnswerInterrupted("this endpoint cannot go on with the last turn of a chat")))
+            unable = AnswerInterrupted("this endpoint cannot go on with the last turn of a chat")
+            raise _FailedError(Refused(unable, has_begun=False))
 
     def _read_stream(self, events: Iterator[Mapping[str, Any]]) -> Finished:
         """Report all text, and return the end. Raises `_FailedError` for an answer without one."""
@@ -174,13 +198,14 @@ class EndpointReply:
         stop: str | None = None
         for event in events:
             usage = read_usage(event) or usage
-            for choice in (event.get("choices") or ())[:1]:
+            # One answer was asked for: a choice with another number is none of ours.
+            for choice in (one for one in event.get("choices") or () if one.get("index") in (None, 0)):
                 if text := read_text(choice):
                     self._report(self, Piece(text))
                 reason = read_finish_reason(choice) or reason
                 stop = replace_surrogates(told) if isinstance(told := choice.get("stop_reason"), str) else stop
         if reason is None:
-            raise _FailedError(Failed("the answer was cut", may_have_begun=True, is_lost=True))
+            raise _FailedError(Failed("lost", "the answer was cut", is_lost=True))
         return Finished(reason, usage, stop)
 
 
@@ -205,41 +230,61 @@ def build_headers(key: str) -> dict[str, str]:
 
 
 def list_models(url: str, key: str) -> list[dict[str, Any]]:
-    """Return the models of an endpoint, as it describes them. Raises `OSError` where it does not."""
+    """Return the models of an endpoint, as it describes them.
+
+    Raises `OSError` where it cannot be reached, and `ModelsRefused` where it answers otherwise.
+    """
     with contextlib.closing(open_connection(url, MODELS_TIMEOUT_S)) as connection:
         try:
             connection.request("GET", find_path(url, "/models"), headers=build_headers(key))
             response = connection.getresponse()
             content = response.read(MAX_LINE_BYTES)
             if response.status != 200:
-                raise OSError(f"HTTP {response.status} to GET /models: {describe_error(content)}")
+                raise ModelsRefused(f"HTTP {response.status} to GET /models: {describe_error(content)}")
             return [one for one in json.loads(content)["data"] if isinstance(one.get("id"), str)]
         except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OSError(f"its list of models cannot be read: {type(error).__name__}: {error}") from None
+            raise ModelsRefused(f"its list of models cannot be read: {type(error).__name__}: {error}") from None
+
+
+def skip_interim_answers(response: http.client.HTTPResponse) -> None:
+    """Read on up to the answer itself. `http.client` takes all but HTTP 100 for it; 101 ends what was asked."""
+    for _ in range(MAX_INTERIM_ANSWERS):
+        if not 101 < response.status < 200:
+            return
+        response.headers = None  # type: ignore[assignment] # so that it reads further headers
+        response.begin()
 
 
 def check_status(response: http.client.HTTPResponse) -> None:
     """Raise `_FailedError` for an answer that is no stream."""
     status = response.status
     if status == 200:
-        if response.headers.get_content_type() == "text/event-stream":
-            return
-        raise _FailedError(Failed(f"it does not stream, but sends {response.headers.get_content_type()}", True))
-    text = describe_error(response.read(MAX_ERROR_BYTES))
-    if status in REFUSED_STATUSES:
-        raise _FailedError(Refused(to_refusal(status, text)))
+        kind, encoding = response.headers.get_content_type(), response.headers.get("content-encoding", "").strip()
+        if encoding.lower() not in ("", "identity"):
+            raise _FailedError(Failed("encoded", f"it sends {encoding}, for which it was not asked"))
+        if kind != "text/event-stream":
+            raise _FailedError(Failed("no_stream", f"it does not stream, but sends {kind}"))
+        return
+    where = f" to {response.headers['location'][:200]}" if "location" in response.headers else ""
     wait_s = parse_retry_after(response.headers) if status in BUSY_STATUSES else None
-    is_busy = status == 429 or wait_s is not None
-    may_have_begun = status >= 500 and status != 503
-    raise _FailedError(Failed(f"HTTP {status}: {text}", may_have_begun, is_busy=is_busy, wait_s=wait_s))
+    raise _FailedError(judge_status(status, where + ": " + describe_error(response.read(MAX_ERROR_BYTES)), wait_s))
 
 
-def to_refusal(status: int, text: str) -> RequestError:
-    """Return the typed error for an endpoint's refusal of a request."""
+def judge_status(status: int, text: str, wait_s: float | None = None) -> Refused | Failed:
+    """Return what an HTTP status means, or one in the stream. What is too large is the request's own fault."""
+    refused = f"the endpoint refuses it: HTTP {status}{text}"
     if status == 413:
-        return RequestTooLarge(f"the endpoint refuses it: {text}")
-    is_long = "context length" in text.lower() or "context_length" in text.lower()
-    return (PromptTooLong if is_long else InvalidRequest)(f"the endpoint refuses it: {text}")
+        return Refused(RequestTooLarge(refused), has_begun=False)
+    if status in (400, 422) and ("context length" in text.lower() or "context_length" in text.lower()):
+        return Refused(PromptTooLong(refused), has_begun=False)
+    return Failed(
+        str(status),
+        f"HTTP {status}{text}",
+        may_have_begun=status >= 500 and status != 503,
+        is_busy=status in BUSY_STATUSES,
+        wait_s=None if wait_s is None else min(wait_s, MAX_TOLD_PAUSE_S),
+        error=InvalidRequest(refused) if status in INVALID_STATUSES else None,
+    )
 
 
 def describe_error(content: bytes) -> str:
@@ -278,13 +323,14 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any
 
     Raises `_FailedError` for an error in the stream.
     """
-    rest = b""
+    rest, mark = b"", codecs.BOM_UTF8
     while content := response.read1(65_536):
-        *lines, rest = (rest + content).split(b"\n")
+        *lines, rest = (rest + content).replace(b"\r", b"\n").split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
-            raise _FailedError(Failed("a line of its stream does not end", may_have_begun=True))
+            raise _FailedError(Failed("unreadable", "a line of its stream does not end"))
         for line in lines:
-            name, _, value = line.rstrip(b"\r").partition(b":")
+            name, _, value = line.removeprefix(mark).partition(b":")
+            mark = b""  # a stream may begin with one
             if name != b"data":
                 continue
             if value.strip() == b"[DONE]":
@@ -298,13 +344,13 @@ def _parse_event(value: bytes) -> Mapping[str, Any]:
     except ValueError:
         event = None
     if not isinstance(event, dict):
-        raise _FailedError(Failed("its stream is not JSON", may_have_begun=True))
+        raise _FailedError(Failed("unreadable", "its stream is not JSON"))
     if event.get("error"):
         text = describe_error(value)
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
-        if code in REFUSED_STATUSES:
-            raise _FailedError(Refused(to_refusal(code, text)))
-        raise _FailedError(Failed(f"it failed in the answer: {text}", may_have_begun=True))
+        if isinstance(code, int) and 400 <= code < 500:
+            raise _FailedError(judge_status(code, f" in the stream: {text}"))
+        raise _FailedError(Failed("error", f"it failed in the answer: {text}"))
     return event
 
 

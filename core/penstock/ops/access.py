@@ -57,6 +57,12 @@ def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = F
         check_kafka(addresses, pipeline, role)
 
 
+def check_redis_access(addresses: Addresses, role: Role) -> None:
+    """Raise `AccessRefused` where the first stream server refuses a command that the `role` needs."""
+    needed = list_commands(Pipeline(addresses.pipeline), role, streams=not addresses.kafka)
+    _check_redis(addresses.first_url, "PENSTOCK_STREAM_URL", needed)
+
+
 def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Command]:
     """Return one example of each kind of command that a role sends to Redis."""
     record, channel = pipeline.record_key("x"), pipeline.live_channel("x")
@@ -65,6 +71,7 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
         found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel), *_list_client_commands(pipeline)]
     else:
         found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
+        found += [("HSET", record, "x", "x"), ("XADD", pipeline.log_key("x"), "*", "e", "")]
     if role != "client":
         found.append(("TIME",))
     if role == "gateway":

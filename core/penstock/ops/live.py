@@ -14,6 +14,7 @@ from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, find_stages
+from penstock.ops.eviction import LOOK_S, describe_eviction
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
 from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
@@ -34,14 +35,18 @@ class LiveWatch(PipelineWatch[Json]):
 
     def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
         super().__init__(addresses, settings)
+        self.eviction, self._eviction_asked_at = "", -LOOK_S
+        """Which stream servers evict, as of a minute ago at most; empty where none does."""
         self._seen: dict[tuple[str, str], float] = {}
         """When each worker's heartbeat was last found."""
 
     def _read_now(self, bus: Bus) -> Json:
+        if time.monotonic() >= self._eviction_asked_at + LOOK_S:
+            self._eviction_asked_at, self.eviction = time.monotonic(), describe_eviction(self._addresses)
         workers = read_heartbeats(self._redis, self._pipeline)
         lag = compute_lag(self._pipeline, bus.count_unsettled(), workers)
         seconds, microseconds = self._redis.time()
-        now_s, health = seconds + microseconds / 1e6, assess_health(workers)
+        now_s, health = seconds + microseconds / 1e6, assess_health(workers, self.eviction)
         return {
             "at": now_s,
             "pipeline": self._pipeline.name,
@@ -86,6 +91,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
         "tokens_per_s": per_s.get(find_stages(worker["stage"])[-1]),
         "blocks_used": pool["used"],
         "blocks_total": pool["total"],
+        "resting": [one for one in worker.get("endpoints", ()) if one["cause"]],
         "age_s": round(max(0.0, now_s - worker["since"]), 1),
     }
 

@@ -55,9 +55,9 @@ def check_health(addresses: Addresses, settings: BusSettings) -> Health:
     return assess_health(workers)
 
 
-def assess_health(workers: Iterable[dict[str, Any]]) -> Health:
-    """Return the pipeline's health by the heartbeats of its workers."""
-    reasons = tuple(_list_problems(workers))
+def assess_health(workers: Iterable[dict[str, Any]], server_problem: str = "") -> Health:
+    """Return the pipeline's health by the heartbeats of its workers, and what is wrong with a server."""
+    reasons = (*([server_problem] if server_problem else []), *_list_problems(workers))
     return Health("degraded" if reasons else "ok", reasons)
 
 

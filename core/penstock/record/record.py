@@ -19,8 +19,8 @@ from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_to
 
 log = logging.getLogger(__name__)
 
-CLAIM = load_script("penstock.record", "claim")
-TAKE = load_script("penstock.record", "take")
+CLAIM = load_script("penstock.record", "log_end", "claim")
+TAKE = load_script("penstock.record", "log_end", "take")
 REAP = load_script("penstock.record", "reap")
 ADOPT = load_script("penstock.record", "adopt")
 DISOWN = load_script("penstock.record", "disown")
@@ -183,7 +183,7 @@ class Record:
         pipeline = self._pipeline
         keys = [pipeline.free_key(stage), pipeline.sessions_key, pipeline.held_key(session)]
         key_formats = [pipeline.record_key("%s"), pipeline.log_key("%s")]
-        args: Args = [session, stage, max_requests, self._longest_ms, self._pending_ms, *key_formats]
+        args: Args = [session, stage, max_requests, self._longest_ms, self._pending_ms, START_HASH, *key_formats]
         (taken,) = TAKE.run_once(self._client, [TAKE.command(keys, args)])
         logs = self._read_logs([(name.decode(), reply) for name, reply, _ in taken])
         return [

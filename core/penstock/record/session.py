@@ -26,7 +26,7 @@ from penstock.messages import now_s
 from penstock.names import STAGES, Stage
 from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
-from penstock.redis.client import is_away
+from penstock.redis.client import is_outage
 from penstock.redis.scripts import ScriptCall
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Session:
                 if not self.is_stopped and not self._is_stalled():
                     self._renew_session(beside)
         except BaseException as error:
-            if not (isinstance(error, redis.RedisError) and is_away(error)):
+            if not (isinstance(error, redis.RedisError) and is_outage(error)):
                 self._failure = error
                 self._stop.set()
         self.due_s = time.monotonic() + self.interval_s

@@ -1,6 +1,8 @@
 """Redis clients with time limits, the errors that count as an outage, and the pauses between attempts."""
 
+import logging
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +42,9 @@ _AWAY_ERRORS = (
     TryAgainError,
 )
 _REFUSED_ERRORS = (redis.AuthenticationError, AuthorizationError)
+REPEAT_S = 60.0
+"""How long a line about an outage is not repeated."""
+_said_at: dict[str, float] = {}
 _AWAY_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
 """Outages for which redis-py has no class: the disk is full, replicas are gone, all data is gone, a script does not
 end, the server became a replica while we waited."""
@@ -101,16 +106,25 @@ def is_outage(error: BaseException) -> bool:
     Beside what `is_away` says, these are refusals: they may be over soon, as when a password is changed.
     """
     refusal = error.__cause__ if isinstance(error, BusUnavailable) else error
-    return is_away(error) or isinstance(refusal, (*_REFUSED_ERRORS, NoPermissionError))
+    is_refusal = isinstance(refusal, (*_REFUSED_ERRORS, NoPermissionError))
+    # redis-py has no class for the refusal of a command within a script.
+    return is_away(error) or is_refusal or str(refusal).startswith("ACL failure in script")
+
+
+def log_outage(log: logging.Logger, line: str) -> None:
+    """Log a warning, unless the same line was logged within the last minute."""
+    if time.monotonic() > _said_at.get(line, -REPEAT_S) + REPEAT_S:
+        _said_at[line] = time.monotonic()
+        log.warning("%s", line)
 
 
 @contextmanager
 def translate_outages() -> Iterator[None]:
-    """Raise `BusUnavailable` instead of an error that means that Redis is away."""
+    """Raise `BusUnavailable` instead of an error that means that Redis is away, or refuses this client."""
     try:
         yield
     except redis.RedisError as error:
-        if is_away(error):
+        if is_outage(error):
             raise BusUnavailable(f"Redis: {error}") from error
         raise
 

@@ -140,6 +140,11 @@ DEAD_LETTERS = Metric(
     "penstock.dead_letters", "counter", "{message}", ("pipeline", "stage"),
     "Messages that were put into the dead-letter topic.", "worker",
 )  # fmt: skip
+ENDPOINT_REST = Metric(
+    "penstock.endpoint.rest", "gauge", "s", ("pipeline", "worker", "endpoint", "cause"),
+    "How much longer an endpoint is left alone. cause: why it rests (an HTTP status, unreachable, lost, ...), also "
+    "while it is tried with one request; empty where it does not.", "worker",
+)  # fmt: skip
 
 # The gateway: of the pipelines that it serves.
 
@@ -166,6 +171,11 @@ PIPELINE_UP = Metric(
     "Whether bus and Redis answered the gateway at the last look: where 0, the pipeline's other gauges are absent.",
     "gateway",
 )  # fmt: skip
+REDIS_EVICTS = Metric(
+    "penstock.redis.evicts", "gauge", "1", ("pipeline",),
+    "Whether a stream server evicts at its limit of memory, as of the last minute: it may delete records and logs.",
+    "gateway",
+)  # fmt: skip
 
 # The gateway itself.
 
@@ -181,6 +191,10 @@ GATEWAY_REFUSED = Metric(
 GATEWAY_STREAMS = Metric(
     "penstock.gateway.streams", "gauge", "{stream}", (),
     "Streams that are being read now.", "gateway",
+)  # fmt: skip
+GATEWAY_UNREAD = Metric(
+    "penstock.gateway.unread_streams", "gauge", "{stream}", (),
+    "Unfinished requests whose client left here, and to which nobody has come back.", "gateway",
 )  # fmt: skip
 
 WEBHOOK_ATTEMPTS = Metric(

@@ -142,6 +142,9 @@ class StageMetrics:
             accepted, drafted = view["drafts"]["accepted"], view["drafts"]["drafted"]
             yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "accepted"), accepted)
             yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "rejected"), drafted - accepted)
+        for one in view.get("endpoints", ()):
+            place = self._pipeline, self._worker, one["url"], one["cause"]
+            yield Reading(catalog.ENDPOINT_REST, place, one["rests_s"])
         yield from self._read_kv_counters(view["kv"])
 
     def _read_kv_counters(self, kv: Mapping[str, Any]) -> Iterable[Reading]:

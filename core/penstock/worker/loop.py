@@ -3,7 +3,7 @@
 A worker whose servers are away is dropped, and made anew over the engine, which stays:
 
     1  abandon   its threads end, and everything leaves the engine; computed KV stays in the pool, as cache
-    2  wait      until Redis takes a write and the bus answers, with pauses of up to two seconds
+    2  wait      until Redis takes a write and refuses nothing, and the bus answers, with pauses of up to two seconds
     3  make      a new worker object joins the group; the old one's requests come back to it, or go to another worker
 
 To other workers it is a worker that died, without the time for loading the model. A crash at any of the three steps
@@ -20,8 +20,8 @@ from typing import Protocol, Self
 
 import redis
 
-from penstock.errors import BusUnavailable, MemberFenced
-from penstock.redis.client import backoff_pauses, is_outage
+from penstock.errors import AccessRefused, BusUnavailable, MemberFenced
+from penstock.redis.client import backoff_pauses, is_outage, log_outage
 from penstock.worker.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ STEADY_RUN_S = 10.0
 
 
 class Reconnector:
-    """Keeps a worker serving. `make` returns a new one; `ask_bus` raises while the bus is away."""
+    """Keeps a worker serving. `make` returns a new one; `ask_bus` raises while the bus is away, or Redis refuses."""
 
     def __init__(self, make: Callable[[], WorkerLoop], ask_bus: Callable[[], object], beat: Heartbeat) -> None:
         self._make, self._ask_bus, self._beat = make, ask_bus, beat
@@ -127,7 +127,7 @@ class Reconnector:
             except Exception as error:
                 if not self._is_outage(error):
                     raise
-                log.warning("degraded: %s", error)
+                log_outage(log, f"degraded: {error}")
                 self._beat.update_status(now=True, state="degraded", reason=str(error))
                 if worker is not None:
                     worker.abandon()  # 1
@@ -137,10 +137,10 @@ class Reconnector:
     def _is_outage(self, error: Exception) -> bool:
         """Return whether an error is an outage.
 
-        A member is fenced when it was away too long. Where another process has its name by now, the beat that is
-        written before a new member is made raises `NameTaken`.
+        Who was let in before and is refused now waits. A member is fenced when it was away too long. Where another
+        process has its name by now, the beat that is written before a new member is made raises `NameTaken`.
         """
-        return is_outage(error) or isinstance(error, MemberFenced)
+        return is_outage(error) or isinstance(error, (MemberFenced, AccessRefused))
 
     def _report_draining(self) -> None:
         self._beat.update_status(now=True, state="draining")
@@ -151,8 +151,8 @@ class Reconnector:
             try:
                 self._beat.write_beat()
                 self._ask_bus()
-            except (redis.RedisError, BusUnavailable) as error:
-                if not is_outage(error):
+            except (redis.RedisError, BusUnavailable, AccessRefused) as error:
+                if not self._is_outage(error):
                     raise
                 self._beat.update_status(reason=str(error))
                 continue

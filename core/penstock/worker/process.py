@@ -34,7 +34,8 @@ from penstock.config.settings import (
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
-from penstock.ops.access import check_access
+from penstock.ops.access import check_access, check_redis_access
+from penstock.ops.eviction import watch_eviction
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.redis.servers import store_server_lists
@@ -86,7 +87,7 @@ class WorkerProcess:
 
     def __enter__(self) -> Self:
         """Check that the servers allow what a worker of this kind does, take the name, and begin heartbeat and
-        telemetry. Raise `AccessRefused` or `NameTaken`.
+        telemetry. Raise `AccessRefused`, `NameTaken` or `ServerEvicts`.
         """
         settings, addresses = self.settings, self.addresses
         if self.kind != "endpoint":
@@ -97,6 +98,7 @@ class WorkerProcess:
         store_server_lists(addresses.stream_url, self.pipeline)
         worker = settings.worker
         with contextlib.ExitStack() as stack:
+            stack.enter_context(watch_eviction(addresses, settings.record.eviction))
             self.beat = Heartbeat(
                 addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s
             )
@@ -196,8 +198,13 @@ class WorkerProcess:
         )
         log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
         check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
+
+        def ask_servers() -> None:
+            check_redis_access(self.addresses, self.kind)
+            check_bus()
+
         freeze_loaded_objects()
-        Reconnector(make_worker, check_bus, self.beat).run_until_stopped(stop, settings.worker.drain_s)
+        Reconnector(make_worker, ask_servers, self.beat).run_until_stopped(stop, settings.worker.drain_s)
         log.info("%s has left", self.name)
 
 

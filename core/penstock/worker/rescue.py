@@ -29,7 +29,7 @@ from penstock.bus.contract import Delivery, Member, OrphanReader
 from penstock.errors import BusError
 from penstock.names import Stage
 from penstock.record import Record, Session, ShardedSession, UnclaimedMessage
-from penstock.redis.client import is_away
+from penstock.redis.client import is_outage
 from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Rescuer:
         except BusError as error:  # an outage: the next look tries again
             log.debug("the bus cannot be read for others: %s", error)
         except redis.RedisError as error:
-            if not is_away(error):
+            if not is_outage(error):
                 raise
         return False
 

@@ -16,7 +16,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, InternalError, Request
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
 from penstock.names import CLASS_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
-from penstock.redis.client import backoff_pauses, is_away
+from penstock.redis.client import backoff_pauses, is_outage
 from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Settler:
                     troubled_s = now_s
                 slowness = self._member.slowness
                 end_s = min(begun_s + MAX_RETRY_S * slowness, troubled_s + MAX_RETRY_ALONE_S * slowness)
-                if not is_away(error) or now_s > end_s:
+                if not is_outage(error) or now_s > end_s:
                     raise
                 batch = [
                     replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch

@@ -6,6 +6,7 @@ from penstock.errors import SettingsError
 from penstock.ingest.gateway.server import serve_gateway
 from penstock.names import Pipeline
 from penstock.ops.access import check_access
+from penstock.ops.eviction import watch_eviction
 from penstock.redis.servers import store_server_lists
 from penstock.telemetry.process import open_telemetry
 from penstock.worker.heartbeat import choose_worker_name
@@ -19,5 +20,8 @@ def run_gateway(**given: object) -> None:
     check_access(addresses, "gateway")
     store_server_lists(addresses.stream_url, Pipeline(addresses.pipeline))
     name, telemetry = choose_worker_name(""), settings.telemetry
-    with open_telemetry("penstock-gateway", addresses, name, telemetry, settings.traces, with_endpoint=False) as meters:
+    with (
+        watch_eviction(addresses, settings.record.eviction),
+        open_telemetry("penstock-gateway", addresses, name, telemetry, settings.traces, with_endpoint=False) as meters,
+    ):
         serve_gateway(settings, addresses, meters)

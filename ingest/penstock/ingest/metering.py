@@ -37,7 +37,7 @@ from penstock.errors import BusUnavailable, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
-from penstock.redis.client import backoff_pauses, is_away, redis_client
+from penstock.redis.client import backoff_pauses, is_away, log_outage, redis_client
 from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ async def meter_forever(addresses: Addresses, settings: BusSettings) -> None:
                 counted = await _finish_before_cancel(loop.run_in_executor(thread, meter.count_once))
             except (BusUnavailable, redis.RedisError) as error:
                 if not is_away(error):
-                    log.error("metering: %s", error)
+                    log_outage(log, f"metering: {error}")
                 await asyncio.sleep(next(waits))
                 continue
             waits = backoff_pauses()

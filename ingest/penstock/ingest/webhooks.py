@@ -2,6 +2,7 @@
 
     penstock:webhooks              the tenants that have had events
     penstock:webhooks:<tenant>     the tenant's events that are not delivered: their bodies, by when each is due
+    penstock:webhooks-secret       some gateway can send; -url: also to tenants without a receiver of their own
 
     1  the response or batch has ended, and its object says so
     2  its event is written to Redis (`add_event`)     3  its mark is removed: nobody adds the event again
@@ -11,6 +12,8 @@
 A crash after 1 or 2 leaves the mark, and whoever finds it adds the event, which has the same body: it is one, unless it
 was delivered already and is delivered again. A crash after 4 or 5 costs another attempt when `TAKEN_S` is over; after 5
 the receiver gets a second delivery. Its id is the same each time, by which receivers know it.
+
+A gateway without the settings cannot send. It does 1 to 3 where another one can, and takes no event.
 
 No receiver holds up another: each tenant's events are tried by a task of its own, few at once. Redis has the rest.
 """
@@ -39,8 +42,8 @@ from redis.exceptions import RedisError
 from penstock.config.settings import WebhookSettings
 from penstock.errors import PenstockError
 from penstock.ingest.tenants import KeySource
-from penstock.names import WEBHOOKS_KEY, webhook_events_key
-from penstock.redis.client import translate_outages
+from penstock.names import WEBHOOK_MARK_KEYS, WEBHOOKS_KEY, webhook_events_key
+from penstock.redis.client import log_outage, translate_outages
 from penstock.redis.scripts import load_script
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Meters, Reading
@@ -57,6 +60,8 @@ MAX_EVENTS_AT_ONCE = 8
 """Events of a tenant that a gateway tries at once."""
 MAX_TENANTS_AT_ONCE = 64
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
+MARK_S = 60.0
+"""How often a gateway says that it can send."""
 
 
 class Receiver(NamedTuple):
@@ -85,6 +90,7 @@ class Webhooks:
         self._client, self._tenants, self._settings, self._meters = client, tenants, settings, meters
         self._read_clock = read_clock
         self._num_waiting = 0
+        self._marked_at = -MARK_S
         self._wake_up = asyncio.Event()
         self._look_task: asyncio.Task[None] | None = None
         self._delivering: dict[str, asyncio.Task[None]] = {}
@@ -118,7 +124,7 @@ class Webhooks:
 
         `kind` is the event's type, such as `response.completed`. Equal arguments are the same event.
         """
-        if await self.find_receiver(tenant) is None:
+        if await self.find_receiver(tenant) is None and not await self._is_sent_elsewhere(tenant):
             return
         body = make_event(kind, subject_id, ended_at)
         with translate_outages():
@@ -127,6 +133,23 @@ class Webhooks:
                 batch.zadd(webhook_events_key(tenant), {body: self._read_clock()}, nx=True)
                 await batch.execute()
         self._wake_up.set()
+
+    async def _is_sent_elsewhere(self, tenant: str) -> bool:
+        """Return whether a gateway with other settings can send a tenant's events. Raises `BusUnavailable`."""
+        with translate_outages():
+            secret, url = await self._client.mget(WEBHOOK_MARK_KEYS)
+        entry = None if secret is None or self._tenants is None else await self._tenants.find_tenant(tenant)
+        return secret is not None and (url is not None or (entry is not None and bool(entry.webhook_url)))
+
+    async def _mark_settings(self) -> None:
+        """Say to the other gateways, for as long as events are tried, that this one can send."""
+        fingerprint, kept_s = hashlib.sha256(self._settings.secret.encode()).hexdigest()[:16], self._settings.retry_s
+        with translate_outages():
+            for key, value in zip(WEBHOOK_MARK_KEYS, [fingerprint, "1" if self._settings.url else ""], strict=True):
+                found = value and await self._client.set(key, value, ex=round(max(3 * MARK_S, kept_s)), get=True)
+                if found and found != value.encode():
+                    log.warning("webhooks: gateways of this Redis have different secrets (PENSTOCK_WEBHOOK_SECRET)")
+        self._marked_at = time.monotonic()
 
     def start(self) -> None:
         """Start to deliver events."""
@@ -150,7 +173,7 @@ class Webhooks:
             try:
                 await self._start_deliveries()
             except (PenstockError, RedisError) as error:
-                log.warning("webhooks: %s", error)
+                log_outage(log, f"webhooks: {error}")
             except Exception:  # a gateway that looks no more would deliver nothing until it is started again
                 log.exception("webhooks: looked for again")
             with suppress(TimeoutError):
@@ -158,6 +181,8 @@ class Webhooks:
                     await self._wake_up.wait()
 
     async def _start_deliveries(self) -> None:
+        if time.monotonic() > self._marked_at + MARK_S:
+            await self._mark_settings()
         with translate_outages():
             found = await cast("Any", self._client.smembers(WEBHOOKS_KEY))
             tenants: list[str] = [name.decode() for name in found]
@@ -174,12 +199,14 @@ class Webhooks:
                 self._delivering[tenant] = asyncio.create_task(self._deliver_of_tenant(tenant))
 
     async def _deliver_of_tenant(self, tenant: str) -> None:
-        """Try the events of one tenant that are due."""
+        """Try the events of one tenant that are due, unless only another gateway knows where to send them."""
         try:
+            if await self.find_receiver(tenant) is None and await self._is_sent_elsewhere(tenant):
+                return
             while not self._is_closing and (events := await self._take_due(tenant)):
                 await self._try_events(tenant, events)
         except (PenstockError, RedisError) as error:
-            log.warning("webhooks of %s: %s", tenant, error)
+            log_outage(log, f"webhooks of {tenant}: {error}")
         except Exception:
             log.exception("webhooks of %s: tried again", tenant)
         finally:

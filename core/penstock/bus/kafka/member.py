@@ -75,8 +75,8 @@ STALL_PATIENCE_S = 5.0
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
 MARKER_COMMIT_INTERVAL_S = 1.0
-"""How often offsets of markers that were passed over are committed while nothing is settled. Where brokers are slow it is
-seldom: it takes a transaction, which holds up the next settlement.
+"""How often offsets of markers that were passed over are committed while nothing is settled. Where brokers are slow it
+is seldom: it takes a transaction, which holds up the next settlement.
 """
 
 

@@ -6,7 +6,7 @@
 --          first token, rolling hash with the last one, and for each token its event as JSON
 --
 -- Replies  1  written, or it was written before by this same call
---          0  fenced: another epoch, an ended stream, or a position that is not the next one
+--          0  fenced: another epoch, an ended stream, a position that is not the next one, or a log that is gone
 --          2  cancelled: not written
 --
 -- Crash    before: the next holder makes these tokens. After: it finds them in the log and keeps them.
@@ -26,7 +26,11 @@ if r[3] == 'end' then return 0 end
 if r[4] then return 2 end
 if position > n then return 0 end
 
-for i = 1, count do redis.call('XADD', KEYS[2], n + i - 1 .. '-1', 'e', ARGV[6 + i]) end
+for i = 1, count do  -- not without the tokens before them: then the next claim begins anew
+  local id, event = n + i - 1 .. '-1', ARGV[6 + i]
+  local added = n == 0 and redis.call('XADD', KEYS[2], id, 'e', event)
+  if not (added or redis.call('XADD', KEYS[2], 'NOMKSTREAM', id, 'e', event)) then return 0 end
+end
 local made = n + count - ARGV[4]
 if made > tonumber(r[5] or 0) then
   redis.call('HSET', KEYS[1], 'tokens', n + count, 'hash', ARGV[6], 'attempts', 0, 'most', math.min(made, 256))

@@ -41,6 +41,18 @@ local most = was == stage and tonumber(r[11] or 0) or 0
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+-- 0. What the log has. A record that does not know of the end is told, and lives as long as the log.
+if was ~= 'end' then
+  local has_end
+  tokens, hash, has_end = read_log_end(KEYS[2], tokens, hash, ARGV[9])
+  if has_end then
+    if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
+    was, epoch = 'end', math.max(epoch + 1, now)
+    redis.call('HSET', KEYS[1], 'epoch', epoch, 'stage', was, 'session', '', 'message', '', 'tokens', tokens, 'hash', hash)
+    redis.call('PEXPIRE', KEYS[1], math.max(1, redis.call('PTTL', KEYS[2])))
+  end
+end
+
 -- 1. The same id with another body is another request.
 if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
@@ -68,19 +80,19 @@ end
 
 -- 6. It is ours, or anybody's. Prefill's attempts came to something where its job is here.
 if not prefill and was == 'prefill' then attempts = 0 end
-if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
-if puts_down then
-  redis.call('ZADD', KEYS[4], now, id)
-else
-  attempts = attempts + 1
-  redis.call('SADD', string.format(ARGV[11], session), id)
-  redis.call('ZREM', KEYS[4], id)
-end
+if not puts_down then attempts = attempts + 1 end
 epoch = math.max(epoch + 1, now)
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0, 'stage', stage, 'attempts', attempts,
   'most', most, 'tokens', tokens, 'hash', hash, 'message', ARGV[10])
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
 if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
+if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
+if puts_down then
+  redis.call('ZADD', KEYS[4], now, id)
+else
+  redis.call('SADD', string.format(ARGV[11], session), id)
+  redis.call('ZREM', KEYS[4], id)
+end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 if puts_down then return {'down'} end

@@ -5,8 +5,8 @@
 -- ARGV     live channel, epoch, n, event as JSON, keep of an ended stream in ms, id, what `held` keys look like, the name
 --          of the request's own message where the holder has its delivery, or ''
 --
--- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, n is not the number of tokens, or another
---          message is bound, 3 ended, but what is there in place of a log takes no end
+-- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, n is not the number of tokens, another message
+--          is bound, or the log is gone, 3 ended, but what is there in place of a log takes no end
 --
 -- Crash    before: the next holder goes on. After: the next holder sees the end and only settles.
 --
@@ -21,10 +21,13 @@ if r[3] == 'end' then
   return 1
 end
 
-local added = redis.pcall('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])
+local added = ARGV[3] == '0' and redis.pcall('XADD', KEYS[2], '0-2', 'e', ARGV[4])
+  or redis.pcall('XADD', KEYS[2], 'NOMKSTREAM', ARGV[3] .. '-2', 'e', ARGV[4])
+if not added then return 0 end  -- its tokens are gone: the next claim begins anew
 local is_refused = type(added) == 'table'
--- Where no log would take an end (OOM, MISCONF, …), nothing was written, and the worker tries again.
-if is_refused and not (string.find(added.err, '^WRONGTYPE') or string.find(added.err, '^ERR')) then return added end
+-- Where no log would take an end (OOM, MISCONF, a right is missing, …), nothing was written, and the worker tries again.
+local is_no_log = is_refused and (string.find(added.err, '^WRONGTYPE') or string.find(added.err, '^ERR'))
+if is_refused and (not is_no_log or string.find(added.err, '^ERR ACL')) then return added end
 if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end
 redis.call('HSET', KEYS[1], 'stage', 'end', 'session', '', 'message', '')
 if name ~= '' then redis.call('HSET', KEYS[1], 'bound', name) end

@@ -4,8 +4,8 @@
 -- KEYS[1]  free      sorted set, a stage's, see claim.lua
 -- KEYS[2]  sessions  sorted set, see claim.lua
 -- KEYS[3]  held      set of the session's
--- ARGV     session, stage, how many at most, the longest waiting time in ms, keep of a pending record in ms, what record
---          and log keys look like
+-- ARGV     session, stage, how many at most, the longest waiting time in ms, keep of a pending record in ms, hash before
+--          the first token, what record and log keys look like
 --
 -- Replies  for each {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most}, message}; none where the session is over
 --
@@ -23,17 +23,19 @@ if #due == 0 then  -- what lies too far ahead was written before the clock went 
 end
 local taken = {}
 local function take(id)
-  local record, log = string.format(ARGV[6], id), string.format(ARGV[7], id)
+  local record, log = string.format(ARGV[7], id), string.format(ARGV[8], id)
   local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message',
     'most')
-  -- Others ended, were handed off, or are another stage's by now.
-  if r[3] == ARGV[2] and (r[2] or '') == '' and (r[8] or '') ~= '' then
+  local tokens, hash, has_end = read_log_end(log, tonumber(r[4]), r[5], ARGV[6])
+  -- Others ended, were handed off, or are another stage's by now. Of an end that the record lacks the next claim hears.
+  if r[3] == ARGV[2] and (r[2] or '') == '' and (r[8] or '') ~= '' and not has_end then
     local epoch, attempts = math.max(tonumber(r[1]) + 1, now), tonumber(r[6] or 0) + 1
-    redis.call('HSET', record, 'epoch', epoch, 'session', ARGV[1], 'not_before', 0, 'attempts', attempts)
+    redis.call('HSET', record, 'epoch', epoch, 'session', ARGV[1], 'not_before', 0, 'attempts', attempts, 'tokens', tokens,
+      'hash', hash)
     redis.call('SADD', KEYS[3], id)
     redis.call('PEXPIRE', record, ARGV[5])
     redis.call('PEXPIRE', log, ARGV[5])
-    taken[#taken + 1] = {id, {'claim', epoch, tonumber(r[4]), r[5], 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0)}, r[8]}
+    taken[#taken + 1] = {id, {'claim', epoch, tokens, hash, 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0)}, r[8]}
   end
 end
 for _, id in ipairs(due) do

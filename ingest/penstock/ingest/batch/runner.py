@@ -29,6 +29,7 @@ from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
 from penstock.ingest.webhooks import Webhooks
 from penstock.names import batch_lease_key
+from penstock.redis.client import log_outage
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class BatchRunner:
                     self._expiry_checked_at = time.monotonic()
                     await self._files.delete_expired()
             except (ApiError, RedisError) as error:
-                log.warning("batches: %s", error)
+                log_outage(log, f"batches: {error}")
             except Exception:  # a gateway that looks no more would work off nothing until it is started again
                 log.exception("batches: looked for again")
             with suppress(TimeoutError):

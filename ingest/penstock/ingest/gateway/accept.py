@@ -105,7 +105,9 @@ async def accept_request(
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
     request_id = endpoint.id_prefix + name
     chain = request_id if first_id is None and input_items is not None else first_id
-    submit_args = [_complete_args(args, caller, headers, chain) for args in endpoint.make_requests(body, request_id)]
+    made = endpoint.make_requests(body, request_id)
+    names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
+    submit_args = [_complete_args(args, caller, headers, chain) for args in made]
     meta = make_stream_meta(
         endpoint,
         body,
@@ -125,7 +127,9 @@ async def accept_request(
     try:
         await _check_grammar(gateway, body, submit_args)
         requests = await _make_requests(submit_args)
-        meta = meta.model_copy(update={"bodies": [encoded.body_hash for encoded in requests]})
+        is_lost = not (key or names_chat or input_items is not None or meta.options.get("background"))
+        bodies = [encoded.body_hash for encoded in requests]
+        meta = meta.model_copy(update={"bodies": bodies, "is_lost_unread": is_lost})
         found = await gateway.stream_metas.put(meta)
     except PenstockError:
         await gateway.admission.settle(ticket, Usage())
@@ -192,15 +196,20 @@ async def _admit_request(
     gateway: Gateway, caller: Caller, meta: StreamMeta, submit_args: Sequence[SubmitArgs], headers: RequestHeaders
 ) -> Ticket:
     limited = [args["max_tokens"] for args in submit_args if "fit_context" not in args]
-    return await gateway.admission.admit(
-        caller,
-        Pipeline(meta.pipeline),
-        submit_args[0].get("klass", "interactive"),
-        sum(map(estimate_prompt_tokens, submit_args)) + sum(limited),
-        max_output=sum(args["max_tokens"] for args in submit_args),
-        num_open=len(submit_args) - len(limited),
-        max_wait_s=headers.x_penstock_reject_if_busy,
-    )
+    try:
+        return await gateway.admission.admit(
+            caller,
+            Pipeline(meta.pipeline),
+            submit_args[0].get("klass", "interactive"),
+            sum(map(estimate_prompt_tokens, submit_args)) + sum(limited),
+            max_output=sum(args["max_tokens"] for args in submit_args),
+            num_open=len(submit_args) - len(limited),
+            max_wait_s=headers.x_penstock_reject_if_busy,
+        )
+    except ApiError as refused:
+        if refused.status == 429 and (num_unread := gateway.unread.count(caller.tenant)):
+            refused.args = (f"{refused}; {num_unread} of your unfinished requests are read by nobody any more",)
+        raise
 
 
 def estimate_prompt_tokens(args: SubmitArgs) -> int:

@@ -19,7 +19,6 @@ from penstock.ingest.gateway.responses import describe_response, prepare_respons
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.streaming import (
     EVENT_STREAM_CONTENT,
-    cancel_requests,
     make_event_stream,
     read_answers,
     settle_after_end,
@@ -54,6 +53,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
             meta, ticket = await accept_request(
                 gateway, caller, headers, endpoint, body, arrived_s, input_items, first_id
             )
+        if ticket is None:
+            await gateway.unread.note_reader(meta)
         response: Response
         if isinstance(body, ResponseBody) and body.background and not body.stream:
             response = await _answer_in_background(gateway, meta, ticket)
@@ -133,9 +134,11 @@ async def _answer_whole(
     if answers is None:
         if ticket is not None and ticket.has_bucket_tokens:
             gateway.run_later(settle_after_end(gateway, meta, ticket))
-        if headers.x_penstock_cancel_on_disconnect:
-            with suppress(BusUnavailable):
-                await cancel_requests(gateway, meta)
+        with suppress(BusUnavailable):
+            if headers.x_penstock_cancel_on_disconnect:
+                await gateway.cancel_requests(meta)
+            else:
+                await gateway.unread.note_left(meta)
         return Response(status_code=CLIENT_GONE_STATUS)
     await settle_request(gateway, meta, ticket, sum_usage(answer.usage for answer in answers))
     answer_headers = {"x-request-id": meta.id, "location": f"/v1/streams/{meta.id}"}

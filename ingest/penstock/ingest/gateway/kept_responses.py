@@ -47,7 +47,7 @@ from penstock.ingest.webhooks import Webhooks
 from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id
 from penstock.record.log import parse_event
-from penstock.redis.client import translate_outages
+from penstock.redis.client import log_outage, translate_outages
 from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class ResponseKeeper:
                     self._expiry_checked_at = time.monotonic()
                     await self.delete_expired()
             except (PenstockError, RedisError) as error:
-                log.warning("responses: %s", error)
+                log_outage(log, f"responses: {error}")
             except Exception:  # a gateway that looks no more would move nothing until it is started again
                 log.exception("responses: looked for again")
             if not self._is_closing:

@@ -1,7 +1,7 @@
 """What a gateway measures: its own requests and streams, and the state of its pipelines."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import redis
@@ -40,6 +40,8 @@ class GatewayMetrics:
         self._watches: dict[str, LiveWatch] = {}
         self._lock = threading.Lock()
         self._num_streams = 0
+        self.count_unread: Callable[[], int] = lambda: 0
+        """Counts the streams that were left here."""
         meters.add_source(self._read_all)
 
     def watch_pipeline(self, pipeline: str) -> LiveWatch:
@@ -68,12 +70,14 @@ class GatewayMetrics:
 
     def _read_all(self) -> Iterator[Reading]:
         yield Reading(catalog.GATEWAY_STREAMS, (), self._num_streams)
+        yield Reading(catalog.GATEWAY_UNREAD, (), self.count_unread())
         for name in sorted(self.pipelines):
             snapshot: Json | None = None
             with suppress(BusUnavailable, redis.RedisError):  # told by `penstock_pipeline_up`
                 snapshot = self.watch_pipeline(name).read_latest()
             yield Reading(catalog.PIPELINE_UP, (name,), int(snapshot is not None))
             if snapshot is not None:
+                yield Reading(catalog.REDIS_EVICTS, (name,), int(self.watch_pipeline(name).eviction != ""))
                 yield from _read_pipeline(name, snapshot)
 
 

@@ -7,7 +7,6 @@ limits. What is not HTTP is answered here too, with the same error body as any o
 
 import asyncio
 import logging
-import os
 import socket
 import struct
 from http import HTTPStatus
@@ -272,11 +271,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cut_timer = self.loop.call_later(seconds, self._cut_connection)
 
     def _cut_connection(self) -> None:
-        """Close at once; the kernel drops what the client did not read."""
-        if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
-            with socket.socket(fileno=os.dup(found.fileno())) as own:
-                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
+        """Close at once; the kernel drops what the client did not read. It takes no further descriptor."""
+        try:
+            if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
+                own = socket.socket(fileno=found.fileno())
+                try:
+                    own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                finally:
+                    own.detach()
+        finally:
+            self.transport.abort()
 
     def _stop_cut_timer(self) -> None:
         if self._cut_timer is not None and self._refusal is None:

@@ -14,7 +14,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse, read_whole_log
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
-from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, cancel_requests, make_event_stream
+from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, make_event_stream
 from penstock.ingest.openai.body import unsupported_value
 from penstock.ingest.openai.responses import (
     Response,
@@ -86,6 +86,8 @@ async def read(
     resume_point = ResumePoint(1, last_event_id)
     if resume_point.is_over:
         return HttpResponse(status_code=204)
+    if found.events is None:
+        await gateway.unread.note_reader(found.meta)
     after_number = -1 if starting_after is None else starting_after
     return make_event_stream(gateway, found.meta, resume_point, after_number=after_number, whole_log=found.events)
 
@@ -96,7 +98,7 @@ async def delete(request: Request, caller: CallerDep, response_id: str) -> Respo
     gateway = get_gateway(request)
     found = await gateway.responses.find_response(caller.tenant, response_id)
     if found.events is None:
-        await cancel_requests(gateway, found.meta)
+        await gateway.cancel_requests(found.meta)
     await gateway.responses.delete_response(found.meta)
     return ResponseDeleted(id=found.meta.id)
 
@@ -113,7 +115,7 @@ async def cancel_response(request: Request, caller: CallerDep, response_id: str)
     if not found.meta.options.get("background"):
         message = "Only a response with 'background' is cancelled here; any is at /v1/streams/{id}/cancel."
         raise ApiError(400, message, code="not_in_background")
-    if found.events is None and await cancel_requests(gateway, found.meta):
+    if found.events is None and await gateway.cancel_requests(found.meta):
         described = await describe_response(gateway, found)
         if described.status != "cancelled":
             with suppress(TimeoutError):

@@ -36,11 +36,14 @@ IDLE_CONNECTION_S = 75
 closes one first, a request that is sent at that moment is reset.
 """
 MAX_OPEN_FILES = 65536
+NUM_OWN_FILES = 256
+"""How many open files are left for Redis, Kafka, receivers and batches, and for connections that are being refused."""
 
 
 def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> None:
     """Serve until a signal stops it. Raises `PenstockError` if the port is taken."""
-    raise_file_limit()
+    allowed = limit_connections(settings.guard.max_connections, raise_file_limit())
+    settings = settings._replace(guard=settings.guard.model_copy(update={"max_connections": allowed}))
     app = create_app(settings, addresses, meters)
     with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
@@ -60,12 +63,25 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def raise_file_limit() -> None:
-    """Raise the limit of open files to `MAX_OPEN_FILES` if the system allows it, as each connection is one."""
+def raise_file_limit() -> int:
+    """Raise the limit of open files to `MAX_OPEN_FILES` if the system allows it, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def limit_connections(wanted: int, max_open_files: int) -> int:
+    """Return how many connections are allowed: of those wanted as many as the process can open."""
+    allowed = min(wanted, max_open_files - min(NUM_OWN_FILES, max_open_files // 2))
+    if allowed < wanted:
+        log.warning(
+            f"{max_open_files} open files are allowed, so {allowed} connections instead of {wanted}: "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=) above PENSTOCK_GATEWAY_MAX_CONNECTIONS"
+        )
+    return allowed
 
 
 class _Server(uvicorn.Server):

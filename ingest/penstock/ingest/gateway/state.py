@@ -24,6 +24,7 @@ from penstock.ingest.gateway.broadcast import LiveBroadcast
 from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.gateway.metrics import GatewayMetrics
 from penstock.ingest.gateway.stream_meta import StreamMetaStore
+from penstock.ingest.gateway.unread import UnreadStreams
 from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.models import ServedModels
@@ -56,6 +57,8 @@ class Gateway:
         self.models = ServedModels(self.redis, addresses.pipeline)
         self.metrics = GatewayMetrics(meters, addresses, settings.bus)
         self.stream_metas = StreamMetaStore(self.servers, settings.record)
+        self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
+        self.metrics.count_unread = self.unread.count
         self._key_source = open_key_source(settings.admission, settings.gateway.host, self.redis)
         self.keyring = Keyring(self._key_source)
         self.admission = Admission(self.redis, self._fetch_lag, settings.admission)
@@ -75,6 +78,7 @@ class Gateway:
             meter_pipelines(self.models, self.addresses, self.settings.bus, self.metrics.pipelines)
         )
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
+        self._looking = asyncio.create_task(self.unread.look_forever(self.cancel_requests))
         self.webhooks = Webhooks(self.redis, self._key_source, self.settings.webhook, self.metrics.meters)
         self.webhooks.start()
         self.batch_service = BatchService(self.redis, self.find_pipeline, self.settings.batch, self.webhooks)
@@ -92,12 +96,13 @@ class Gateway:
     def begin_stop(self) -> None:
         """Let all streams end, each with an event that says where to go on."""
         self.is_stopping = True
+        self._looking.cancel()
         for client in self._clients.values():
             client.wake_readers()
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""
-        tasks = {self._metering, self._renewing, *self._later}
+        tasks = {self._metering, self._renewing, self._looking, *self._later}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -132,6 +137,11 @@ class Gateway:
             addresses = self.addresses.model_copy(update={"pipeline": pipeline})
             self._clients[pipeline] = AsyncClient(addresses, bus=self.settings.bus, record=self.settings.record)
         return self._clients[pipeline]
+
+    async def cancel_requests(self, meta: StreamMeta) -> bool:
+        """Cancel all requests of a stream; return whether any had not ended yet. Raises `BusUnavailable`."""
+        client = self.get_client(meta.pipeline)
+        return any(await asyncio.gather(*(client.cancel(request_id) for request_id in meta.request_ids)))
 
     def read_events(self, meta: StreamMeta) -> list[AsyncGenerator[list[Event], None]]:
         """Return the events of each request, as `AsyncClient.stream_batches` yields them, if its body is the one

@@ -38,7 +38,7 @@ class StreamMetaStore:
 
     def __init__(self, servers: "Sharded[redis.asyncio.Redis]", settings: RecordSettings) -> None:
         self._servers, self._client = servers, servers.parts[0]
-        self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
+        self._pending_s, self.keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
         self._secret = secrets.token_hex(32).encode()
         """The one in Redis, once it was read. A Redis that lost it gets it back, so that ids stay the same."""
@@ -62,7 +62,7 @@ class StreamMetaStore:
             found = cast(
                 "bytes | None",
                 await self._client.set(
-                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self._keep_ms
+                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self.keep_ms
                 ),
             )
         kept = meta if found is None else StreamMeta.model_validate_json(found)
@@ -101,7 +101,7 @@ class StreamMetaStore:
         """Note that the requests have ended: from now on it is kept as long as their records."""
         self._open.pop(meta.id, None)
         with translate_outages():
-            await self._client.pexpire(stream_meta_key(meta.id), self._keep_ms)
+            await self._client.pexpire(stream_meta_key(meta.id), self.keep_ms)
 
     def stop_renewing(self, meta: StreamMeta) -> None:
         """Stop renewing, because it is not known whether the requests are durable."""
@@ -123,7 +123,7 @@ class StreamMetaStore:
         renewed = list(self._open.values())
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
-            has_ended = await self._check_ended(metas)
+            has_ended = await self.check_ended(metas)
             is_there = await self.renew_ids(meta.id for meta in metas)
             for meta, ended, there in zip(metas, has_ended, is_there, strict=True):
                 if ended or not there or now_s() > meta.created + self._pending_s:
@@ -134,7 +134,7 @@ class StreamMetaStore:
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 for one in ids:
-                    batch.pexpire(stream_meta_key(one), self._keep_ms)
+                    batch.pexpire(stream_meta_key(one), self.keep_ms)
                 is_there: list[int] = await batch.execute()
         return is_there
 
@@ -147,7 +147,7 @@ class StreamMetaStore:
                 ended.update(await _find_ended(server, own))
         return ended
 
-    async def _check_ended(self, metas: list[StreamMeta]) -> list[bool]:
+    async def check_ended(self, metas: list[StreamMeta]) -> list[bool]:
         """Return for each whether all its requests have ended; False while their server is away."""
         keys = [[(one, Pipeline(meta.pipeline).record_key(one)) for one in meta.request_ids] for meta in metas]
         ended = await self.find_ended(itertools.chain.from_iterable(keys))

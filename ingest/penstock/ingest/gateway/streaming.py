@@ -62,7 +62,9 @@ def make_event_stream(
         if ticket is not None and ticket.has_bucket_tokens:
             settle_later()
         if cancel_on_leaving:
-            await cancel_requests(gateway, meta)
+            await gateway.cancel_requests(meta)
+        else:
+            await gateway.unread.note_left(meta)
 
     feed = StreamFeed(gateway, meta, resume_point, on_ended, after_number=after_number, whole_log=whole_log)
     return EventStream(feed, meta.id, on_left, gateway.metrics)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from penstock.errors import StreamExpired
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import CallerDep, get_gateway
-from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, cancel_requests, make_event_stream
+from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, make_event_stream
 from penstock.ingest.openai.sse import ResumePoint
 
 router = APIRouter()
@@ -55,6 +55,7 @@ async def read(
     statuses = await asyncio.gather(*(client.status(meta.request_ids[index]) for index in resume_point.started_choices))
     if None in statuses:
         raise StreamExpired(f"the stream {stream_id} is gone")
+    await gateway.unread.note_reader(meta)
     return make_event_stream(gateway, meta, resume_point)
 
 
@@ -62,7 +63,7 @@ async def cancel(request: Request, caller: CallerDep, stream_id: str) -> StreamC
     """Its readers get the error with the next token."""
     gateway = get_gateway(request)
     meta = await gateway.stream_metas.find_of_tenant(stream_id, caller.tenant)
-    return StreamCancelled(id=meta.id, cancelled=await cancel_requests(gateway, meta))
+    return StreamCancelled(id=meta.id, cancelled=await gateway.cancel_requests(meta))
 
 
 for path, method in (("/v1/streams/{stream_id}/cancel", "POST"), ("/v1/streams/{stream_id}", "DELETE")):

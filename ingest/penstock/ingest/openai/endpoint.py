@@ -66,6 +66,8 @@ class StreamMeta(BaseModel):
     """How its calls are written."""
     input_items: list[dict[str, Any]] | None = None
     """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
+    is_lost_unread: bool = False
+    """Its caller gave nothing by which to come back: it may be cancelled when nobody reads it."""
 
     @property
     def service_tier(self) -> str:

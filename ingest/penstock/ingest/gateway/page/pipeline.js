@@ -11,6 +11,7 @@ const LAG = { prefill: "prompt_tokens", decode: "output_tokens" };
 const FORMATS = { requests: rate, prefill: rate, cached: rate, jobs: count, decode: rate, ttft: seconds, itl: seconds };
 const TANK = { bottom: 64, height: 54 };
 
+const timeOf = (atS) => new Date(atS * 1000).toLocaleTimeString("en-GB");
 const at = (name) => document.querySelectorAll(`[data-at="${name}"]`);
 const put = (name, text) => at(name).forEach((element) => say(element, text));
 
@@ -49,7 +50,7 @@ export class PipelineView {
     byId("health").dataset.state = snapshot.health.state;
     say(byId("health"), snapshot.health.state);
     say(byId("name"), snapshot.pipeline);
-    say(byId("at"), new Date(snapshot.at * 1000).toLocaleTimeString("en-GB"));
+    say(byId("at"), timeOf(snapshot.at));
     this._showLag(snapshot.lag);
     const toGenerate = CLASSES.reduce((sum, klass) => sum + (snapshot.lag[klass].decode.output_tokens ?? 0), 0);
     put("jobs.tokens", count(toGenerate));
@@ -58,7 +59,7 @@ export class PipelineView {
       const list = document.querySelector(`[data-workers="${stage}"]`);
       // Other kinds of workers do the work of both stages.
       const mine = (workers) => workers.filter((worker) => worker.stage === stage || !STAGES.includes(worker.stage));
-      if (snapshot.workers) showWorkers(list, mine(snapshot.workers), mine(snapshot.lost));
+      if (snapshot.workers) showWorkers(list, mine(snapshot.workers), mine(snapshot.lost), snapshot.at);
       else list.replaceChildren(make("li", "nobody", "not shown with an API key"));
     }
     for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s]]) {
@@ -117,14 +118,14 @@ export class PipelineView {
 }
 
 /** The workers of a stage; those that are lost among them, by name. */
-function showWorkers(list, workers, lost) {
+function showWorkers(list, workers, lost, at) {
   const all = [...workers, ...lost.map((worker) => ({ ...worker, state: "lost" }))];
   all.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
-  const rows = all.map(workerRow);
+  const rows = all.map((worker) => workerRow(worker, at));
   list.replaceChildren(...(rows.length ? rows : [make("li", "nobody", "no worker")]));
 }
 
-function workerRow(worker) {
+function workerRow(worker, at) {
   const name = make("b", "name", worker.name);
   name.title = worker.host ? `${worker.name} on ${worker.host}` : worker.name;
   const row = make("li", "worker", name, make("span", "is", stateOf(worker)));
@@ -142,6 +143,10 @@ function workerRow(worker) {
     gauge.setAttribute("role", "img");
     gauge.setAttribute("aria-label", `${percent(used)} of its KV pool used`);
     gauge.title = `KV pool: ${count(worker.blocks_used)} of ${count(worker.blocks_total)} blocks`;
+    for (const { url, rests_s: restsS, problem } of worker.resting) {
+      const until = restsS > 0 ? `rests until ${timeOf(at + restsS)}` : "is tried with one request";
+      row.append(make("span", "rests", `${url} ${until}: ${problem}`));
+    }
   }
   return row;
 }

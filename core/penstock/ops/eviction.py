@@ -1,0 +1,63 @@
+"""Whether a stream server evicts: at its limit of memory it deletes records and logs of accepted requests."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import redis
+
+from penstock.config.addresses import Addresses
+from penstock.config.settings import EvictionChoice
+from penstock.errors import ServerEvicts
+from penstock.redis.client import redis_client
+from penstock.redis.urls import server_name, split_urls
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 60.0
+"""How often servers are asked: their settings may be changed while they run."""
+
+
+def find_policy(client: "redis.Redis") -> str:
+    """Return the policy by which a server evicts, empty if it does not. Raises `redis.RedisError`."""
+    memory = client.info("memory")
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    return "" if policy == "noeviction" or not memory.get("maxmemory", 0) else policy
+
+
+def describe_eviction(addresses: Addresses) -> str:
+    """Return which stream servers evict and what to do; empty if none does. Servers that are away are left out."""
+    found = []
+    for url in split_urls(addresses.stream_url):
+        with suppress(redis.RedisError), redis_client(url) as client:
+            if policy := find_policy(client):
+                found.append(f"Redis {server_name(url)} evicts at its limit of memory ({policy})")
+    return f"{', '.join(found)}: logs must not be evicted: set maxmemory-policy noeviction" if found else ""
+
+
+@contextmanager
+def watch_eviction(addresses: Addresses, choice: EvictionChoice) -> Iterator[None]:
+    """Raise `ServerEvicts` where a stream server evicts, or only log it, as the setting says; then ask once a minute.
+
+    The thread that asks is its own: a server that is slow holds up nothing else.
+    """
+    problem, is_over = describe_eviction(addresses), threading.Event()
+    if problem and choice == "refuse":
+        raise ServerEvicts(f"{problem}, or accept it with PENSTOCK_RECORD_EVICTION=warn")
+
+    if problem:
+        log.warning("%s", problem)
+
+    def look() -> None:
+        while not is_over.wait(LOOK_S):
+            if found := describe_eviction(addresses):
+                log.warning("%s", found)
+
+    thread = threading.Thread(target=look, name="penstock-eviction", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
