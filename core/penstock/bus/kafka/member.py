@@ -281,20 +281,32 @@ class KafkaMember:
                 try:
                     self._run_transaction(writer, deliveries, outputs)
                     return
-                except MemberFenced as fenced:
-                    self._note_failure(fenced)
-                    raise
                 except GroupRebalanced as moved:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
-                except KafkaException as raised:
-                    if self._transactions is None or not self._transactions.is_late(raised):
-                        raise
-                    log.info("Kafka: a transaction took too long: %s", raised)
-                    self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
-                    if not self._pace.note_too_short(self._transactions.slowness):
+                except (KafkaException, MemberFenced) as raised:
+                    if not self._is_too_short(raised):
+                        if isinstance(raised, MemberFenced):
+                            self._note_failure(raised)
                         raise
             self._closing.wait(0.02)  # the callbacks run meanwhile
+
+    def _is_too_short(self, raised: KafkaException | MemberFenced) -> bool:
+        """Return whether a transaction failed as its producer's limits were too short, and longer ones hold by now.
+
+        The brokers also end the transaction of a member that was away. Then limits follow only from what is measured.
+        """
+        writer = self._transactions
+        if writer is None or not writer.is_late(raised):
+            return False
+        log.info("Kafka: a transaction took too long: %s", raised)
+        self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
+        if not isinstance(raised, MemberFenced):
+            return self._pace.note_too_short(writer.slowness)
+        if self._pace.slowness > writer.slowness:
+            self._transactions = None  # it is of no more use: the next settlement opens them
+            writer.close()
+        return self._transactions is None
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
@@ -735,7 +747,11 @@ class KafkaMember:
             return
         try:
             with self._time_settlement(), bus_errors():  # the consumer's own commit could wait without end
-                self._run_transaction(writer, [], [])
+                try:
+                    self._run_transaction(writer, [], [])
+                except MemberFenced as fenced:
+                    if not self._is_too_short(fenced):
+                        raise
         except (BusUnavailable, GroupRebalanced) as error:
             log.debug("offsets are committed later: %s", error)
         finally:

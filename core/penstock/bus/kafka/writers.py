@@ -120,8 +120,10 @@ class Transactions:
                     pace.note_refused(self.slowness)
                 raise
 
-    def is_late(self, raised: KafkaException) -> bool:
+    def is_late(self, raised: KafkaException | MemberFenced) -> bool:
         """Return whether a transaction failed by its time limits, and left no doubt that it was not committed."""
+        if isinstance(raised, MemberFenced):  # the brokers have ended it
+            return not (isinstance(raised, NameShared) or self._in_doubt)
         return raised.args[0].code() in LATE_ERRORS and not self._in_doubt
 
     def clear_doubt(self, timeout_s: float) -> bool:
