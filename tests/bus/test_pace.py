@@ -5,8 +5,8 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from penstock.bus.kafka import pace as pace_module
-from penstock.bus.kafka.pace import BrokerPace
+from penstock import pace as pace_module
+from penstock.pace import ServerPace
 from sim.world.kafka_broker import make_failure
 
 
@@ -20,7 +20,7 @@ class Clock:
     def monotonic(self) -> float:
         return self.now_s
 
-    def ask(self, pace: BrokerPace, answer_s: float, pause_s: float = 0.0) -> float:
+    def ask(self, pace: ServerPace, answer_s: float, pause_s: float = 0.0) -> float:
         """Ask a question that would be answered after a time, and return its limit."""
         with suppress(KafkaException), pace.ask(2.0) as limit_s:
             self.now_s += min(answer_s, limit_s)
@@ -41,8 +41,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_three_late_answers_in_a_row_make_limits_longer_at_once_and_a_quick_minute_shorter(
     clock: Clock, answer_s: float, slowness: int
 ) -> None:
-    pace, seen = BrokerPace(5.0), list[int]()
-    assert not BrokerPace(5.0).is_steady, "nobody was asked"
+    pace, seen = ServerPace(5.0), list[int]()
+    assert not ServerPace(5.0).is_steady, "nobody was asked"
     while len(seen) < 5:  # with unanswered questions among them, if the first limits are too short
         before = pace._heard_s
         clock.ask(pace, answer_s)
@@ -64,14 +64,14 @@ def test_three_late_answers_in_a_row_make_limits_longer_at_once_and_a_quick_minu
 
 
 def test_one_late_answer_of_a_busy_machine_changes_nothing(clock: Clock) -> None:
-    pace = BrokerPace(5.0)
+    pace = ServerPace(5.0)
     for number in range(100):
         clock.ask(pace, 3.0 if number % 3 == 0 else 0.01, pause_s=1.0)
     assert pace.slowness == 1
 
 
 def test_limits_of_questions_grow_while_none_is_answered_and_brokers_are_away_after_some_seconds(clock: Clock) -> None:
-    pace = BrokerPace(5.0)
+    pace = ServerPace(5.0)
     clock.ask(pace, 0.01, pause_s=60.0)
     assert pace.describe_silence() == "", "nobody has asked since"
     assert [clock.ask(pace, 100.0) for _ in range(2)] == [2.0, 4.0]
@@ -82,14 +82,14 @@ def test_limits_of_questions_grow_while_none_is_answered_and_brokers_are_away_af
 
 
 def test_a_transaction_that_fails_by_its_limits_gets_others_unless_brokers_are_away(clock: Clock) -> None:
-    pace = BrokerPace(30.0)
+    pace = ServerPace(30.0)
     clock.ask(pace, 0.01)
     assert [pace.note_too_short(1), pace.slowness, pace.note_too_short(1), pace.slowness] == [True, 2, True, 2]
     assert pace.transaction_timeout_s == 30.0, "never shorter than the setting"
     assert [pace.note_too_short(slowness) for slowness in (2, 4, 8, 16)] == [True, True, True, False]
     for _ in range(3):
         clock.ask(pace, 100.0)
-    away = BrokerPace(5.0)
+    away = ServerPace(5.0)
     for _ in range(3):
         clock.ask(away, 100.0)
     assert not away.note_too_short(1)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+from penstock import pace
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
-from penstock.bus.kafka import pace, position_lookup
+from penstock.bus.kafka import position_lookup
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import FETCH_LIMITS
 from penstock.bus.kafka.writers import Transactions

@@ -6,11 +6,11 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from penstock.bus.kafka.client import client_settings
-from penstock.bus.kafka.pace import BrokerPace
 from penstock.bus.kafka.position_lookup import FetchAttempts
 from penstock.bus.kafka.writers import OutputWriter, Transactions
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
+from penstock.pace import ServerPace
 
 
 class KafkaClientFactory:
@@ -25,7 +25,7 @@ class KafkaClientFactory:
         self.settings = settings
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
-        self.pace = BrokerPace(settings.transaction_timeout_s)
+        self.pace = ServerPace(settings.transaction_timeout_s)
         """How late brokers answer, as members and look-ups have seen it."""
         self.fetch_attempts = FetchAttempts()
         """What members learned about messages that take long to fetch, for those that are made after them."""

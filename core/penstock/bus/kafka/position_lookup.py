@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.kafka.offsets import Partition
-from penstock.bus.kafka.pace import NUM_STEADY, BrokerPace
 from penstock.errors import BusUnavailable
+from penstock.pace import NUM_STEADY, ServerPace
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition, pace: BrokerPace) -> None:
+    def __init__(self, consumer: Consumer, changed: threading.Condition, pace: ServerPace) -> None:
         """`changed` guards the requests, and is notified of each. `pace` stretches the time limits of questions."""
         self._consumer, self._lock, self._pace = consumer, changed, pace
         # Each request is an object of its own: a partition may go and come back before an older request is answered.

@@ -12,10 +12,10 @@ from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.buffer import Commit
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FENCED_ERRORS, bus_errors, produce_message, producer_settings
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
-from penstock.bus.kafka.pace import BrokerPace
 from penstock.bus.kafka.partitioner import LEADERS_TIMEOUT_S, Partitioner
 from penstock.errors import MemberFenced, NameShared
 from penstock.failpoints import failpoint
+from penstock.pace import ServerPace
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Transactions:
     # moment, and a client that believes it would never find one again. Where that happens to this producer nothing
     # settles any more, and the worker makes a new member.
 
-    def __init__(self, clients: Mapping[str, Any], transactional_id: str, pace: BrokerPace) -> None:
+    def __init__(self, clients: Mapping[str, Any], transactional_id: str, pace: ServerPace) -> None:
         """The brokers' present pace decides how long a transaction may last."""
         self._pace, self.slowness, timeout_s = pace, pace.slowness, pace.transaction_timeout_s
         write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences the producer

@@ -25,7 +25,7 @@ from penstock.bus.streams.client import (
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
-from penstock.redis.client import REDIS_TIMEOUT_S, raise_first_error
+from penstock.redis.client import REDIS_TIMEOUT_S, find_pace, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
+LOOK_PAUSES = 8
+"""A pause between two looks is at least so many times as long as a look: the loop waits for it."""
 MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
@@ -72,10 +74,15 @@ class StreamsMember:
         self._renewed_s = time.monotonic()
         self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
-        self.current_problem, self.slowness = "", 1  # always: an outage makes `poll` raise
+        self.current_problem = ""  # always: an outage makes `poll` raise
         self._is_closed = False
         self._join_group()
         self._reader = StreamsReader([self], url)
+
+    @property
+    def slowness(self) -> int:
+        """By how many times longer than usual settlements may take; see `contract.Member.slowness`."""
+        return find_pace(self.client).slowness
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
@@ -247,9 +254,10 @@ class StreamsMember:
         found: list[Delivery] = []
         if self._recovering:  # 1
             found += self._recover_lost_replies(left)
-        if time.monotonic() >= self._reclaim_at:  # 2
+        if (begun_s := time.monotonic()) >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
-            self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
+            now_s = time.monotonic()
+            self._reclaim_at = now_s + max(min(MAX_BLOCK_S, self._timeout_s / 3), LOOK_PAUSES * (now_s - begun_s))
         return found
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:

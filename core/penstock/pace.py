@@ -1,14 +1,10 @@
-"""How late brokers answer, and by how much longer than usual they are waited for: who is slow is not away."""
+"""How late servers answer, and by how much longer than usual they are waited for: who is slow is not away."""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from confluent_kafka import KafkaException
-
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S
 
 USUAL_ANSWER_S = 0.25
 """Up to this time for an answer all time limits hold as they are: transactions have 5 s. One takes seven answers in a
@@ -21,18 +17,20 @@ QUICK_S = 60.0
 """How long all answers have to be quick until limits become shorter by half."""
 AWAY_S = 5.0
 """Brokers that have answered no question for this time count as away."""
+MAX_ANSWER_S = 15.0
+"""Whatever was seen, servers that do not answer within this time count as away."""
 NUM_KEPT = 64
 
 
-class BrokerPace:
-    """Knows how late the brokers of a bus answer, over all its clients. Thread-safe.
+class ServerPace:
+    """Knows how late the brokers of a bus answer, or a Redis, over all clients of this process. Thread-safe.
 
     `slowness` multiplies the time limits of all calls. It is a power of two, so that no more than four transactional
     producers, whose limits are fixed when they are made, are made anew while brokers become slower.
     """
 
-    def __init__(self, transaction_timeout_s: float) -> None:
-        """`transaction_timeout_s`: that of transactions while brokers answer in their usual time."""
+    def __init__(self, transaction_timeout_s: float = 0.0) -> None:
+        """`transaction_timeout_s`: that of Kafka's transactions while brokers answer in their usual time."""
         self.slowness, self._most = 1, MAX_SLOWNESS
         self._usual_timeout_s = transaction_timeout_s
         self._lock = threading.Lock()
@@ -63,8 +61,8 @@ class BrokerPace:
         """
         begun_s = time.monotonic()
         try:
-            yield min(self.stretch(limit_s) * 2**self._num_unanswered, BROKER_TIMEOUT_S)
-        except KafkaException:
+            yield min(self.stretch(limit_s) * 2**self._num_unanswered, MAX_ANSWER_S)
+        except Exception:
             self._num_unanswered = min(self._num_unanswered + 1, NUM_STEADY)
             raise
         now_s = time.monotonic()
@@ -105,7 +103,7 @@ class BrokerPace:
     def describe_silence(self) -> str:
         """Return for how long brokers have answered no question, where they count as away; else an empty string."""
         silent_s = time.monotonic() - self._heard_s
-        is_away = self._num_unanswered and silent_s > min(self.stretch(AWAY_S), BROKER_TIMEOUT_S)
+        is_away = self._num_unanswered and silent_s > min(self.stretch(AWAY_S), MAX_ANSWER_S)
         return f"Kafka: no broker has answered for {silent_s:.0f} s" if is_away else ""
 
     def _rate(self, answer_s: float) -> int:
