@@ -232,7 +232,7 @@ class Session:
         """
         monotonic_s, lease_s = time.monotonic(), self._record.lease_s
         gap_s = max(monotonic_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
-        if gap_s > lease_s / 2:
+        if gap_s > self._record.settings.lease_s / 2:  # others may not have seen that the server is slow
             self._grace_s, self._grace_until_s = gap_s, monotonic_s + lease_s
         self._renewed_s, self._last = monotonic_s, renewed
         if renewed.cancelled:

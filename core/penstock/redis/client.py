@@ -83,15 +83,14 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     class PatientConnection(pool.connection_class):  # type: ignore[misc]
         """A connection whose time limit is as long as the pace demands, from when it is opened or opened again."""
 
-        _usual_s: float | None = None
-
         @property
         def socket_timeout(self) -> float | None:
-            return None if self._usual_s is None else pace.stretch(self._usual_s)
+            usual_s: float | None = super().socket_timeout
+            return None if usual_s is None else pace.stretch(usual_s)
 
         @socket_timeout.setter
         def socket_timeout(self, usual_s: float | None) -> None:
-            self._usual_s = usual_s
+            self._socket_timeout = usual_s
 
     pool.connection_class = PatientConnection
     return pool  # type: ignore[no-any-return]

@@ -36,8 +36,10 @@ SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
-LOOK_PAUSES = 8
-"""A pause between two looks is at least so many times as long as a look: the loop waits for it."""
+SLOW_LOOK_S, LOOK_PAUSES, MAX_LOOK_PAUSE_S = 0.05, 8, 10.0
+"""The loop waits for each look at the server. So where one takes longer than `SLOW_LOOK_S`, the pause before the next
+is so many times as long, up to `MAX_LOOK_PAUSE_S`, unless the worker is idle.
+"""
 MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
@@ -256,8 +258,8 @@ class StreamsMember:
             found += self._recover_lost_replies(left)
         if (begun_s := time.monotonic()) >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
-            now_s = time.monotonic()
-            self._reclaim_at = now_s + max(min(MAX_BLOCK_S, self._timeout_s / 3), LOOK_PAUSES * (now_s - begun_s))
+            pause_s = max(min(MAX_BLOCK_S, self._timeout_s / 3), 4 * _find_pause(begun_s))
+            self._reclaim_at = time.monotonic() + min(pause_s, MAX_LOOK_PAUSE_S)
         return found
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:
@@ -342,6 +344,7 @@ class StreamsReader:
     def __init__(self, members: Sequence[StreamsMember], url: str) -> None:
         self._members, self._bell, self._closing = members, StreamsBell(url), threading.Event()
         self._reads = [stream for member in members for stream in member.list_reads()]
+        self._read_at = 0.0
         self._taken: list[Delivery] = []
         """Deliveries that were not returned yet, as something failed after they were taken."""
 
@@ -351,7 +354,7 @@ class StreamsReader:
         while True:
             with bus_errors():
                 try:
-                    self._take(capacity)
+                    self._take(capacity, is_idle=timeout_s > 0)
                     left_s = end - time.monotonic()
                     if not self._taken and left_s > 0:
                         self._wait(min(MAX_BLOCK_S, left_s))
@@ -365,7 +368,7 @@ class StreamsReader:
                 found, self._taken = self._taken, []
                 return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
 
-    def _take(self, capacity: Mapping[PriorityClass, int]) -> None:
+    def _take(self, capacity: Mapping[PriorityClass, int], *, is_idle: bool) -> None:
         """Add what can be had without waiting to what was taken. The server is asked for new messages only if the bell
         does not know that there are none.
         """
@@ -374,17 +377,18 @@ class StreamsReader:
         for member in self._members:
             self._taken += member.take_known(left)
         wanted = [key for key, _, _, number in self._reads if left[CLASSES[number - 1]]]
-        if wanted and not self._bell.is_watching(wanted):
+        if wanted and (is_idle or time.monotonic() >= self._read_at) and not self._bell.is_watching(wanted):
             self._take_new(left)
 
     def _take_new(self, left: Left) -> None:
         """Read the members' streams in one round trip. Where nothing is left, the bell watches them from now on."""
-        words: list[Any] = [left[klass] for klass in CLASSES]
+        words, begun_s = list[Any](left[klass] for klass in CLASSES), time.monotonic()
         for _, *about in self._reads:
             words += about
         keys = [key for key, *_ in self._reads]
         command = READ.command(keys, words)
         [(found, after)] = raise_first_error(READ.run_once(self._members[0].client, [command]))
+        self._read_at = time.monotonic() + _find_pause(begun_s)
         per_member = len(CLASSES)
         for number, member in enumerate(self._members):
             self._taken += member.accept_new(found[number * per_member :][:per_member], left)
@@ -401,6 +405,12 @@ class StreamsReader:
         """Free the connection."""
         self._closing.set()
         self._bell.close()
+
+
+def _find_pause(begun_s: float) -> float:
+    """Return how long to wait after a look at the server that began at `begun_s`."""
+    took_s = time.monotonic() - begun_s
+    return min(LOOK_PAUSES * took_s, MAX_LOOK_PAUSE_S) if took_s > SLOW_LOOK_S else 0.0
 
 
 def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry]:
