@@ -104,14 +104,19 @@ def test_a_message_that_takes_long_is_answered_and_so_are_those_behind_it_and_be
     assert bus.read_all(pipeline.dead_letter_topic) == []
 
 
-@pytest.mark.parametrize("is_slow_at_first", [True, False])
+@pytest.mark.parametrize(("is_slow_at_first", "late_s", "timeout_s"), [(True, LATE_S, 2.0), (False, 0.3, 5.0)])
 def test_brokers_that_answer_late_are_waited_for(
-    link: Proxy, pipeline: Pipeline, is_slow_at_first: bool, monkeypatch: pytest.MonkeyPatch
+    link: Proxy,
+    pipeline: Pipeline,
+    is_slow_at_first: bool,
+    late_s: float,
+    timeout_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A transaction takes longer than it usually may: each settlement succeeds the first time, and once, nothing counts
     as away, and each new producer has longer limits than the one before. Limits are short when brokers are quick again.
     """
-    settings = SETTINGS.model_copy(update={"transaction_timeout_s": 2.0})
+    settings = SETTINGS.model_copy(update={"transaction_timeout_s": timeout_s})
     bus, made = KafkaBus(pipeline, f"127.0.0.1:{link.port}", settings), list[Transactions]()
     bus.create_topics()
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
@@ -122,13 +127,14 @@ def test_brokers_that_answer_late_are_waited_for(
         return made[-1]
 
     monkeypatch.setattr(bus, "create_transactions", create_transactions)
-    link.delay_replies(LATE_S * is_slow_at_first)
+    link.delay_replies(late_s * is_slow_at_first)
     with bus.join_group("decode", "a") as member:
         held = take_deliveries(member, 3)
-        link.delay_replies(LATE_S)
+        link.delay_replies(late_s)
         for delivery in held[:2]:
             member.settle([make_settlement(pipeline, delivery)])
             assert member.current_problem == ""
+            wait_for(lambda: member.slowness > 1, "it is known that they are slow")
         rates = [one.slowness for one in made]
         assert rates == sorted(set(rates))
         assert rates[-1] > 1
