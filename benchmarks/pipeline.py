@@ -1,6 +1,6 @@
 """What the pipeline costs: time to first token, throughput and processor time, against the same engine in process.
 
-python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--mixed]
+python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--mixed | --late]
 
 The sides take turns: the bare engine with a worker's settings (one thread), and on Redis Streams and on Kafka each of
 these pipelines: a prefill and a decode worker; one `auto` worker (one hop, one thread); two of these. Time to first
@@ -15,6 +15,9 @@ once they have answered all that.
 With `--mixed` random weights of 134 million parameters in bfloat16 are taken in place of all that, and requests with
 log-normal lengths of prompts and answers: two `auto` workers with a thread each, against the bare engine on two threads
 with a pool and a batch as large as those of both.
+
+With `--late` two `auto` workers on Kafka, and their client, reach the stream's Redis through a relay that hands each
+reply on at once, 1 ms late and 5 ms late in turn.
 """
 
 import contextlib
@@ -58,6 +61,7 @@ from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
 from penstock.local.valkey import ValkeyServer
+from sim.chaos.proxy import Proxy
 
 BARE, TWO_THREADS = "bare", "bare, two threads"
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
@@ -77,14 +81,17 @@ MIXED_MAX_TOKENS = 2000
 MIXED_POOL_MB, MIXED_BATCH = 512, 32
 """Of each of the two workers."""
 MIXED_TIMEOUT_S = 1800.0
+LATE_MS = (0, 1, 5)
+"""How much later replies of the stream's Redis come in each side with `--late`."""
 Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """The arguments of all benchmarks, and whether the mixed load is measured."""
+    """The arguments of all benchmarks, and whether the mixed load or a late Redis is measured."""
 
     mixed: bool = False
+    late: bool = False
 
 
 class EngineSide:
@@ -246,6 +253,36 @@ def run_mixed(given: Options) -> dict[str, float]:
     return {"throughput_ratio_mixed": compute_ratio(rates, "two auto workers", TWO_THREADS)}
 
 
+def run_late(given: Options) -> dict[str, float]:
+    """Measure with a stream's Redis that answers late, and print; return the ratios to one that does not."""
+    rounds, load, max_new = given.choose_size((8, 160, 64), (3, 96, 64), (1, 4, 8))
+    with contextlib.ExitStack() as exits:
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
+        kafka = exits.enter_context(find_or_start_kafka(directory / "kafka"))
+        server = exits.enter_context(ValkeyServer(directory / "valkey"))
+        relay = exits.enter_context(Proxy(server.port))
+        how = {"kafka": kafka, "redis": f"redis://127.0.0.1:{relay.port}/0", **FORMS["two_one_hop_"]}
+        stack = exits.enter_context(open_stack(given.choose_stack(), ENVIRONMENT, **how))
+        side = PipelineSide(exits.enter_context(Client(stack.addresses)))
+
+        def measure(late_ms: int, number: int) -> tuple[float, float]:
+            relay.delay_replies(late_ms / 1000)
+            chance = random.Random(f"{late_ms} ms late, {number}")
+            firsts_s = [side.measure_first_token_s(prompt) for prompt in make_prompts(chance, 5, 64, 64)]
+            return statistics.median(firsts_s), side.measure_tokens_per_s(make_prompts(chance, load, 32, 160), max_new)
+
+        found = measure_in_turns({f"{late} ms late": partial(measure, late) for late in LATE_MS}, rounds, num_warm=1)
+    firsts, rates = ({name: [one[index] for one in both] for name, both in found.items()} for index in (0, 1))
+    print("demo model, float32, two auto workers on Kafka; the stream's Redis is behind a relay")
+    print_table(firsts, "ms to the first token", 1000)
+    print_table(rates, f"output tokens/s, {load} requests at once")
+    return {
+        f"{what}_ratio_{late}_ms_late": compute_ratio(values, f"{late} ms late", "0 ms late")
+        for what, values in (("throughput", rates), ("ttft", firsts))
+        for late in LATE_MS[1:]
+    }
+
+
 def run(given: Options) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (2, 5, 96, 64), (1, 1, 4, 8))
@@ -335,5 +372,10 @@ def make_cost_figures(short: Costs, long: Costs, num_requests: int, num_more_tok
 
 
 if __name__ == "__main__":
-    flag = {"action": "store_true", "help": "measure the mixed load in place of all else"}
-    run_benchmark(__doc__, lambda given: (run_mixed if given.mixed else run)(given), Options, mixed=flag)
+    run_benchmark(
+        __doc__,
+        lambda given: (run_mixed if given.mixed else run_late if given.late else run)(given),
+        Options,
+        mixed={"action": "store_true", "help": "measure the mixed load in place of all else"},
+        late={"action": "store_true", "help": "measure a stream's Redis that answers late in place of all else"},
+    )

@@ -303,6 +303,18 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
     assert read_worker_status(addresses) == []
 
 
+def test_a_worker_that_is_started_before_its_servers_waits_for_them(
+    tmp_path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ValkeyServer(tmp_path)  # it has its port, and does not run yet
+    beat = Heartbeat(server.url, pipeline, "prefill", "p-0", 60.0)
+    with ThreadPoolExecutor() as pool:
+        naming = pool.submit(beat.take_name)
+        wait_for(lambda: naming.done() or "waiting: " in caplog.text, "it waits")
+        with server:
+            assert naming.result(PATIENCE_S) == "p-0"
+
+
 def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pipeline: Pipeline) -> None:
     with redis.Redis.from_url(addresses.stream_url) as client:
         client.sadd(WORKERS_KEY, pipeline.worker_key("prefill", "gone"))

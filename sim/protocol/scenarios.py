@@ -92,6 +92,13 @@ QUICK = {
     "Redis empty, with a rebalance": Scenario(Budget(losses=1, moves=1)),
     "Redis empty, cancelled or too late": Scenario(Budget(losses=1, cancels=1, lates=1)),
     "Redis falls back": Scenario(Budget(losses=1, syncs=1)),
+    "commits are forgotten": Scenario(Budget(forgets=1, crashes=1)),
+    "commits are forgotten, in two steps": Scenario(Budget(forgets=1, doubts=1), Rules(two_steps=True)),
+    "commits are forgotten, both stay": Scenario(Budget(forgets=1, pauses=1), BOTH_STAY),
+    "commits are forgotten, produced twice": Scenario(Budget(forgets=1), requests=2),
+    "deleted": Scenario(Budget(deletes=1, crashes=1)),
+    "deleted, without room": Scenario(Budget(deletes=1, waits=1), BOTH_STAY),
+    "deleted, produced twice": Scenario(Budget(deletes=1, moves=1), requests=2),
 }
 
 DEEP = {
@@ -135,6 +142,7 @@ FLAWS = {
     ("ends uncounted", "an end that counts wrong"): (Budget(losses=1, syncs=1), Rules()),
     ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
     ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
+    ("works on what is being settled", "stuck"): (Budget(losses=1, moves=1), ONE_STAYS),
     ("binds behind the end", "stuck"): (Budget(moves=1, delays=1, lates=1), Rules()),
     ("binds behind another claim", "stuck"): (Budget(crashes=1, moves=1, delays=1), BOTH_STAY),
     ("publishes again", "two results"): (Budget(crashes=1, doubts=1), Rules()),
@@ -144,5 +152,7 @@ FLAWS = {
     ("ends unbound", "two results"): (Budget(moves=1, delays=1), DOUBTFUL),
     ("binds without the delivery", "stuck"): (Budget(losses=1, waits=1), BOTH_STAY),
     ("forgets its own message", "stuck"): (Budget(crashes=1), BOTH_STAY),
+    ("answers what was forgotten", "two results"): (Budget(forgets=1), Rules()),
+    ("nobody ends what is gone", "stuck"): (Budget(deletes=1), Rules()),
 }
 """Rules that can be left out, each with a fault that is found then, and the scenario that shows it."""

@@ -56,7 +56,8 @@ def settle_output(state: State, rules: Rules, index: int, out: PendingOutput) ->
         yield Step("lost", index), replace_worker(state, index, worker._replace(out=over))
         return
     bus = tuple([one for one in state.bus if one[0] != delivery or not mine])
-    settled, out = _publish_output(state._replace(bus=bus), rules, out)
+    kept = (*state.settled, delivery) if state.left.forgets and mine and delivery is not None else state.settled
+    settled, out = _publish_output(state._replace(bus=bus, settled=kept), rules, out)
     kind = "hand off alone" if delivery is None else {"job": "hand off"}.get(out.kind, out.kind)
     yield Step(kind, index), replace_worker(settled, index, worker._replace(out=over))
     if state.left.doubts:

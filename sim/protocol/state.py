@@ -54,6 +54,10 @@ class Budget(NamedTuple):
     """A living member owns a partition and does not read it."""
     delays: int = 0
     """A worker claims with a delivery that it does not hold any more, as it is told later."""
+    forgets: int = 0
+    """While no worker is there, the brokers forget what was committed, and the record expires."""
+    deletes: int = 0
+    """The bus deletes a request that no living worker has."""
 
 
 class Run(NamedTuple):
@@ -115,6 +119,9 @@ class State(NamedTuple):
     lost: bool = False
     clock: int = 1
     next_name: int = 10
+    settled: tuple[Message, ...] = ()
+    """Messages that were settled, where commits may yet be forgotten and that is not noted in Redis."""
+    deleted: bool = False
 
 
 class Step(NamedTuple):

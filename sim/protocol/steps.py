@@ -30,7 +30,7 @@ def generate_steps(state: State, rules: Rules) -> Steps:
     """Generate every step that may come next, with the state after it."""
     for index in range(4):
         yield from _generate_worker_steps(state, rules, index)
-    yield from generate_client_steps(state)
+    yield from generate_client_steps(state, rules)
     yield from generate_mishaps(state, rules)
 
 
@@ -70,7 +70,8 @@ def _poll_bus(state: State, index: int) -> Steps:
 def _admit_message(state: State, rules: Rules, index: int, message: Message) -> Steps:
     worker, stage = state.workers[index], stage_of(index)
     checks = rules.flaw != "claims what it does not hold"
-    if checks and worker.out is not None and worker.out.delivery == message:
+    waits = checks and rules.flaw != "works on what is being settled"
+    if waits and worker.out is not None and worker.out.delivery == message:
         return  # The delivery is being settled.
     if checks and find_holder(state, message) != index:
         rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))

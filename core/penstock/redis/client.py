@@ -1,11 +1,13 @@
 """Redis clients with time limits, the errors that count as an outage, and the pauses between attempts."""
 
+import asyncio
 import contextlib
+import functools
 import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 import redis
@@ -119,11 +121,28 @@ def learn_pace(client: "redis.Redis", limit_s: float = REDIS_TIMEOUT_S) -> None:
 
 def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
     """Return an asyncio pool of connections. A caller that finds all of them in use waits for one."""
-    if is_sentinel(url):
-        return AsyncMasterPool(url, **options)
     pool: Any = redis.asyncio.BlockingConnectionPool
-    made: redis.asyncio.ConnectionPool = pool.from_url(url, **options)
-    return made
+    made: Any = AsyncMasterPool(url, **options) if is_sentinel(url) else pool.from_url(url, **options)
+    made.connection_class = _keep_cancellation(made.connection_class)
+    return cast(redis.asyncio.ConnectionPool, made)
+
+
+@functools.cache
+def _keep_cancellation(connection_class: Any) -> Any:
+    """Return the class, with commands that raise `CancelledError` whenever their task is cancelled meanwhile."""
+
+    # redis-py sends commands in `asyncio.wait_for`, which returns as if nothing were the matter on Python 3.11 when
+    # its task is cancelled just as the command was sent. The task would then go on, for a stream until its end.
+    class Connection(connection_class):  # type: ignore[misc]
+        async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            task = asyncio.current_task()
+            num_before = task.cancelling() if task else 0
+            await super().send_packed_command(command, check_health)
+            if task and task.cancelling() > num_before:
+                await self.disconnect(nowait=True)  # its reply is not read
+                raise asyncio.CancelledError
+
+    return Connection
 
 
 def _timeout_options(answer_s: float = REDIS_TIMEOUT_S) -> dict[str, Any]:

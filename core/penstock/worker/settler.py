@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
-from penstock.bus.dead_letters import build_dead_letter
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
+from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
-from penstock.messages import ErrorInfo, Result
-from penstock.names import CLASS_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
+from penstock.messages import ErrorInfo, Job, Result, decode_message
+from penstock.names import CLASS_HEADER, OPERATION_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline, PriorityClass
 from penstock.redis.client import backoff_pauses, is_outage
 from penstock.threads import CheckedThread
 
@@ -188,16 +188,11 @@ class Settler:
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
                     log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
-                    batch = [
-                        replace(
-                            batch[0],
-                            settlement=replace_oversized(self._pipeline, batch[0].settlement, error),
-                            again=None,
-                        )
-                    ]
+                    smaller = replace_oversized(self._pipeline, batch[0].settlement, error)
+                    batch = [replace(batch[0], settlement=smaller, again=None)]
                 else:
                     for pending in batch:
-                        self._settle_all([pending])
+                        self._settle_all([_make_anew(pending)])
                     return
             except BusUnavailable as error:
                 now_s = time.monotonic()
@@ -209,9 +204,7 @@ class Settler:
                 end_s = min(begun_s + MAX_RETRY_S * slowness, troubled_s + MAX_RETRY_ALONE_S * slowness)
                 if not is_outage(error) or now_s > end_s:
                     raise
-                batch = [
-                    replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch
-                ]
+                batch = [_make_anew(pending) for pending in batch]
                 log.warning("settling failed, trying again: %s", error)
                 self._set_trouble(str(error))
                 self._is_over.wait(next(waits))
@@ -241,29 +234,41 @@ class Settler:
         self._wake()
 
 
-def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
-    """Return a settlement that every topic accepts.
+def _make_anew(pending: _PendingSettlement) -> _PendingSettlement:
+    return replace(pending, settlement=pending.again()) if pending.again else pending
 
-    A result that is too large becomes an error result; a dead letter says so.
+
+def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
+    """Return a settlement with less in its largest output, which is taken to be the one that its topic did not take.
+
+    A result or a job becomes one with an error alone, and a dead letter says so. A dead letter becomes half as long.
+    Raise `BusUnavailable` where that makes it no smaller.
     """
-    outputs: list[Outgoing] = []
-    cause = InternalError(str(why))
-    for output in settlement.outputs:
-        if output.num_bytes <= MAX_MESSAGE_BYTES:
-            outputs.append(output)
-        elif output.topic == pipeline.results_topic and output.key is not None:
-            headers = {
-                name: output.headers[name]
-                for name in (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER)
-                if name in output.headers
-            }
-            result = Result(
-                id=output.key,
-                tenant=headers.get(TENANT_HEADER, "default"),
-                klass=settlement.delivery.klass,
-                finish_reason="error",
-                error=ErrorInfo.from_error(cause),
-            )
-            outputs.append(Outgoing(output.topic, result.encode(), output.key, headers))
-    letter = build_dead_letter(pipeline, settlement.delivery, f"{cause.code}: {cause}")
-    return replace(settlement, outputs=[*outputs, letter])
+    largest = max(settlement.outputs, key=lambda output: output.num_bytes)
+    cause = InternalError(f"{largest.num_bytes:,} bytes are too many for {largest.topic}: {why}")
+    if largest.topic == pipeline.dead_letter_topic:
+        smaller = shorten_dead_letter(largest)
+    else:
+        smaller = _make_error_output(pipeline, largest, settlement.delivery.klass, cause)
+    if smaller.num_bytes >= largest.num_bytes:
+        raise BusUnavailable(str(cause))
+    outputs = [smaller if output is largest else output for output in settlement.outputs]
+    if all(output.topic != pipeline.dead_letter_topic for output in outputs):
+        outputs.append(build_dead_letter(pipeline, settlement.delivery, f"{cause.code}: {cause}"))
+    return replace(settlement, outputs=outputs)
+
+
+def _make_error_output(pipeline: Pipeline, output: Outgoing, klass: PriorityClass, cause: InternalError) -> Outgoing:
+    """Return a result, or a job under its name, with an error in place of its content."""
+    kept = (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER, OPERATION_HEADER)
+    headers = {name: output.headers[name] for name in kept if name in output.headers}
+    tenant, error = headers.get(TENANT_HEADER, "default"), ErrorInfo.from_error(cause)
+    message: Result | Job
+    if output.topic == pipeline.results_topic:
+        assert output.key is not None, "a result's key is its id"
+        error = ErrorInfo(code=cause.code, message=f"{cause}; the text is in the token stream")
+        message = Result(id=output.key, tenant=tenant, klass=klass, finish_reason="error", error=error)
+    else:
+        told = decode_message(Job, output.value)
+        message = Job(id=told.id, job=told.job, tenant=tenant, klass=klass, timings=told.timings, error=error)
+    return Outgoing(output.topic, message.encode(), output.key, headers)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets
+from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets, StartPosition
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 
@@ -42,6 +42,9 @@ class PrefetchBuffer:
         self._stretched: set[Partition] = set()
         self._damaged: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
+        self._starts: dict[Partition, StartPosition] = {}
+        self.commits: dict[Partition, tuple[int, str]] = {}
+        """The last commit of each partition that is or was assigned: offset and metadata."""
 
     @property
     def partitions(self) -> list[Partition]:
@@ -58,15 +61,16 @@ class PrefetchBuffer:
         """The number of deliveries that are fetched and were not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
-    def assign_partition(
-        self, partition: Partition, committed: int, metadata: str | None, epoch: int = NO_EPOCH
-    ) -> None:
+    def assign_partition(self, partition: Partition, start: StartPosition, epoch: int = NO_EPOCH) -> None:
         """Begin a partition at its committed offset. `epoch` is the leader epoch of that commit.
 
         Messages that are finished by the metadata are passed over, unless the epochs show that the log was cut since.
         """
-        self._offsets[partition] = PartitionOffsets(committed, metadata or "", epoch)
+        self._offsets[partition] = PartitionOffsets(start.offset, start.metadata, epoch)
         self._fresh.add(partition)
+        self._starts[partition], self.commits[partition] = start, (start.offset, start.metadata)
+        if start.forgotten_end:
+            self._uncommitted.add(partition)
 
     def next_offset(self, partition: Partition) -> int:
         """Return the offset at which a partition is read next."""
@@ -87,11 +91,25 @@ class PrefetchBuffer:
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
 
+    def skip_deleted(self, partition: Partition, begin: int) -> tuple[int, int]:
+        """Note where the log begins. Return from which offset on how many before it were neither read nor finished."""
+        if (offsets := self._offsets.get(partition)) is None:
+            return begin, 0
+        first, count = offsets.next_offset, offsets.skip_deleted(begin)
+        if count:
+            self._uncommitted.add(partition)
+        return first, count
+
     def add_message(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
         """Add a fetched message that was written under a leader epoch. Raise `BusUnavailable` as `_read_from` does."""
         partition, offset = delivery.offset
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.note_delivered(offset, epoch):
+            return
+        start = self._starts[partition]
+        if offset < start.forgotten_end and delivery.key in start.answered:
+            offsets.finish_offsets([offset])
+            self._uncommitted.add(partition)
             return
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
@@ -201,8 +219,9 @@ class PrefetchBuffer:
 
     def note_committed(self, commits: Iterable[Commit]) -> None:
         """Note that commits of `build_commits` were made. Work that was finished since waits for the next commit."""
-        for partition, *commit in commits:
-            if partition in self._uncommitted and self._offsets[partition].build_commit() == tuple(commit):
+        for partition, offset, metadata in commits:
+            self.commits[partition] = offset, metadata
+            if partition in self._uncommitted and self._offsets[partition].build_commit() == (offset, metadata):
                 self._uncommitted.discard(partition)
 
     @property

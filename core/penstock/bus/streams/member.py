@@ -13,6 +13,7 @@ from typing import Any, Self
 import redis
 
 from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
+from penstock.bus.lost import LOST_KEPT_S
 from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
     bus_errors,
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
+LOST = load_script("penstock.bus.streams", "lost")
 SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
@@ -40,6 +42,8 @@ SLOW_LOOK_S, LOOK_PAUSES, MAX_LOOK_PAUSE_S = 0.05, 8, 10.0
 """The loop waits for each look at the server. So where one takes longer than `SLOW_LOOK_S`, the pause before the next
 is so many times as long, up to `MAX_LOOK_PAUSE_S`, unless the worker is idle.
 """
+LOST_CHECK_S = 5.0
+"""How often a member looks whether somebody has deleted entries."""
 MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
@@ -113,6 +117,7 @@ class StreamsMember:
         keys = [
             self._key,
             self._pipeline.meter_key("places"),
+            self._pipeline.finished_key,
             *(stream_key(topic) for topic, _ in places),
             *(stream_key(o.topic) for o in outputs),
         ]
@@ -123,7 +128,7 @@ class StreamsMember:
             self._consumer,
             len(places),
         ]
-        words += [position for _, position in places]
+        words += [*(position for _, position in places), *(topic for topic, _ in places)]
         for output in outputs:
             entry = [word for pair in encode_entry(output).items() for word in pair]
             is_counted = int(output.topic == self._pipeline.results_topic)
@@ -225,6 +230,9 @@ class StreamsMember:
     def _join_group(self) -> None:
         with bus_errors():
             create_groups(self.client, self._pipeline, self._stage)
+            self._find_lost(
+                time.monotonic()
+            )  # before it finishes anything: what older versions had finished is not counted
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -256,11 +264,22 @@ class StreamsMember:
         found: list[Delivery] = []
         if self._recovering:  # 1
             found += self._recover_lost_replies(left)
+        if (begun_s := time.monotonic()) >= self._lost_check_at:
+            self._find_lost(begun_s)
         if (begun_s := time.monotonic()) >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
             pause_s = max(min(MAX_BLOCK_S, self._timeout_s / 3), 4 * _find_pause(begun_s))
             self._reclaim_at = time.monotonic() + min(pause_s, MAX_LOOK_PAUSE_S)
         return found
+
+    def _find_lost(self, begun_s: float) -> None:
+        """Tell of entries that somebody deleted before they were finished."""
+        names, topics = self._pipeline, list(self._topics.values())
+        keys = [names.finished_key, names.lost_key, *map(names.stream_key, topics)]
+        for topic, count in zip(topics, LOST.run(self.client, keys, [LOST_KEPT_S, *topics]), strict=True):
+            if count:
+                log.warning("Redis Streams: %d messages of %s were deleted before they were answered", count, topic)
+        self._lost_check_at = time.monotonic() + max(LOST_CHECK_S, 4 * _find_pause(begun_s))
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:
         """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""
