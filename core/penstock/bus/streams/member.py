@@ -230,9 +230,7 @@ class StreamsMember:
     def _join_group(self) -> None:
         with bus_errors():
             create_groups(self.client, self._pipeline, self._stage)
-            self._find_lost(
-                time.monotonic()
-            )  # before it finishes anything: what older versions had finished is not counted
+            self._find_lost(time.monotonic())  # before it finishes anything: older versions counted nothing
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -256,7 +254,7 @@ class StreamsMember:
         Capacity goes to them in this order. 1. Deliveries of this member whose reply was lost. 2. Those of members that
         are gone.
         """
-        if time.monotonic() - self._renewed_s >= self._timeout_s / 3:  # no session has renewed it
+        if time.monotonic() - self._renewed_s >= self._lasts_s / 3:  # no session has renewed it
             renewal = self._build_renewal()
             renewal.run(self.client)
             renewal.read_reply()
