@@ -85,12 +85,12 @@ class ServerPace:
             elif now_s - self._changed_s > QUICK_S and self._rate(slowest_s) < self.slowness:
                 self.slowness, self._changed_s = self.slowness // 2, now_s
 
-    def note_too_short(self, slowness: int) -> bool:
-        """Note that a transaction failed by its limits, which were chosen by `slowness`. Return whether there are
-        longer ones by now. Where brokers are away limits stay.
+    def note_too_short(self, slowness: int, begun_s: float) -> bool:
+        """Note that a transaction that began at `begun_s` failed by its limits, which were chosen by `slowness`. Return
+        whether there are longer ones by now. Where brokers have answered nothing since then limits stay.
         """
         with self._lock:
-            if slowness == self.slowness < self._most and not self.describe_silence():
+            if slowness == self.slowness < self._most and self._heard_s > begun_s:
                 self.slowness, self._changed_s = 2 * slowness, time.monotonic()
             return self.slowness > slowness
 

@@ -150,11 +150,11 @@ def test_brokers_that_answer_late_are_waited_for(
 def test_transactions_grow_no_longer_than_brokers_allow(pipeline: Pipeline, tmp_path: Path) -> None:
     with start_or_skip(KafkaServer(tmp_path, timeouts={"transaction.max.timeout.ms": "15000"}).start) as server:
         bus = KafkaBus(pipeline, server.bootstrap, SETTINGS.model_copy(update={"transaction_timeout_s": 5.0}))
-        assert [bus.pace.note_too_short(slowness) for slowness in (1, 2)] == [True, True]
+        assert [bus.pace.note_too_short(slowness, 0.0) for slowness in (1, 2)] == [True, True]
         with pytest.raises(BusUnavailable):
             bus.create_transactions("x")
         bus.create_transactions("x").close()
-        assert (bus.pace.slowness, bus.pace.note_too_short(2)) == (2, False)
+        assert (bus.pace.slowness, bus.pace.note_too_short(2, 0.0)) == (2, False)
 
 
 def test_a_large_result_is_settled_over_a_link_that_takes_longer_than_redis_may(

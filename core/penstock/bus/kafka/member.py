@@ -279,6 +279,7 @@ class KafkaMember:
         while True:
             writer = self._transactions or self._change_over()
             with self._settling, self._time_settlement(), bus_errors():
+                begun_s, slowness = time.monotonic(), self._pace.slowness
                 try:
                     self._run_transaction(writer, deliveries, outputs)
                     return
@@ -286,24 +287,25 @@ class KafkaMember:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
                 except (KafkaException, MemberFenced) as raised:
-                    if not self._is_too_short(raised):
+                    if not self._is_too_short(raised, slowness, begun_s):
                         if isinstance(raised, MemberFenced):
                             self._note_failure(raised)
                         raise
             self._closing.wait(0.02)  # the callbacks run meanwhile
 
-    def _is_too_short(self, raised: KafkaException | MemberFenced) -> bool:
-        """Return whether a transaction failed as its producer's limits were too short, and longer ones hold by now.
+    def _is_too_short(self, raised: KafkaException | MemberFenced, slowness: int, begun_s: float) -> bool:
+        """Return whether a transaction failed as its limits were too short, and longer ones hold by now. It began at
+        `begun_s`, and its limits were chosen by `slowness`.
 
-        The brokers also end the transaction of a member that was away. Then limits follow only from what is measured.
+        The brokers also end the transaction of a member that was away. Then limits follow only from what the lookup
+        thread has measured.
         """
         writer = self._transactions
         if writer is None or not writer.is_late(raised):
             return False
         log.info("Kafka: a transaction took too long: %s", raised)
-        self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
         if not isinstance(raised, MemberFenced):
-            return self._pace.note_too_short(writer.slowness)
+            return self._pace.note_too_short(slowness, begun_s)
         if self._pace.slowness > writer.slowness:
             self._transactions = None  # it is of no more use: the next settlement opens them
             writer.close()
@@ -764,7 +766,7 @@ class KafkaMember:
                 try:
                     self._run_transaction(writer, [], [])
                 except MemberFenced as fenced:
-                    if not self._is_too_short(fenced):
+                    if not self._is_too_short(fenced, writer.slowness, 0.0):
                         raise
         except (BusUnavailable, GroupRebalanced) as error:
             log.debug("offsets are committed later: %s", error)
