@@ -78,6 +78,7 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     """Return a pool of connections to the server at an address, or to the master that Sentinels name. The time limits
     of its answers grow with the server's pace.
     """
+    options["driver_info"] = None  # telling a driver's name takes two round trips for each connection
     pool: Any = MasterPool(url, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(url, **options)
     pool.url, pool.pace = url, _paces.setdefault(url, ServerPace())
     pace: ServerPace = pool.pace
