@@ -22,7 +22,7 @@ from tests.bus.test_doctor import set_topic_settings
 class Forgetful:
     """A member whose first settlement succeeds, though its reply is lost."""
 
-    current_problem = ""
+    current_problem, slowness = "", 1
 
     def __init__(self, member: Member) -> None:
         self._member, self._has_forgotten = member, False

@@ -178,6 +178,10 @@ class Member(Protocol):
         to join the group with a new member.
         """
 
+    @property
+    def slowness(self) -> int:
+        """By how many times longer than usual its settlements may take, as the bus is slow to answer."""
+
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return at most `capacity[klass]` deliveries of each class, interactive first. Wait up to `timeout_s` for any.
 

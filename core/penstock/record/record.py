@@ -15,7 +15,7 @@ from penstock.names import STAGES, START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
-from penstock.redis.client import execute_all, execute_pipeline, raise_outage
+from penstock.redis.client import execute_all, execute_pipeline, find_pace, raise_outage
 from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_together
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,9 @@ class Record:
         self._client = client
         self._pipeline = pipeline
         self._settings = settings
-        self._lease_ms = round(settings.lease_s * 1000)
-        self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
+        self.pace = find_pace(client)
+        """How late the server answers."""
+        self._longest_ms = round((settings.retry_cap_s + settings.lease_s) * 1000)
         """No request has to wait for longer than this."""
         self._keep_ms = round(settings.keep_s * 1000)
         self._pending_ms = round(settings.pending_keep_s * 1000)
@@ -83,8 +84,12 @@ class Record:
 
     @property
     def lease_s(self) -> float:
-        """How long a session lasts without a renewal."""
-        return self._settings.lease_s
+        """How long a session lasts without a renewal: longer where the server is slow to answer one."""
+        return self.pace.stretch(self._settings.lease_s)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self.lease_s * 1000)
 
     @property
     def current_problem(self) -> str:
@@ -234,14 +239,15 @@ class Record:
         """
         self._appends.send_tokens(entries)
 
-    def collect_outcomes(self) -> list[AppendOutcome]:
-        """Return the outcomes of all tokens sent since the last call, in that order.
+    def collect_outcomes(self, *, waits: bool = True) -> list[AppendOutcome]:
+        """Return the outcomes of all tokens sent since the last call, in that order; unless it `waits`, only those of
+        the first that have come.
 
         A lost connection is opened again, and tokens without a reply are sent again: the script recognises a token that
         was written. If that fails too, raise `redis.ConnectionError` or `redis.TimeoutError` and keep the tokens, so
         that this may be called again.
         """
-        return self._appends.collect_outcomes()
+        return self._appends.collect_outcomes(waits=waits)
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""

@@ -22,11 +22,13 @@ log = logging.getLogger(__name__)
 
 MAX_RETRY_S = 60.0
 """How long a settlement is retried. Then the member is given up, as it may be at fault itself."""
-MAX_RETRY_ALONE_S = 5.0
-"""How long a settlement is retried while the bus answers the member otherwise: then the member is at fault."""
+MAX_RETRY_ALONE_S = 20.0
+"""How long a settlement is retried while the bus answers the member otherwise: then the member is at fault. The brokers
+of a cluster need less to replace one of them that does not answer.
+"""
 SLOW_CALL_S, HUNG_CALL_S = 10.0, 45.0
 """A settlement call that takes longer is reported as trouble (`SLOW_CALL_S`), or counts as never returning
-(`HUNG_CALL_S`). A member's own time limits are shorter.
+(`HUNG_CALL_S`). A member's own time limits are shorter. All of these are longer where the bus is slow to answer.
 """
 CLOSE_TIMEOUT_S = 5.0
 """How long a worker that leaves waits for its settlements. Other workers settle the rest from the log."""
@@ -102,14 +104,15 @@ class Settler:
     def raise_failure(self) -> None:
         """Raise the error that made settling impossible, if there was one."""
         self._thread.raise_failure()
-        if (called_s := self._seconds_in_call()) > HUNG_CALL_S:
+        if (called_s := self._seconds_in_call()) > HUNG_CALL_S * self._member.slowness:
             raise BusUnavailable(f"the bus is at one settlement for {called_s:.0f} s")
 
     @property
     def trouble(self) -> str:
         """Why the last attempt failed, while it is retried, or that it takes long; else empty."""
         called_s = self._seconds_in_call()
-        return f"settling takes {called_s:.0f} s so far" if called_s > SLOW_CALL_S else self._trouble
+        is_slow = called_s > SLOW_CALL_S * self._member.slowness
+        return f"settling takes {called_s:.0f} s so far" if is_slow else self._trouble
 
     def _seconds_in_call(self) -> float:
         called_s = self._called_s
@@ -177,7 +180,9 @@ class Settler:
                     self._member.current_problem or not troubled_s
                 ):  # a first failure may have taken longer than `MAX_RETRY_ALONE_S`
                     troubled_s = now_s
-                if not is_outage(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
+                slowness = self._member.slowness
+                end_s = min(begun_s + MAX_RETRY_S * slowness, troubled_s + MAX_RETRY_ALONE_S * slowness)
+                if not is_outage(error) or now_s > end_s:
                     raise
                 batch = [_make_anew(pending) for pending in batch]
                 log.warning("settling failed, trying again: %s", error)
