@@ -502,6 +502,8 @@ class KafkaMember:
             self._refused.pop(partition[0], None)
             self._bury_unfetched(partition, message.offset() or 0)
             self._note_deleted(partition, message.offset() or 0)
+            if error is None:  # its end is counted later, perhaps after this member's last note
+                self._places.note_read(partition, message.offset() or 0)
 
     def _note_deleted(self, partition: Partition, offset: int) -> None:
         """Tell of messages that were deleted before they were read: the log begins behind what was to be read next."""
@@ -582,7 +584,10 @@ class KafkaMember:
         consumer.pause([TopicPartition(*partition) for partition in came])
         self._paused.update(came)
         self._starting.update(came)
-        self._places.topic_ids.clear()
+        with self._state:  # what was committed is read again, and may be another topic's
+            for partition in came:
+                self._holdings.commits.pop(partition, None)
+        self._places.begin_partitions(came)
         self._lookup.request_starts(came)
 
     def _begin_partitions(self) -> None:
@@ -691,7 +696,8 @@ class KafkaMember:
         for partition, position in positions.items():
             with contextlib.suppress(KafkaException):
                 _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-                self._places.ends[partition] = end = max(end, self._told_ends.get(partition, 0))
+                end = max(end, self._told_ends.get(partition, 0))
+                self._places.note_end(partition, end)
                 unread[partition] = max(0, end - position)
         self._unread = unread
         self._told_ends = {one: self._told_ends[one] for one in self._told_ends if one in self._paused}
