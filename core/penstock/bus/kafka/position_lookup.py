@@ -4,21 +4,26 @@ A partition that brings nothing for a while is either at its end or not read, fo
 can say which. If it has more messages, is not paused, and stands still all the same, its member is at fault.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import redis
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.bus.kafka.offsets import Partition
+from penstock.bus.kafka.offsets import Partition, StartPosition
+from penstock.bus.kafka.places import PlaceKeeper
 from penstock.errors import BusUnavailable
+from penstock.pace import NUM_STEADY, ServerPace
 
 log = logging.getLogger(__name__)
 
 COMMITTED_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 1.0
+TOPIC_TIMEOUT_S = 3.0
 LOOKUP_INTERVAL_S, LOOKUP_RETRY_S = 0.25, 0.05
 UNKNOWN_START_S = 5.0
 """A partition whose last commit is not known for this long is a problem that is told."""
@@ -32,15 +37,6 @@ ACCESS_ERRORS = (
 """Errors that need a change of settings or rights."""
 
 
-class StartPosition(NamedTuple):
-    """The last commit of a group for a partition: where to begin to read it."""
-
-    offset: int
-    """Negative where nothing was committed."""
-    metadata: str
-    leader_epoch: int | None
-
-
 class PositionLookup:
     """Looks up where partitions have to begin, and where they end.
 
@@ -49,9 +45,11 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition) -> None:
-        """`changed` guards the requests, and is notified of each."""
-        self._consumer, self._lock = consumer, changed
+    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper, pace: ServerPace) -> None:
+        """`changed` guards the requests, and is notified of each. `places` has what the brokers may have forgotten.
+        `pace` stretches the time limits of questions.
+        """
+        self._consumer, self._lock, self._places, self._pace = consumer, changed, places, pace
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -66,7 +64,7 @@ class PositionLookup:
 
         It is not told while a transaction that is just being committed may be the reason.
         """
-        latest_s = time.monotonic() - UNKNOWN_START_S
+        latest_s = time.monotonic() - self._pace.stretch(UNKNOWN_START_S)
         with self._lock:
             late = ((one, why) for one, (since_s, why) in self._unknown_starts.items() if since_s <= latest_s)
             found = next(late, None)
@@ -126,54 +124,95 @@ class PositionLookup:
                     del self._ends[partition]
                     self._found_ends[partition] = end
 
+    def learn_pace(self, topic: str, connect_timeout_s: float) -> None:
+        """Find out how late brokers answer now, before anything is made whose limits follow from that. Raise
+        `KafkaException` where none can be reached.
+
+        The first answer does not count, as it may come behind those that a new connection waits for.
+        """
+        self._consumer.list_topics(topic, connect_timeout_s)
+        for _ in range(NUM_STEADY):
+            with contextlib.suppress(KafkaException):  # the next question has more time
+                self.list_partitions(topic)
+
+    def list_partitions(self, topic: str) -> list[Partition]:
+        """Return a topic's partitions; none where the brokers do not know it. Raise `KafkaException`."""
+        with self._pace.ask(TOPIC_TIMEOUT_S) as limit_s:
+            known = self._consumer.list_topics(topic, limit_s).topics.get(topic)
+        return [(topic, number) for number in (known.partitions if known else ())]
+
     def close(self) -> None:
         """Free the connection."""
         self._consumer.close()
         del self._consumer
 
     def _ask_starts(self, wanted: dict[Partition, object]) -> bool:
-        """Return whether all partitions were answered. If one has no stable offset yet, ask for each by itself."""
-        found = self._read_committed(wanted)
+        """Return whether all partitions were answered. If one has no answer yet, ask for each by itself."""
+        found = self._find_starts(wanted)
         if found is None and len(wanted) > 1:
             num_answered = sum(self._ask_starts({partition: request}) for partition, request in wanted.items())
             return num_answered == len(wanted)
         with self._lock:
-            for place in found or []:
-                partition = place.topic, place.partition
+            for partition, start in (found or {}).items():
                 if self._starts.get(partition) is wanted[partition]:
                     del self._starts[partition]
                     self._unknown_starts.pop(partition, None)
-                    self._found_starts[partition] = StartPosition(
-                        place.offset, place.metadata or "", place.leader_epoch
-                    )
+                    self._found_starts[partition] = start
         return found is not None
 
-    def _read_committed(self, wanted: dict[Partition, object]) -> list[TopicPartition] | None:
-        partitions = list(wanted)
+    def _find_starts(self, wanted: dict[Partition, object]) -> dict[Partition, StartPosition] | None:
+        """Return where partitions begin; None where that cannot be found out now, as one may have no stable offset."""
+        places = [TopicPartition(*one) for one in wanted]
         try:
-            found = self._consumer.committed([TopicPartition(*one) for one in partitions], timeout=COMMITTED_TIMEOUT_S)
-            error = next((place.error for place in found if place.error), None)
+            found = self._consumer.committed(places, timeout=self._pace.stretch(COMMITTED_TIMEOUT_S))
+            return {(place.topic, place.partition): self._find_start(place) for place in found}
         except KafkaException as raised:
-            error = raised.args[0]
-        if error is None:
-            return found
-        if error.code() in ACCESS_ERRORS:
-            raise BusUnavailable(f"Kafka refuses the group's committed offsets, check its access: {error.str()}")
-        if len(partitions) == 1:
-            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partitions[0])), error)
+            error: KafkaError = raised.args[0]
+            if error.code() in ACCESS_ERRORS:
+                words = f"Kafka refuses the group's committed offsets, check its access: {error.str()}"
+                raise BusUnavailable(words) from raised
+            why = error.str()
+        except (BusUnavailable, redis.RedisError) as raised:
+            why = str(raised)
+        if len(wanted) == 1:
+            ((partition, request),) = wanted.items()
+            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
             with self._lock:
-                if self._starts.get(partitions[0]) is wanted[partitions[0]]:
-                    since_s, _ = self._unknown_starts.get(partitions[0], (time.monotonic(), ""))
-                    self._unknown_starts[partitions[0]] = since_s, error.str()
+                if self._starts.get(partition) is request:
+                    since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))
+                    self._unknown_starts[partition] = since_s, why
         return None
+
+    def _find_start(self, place: TopicPartition) -> StartPosition:
+        """Return where a partition begins whose commit was read, if there is one."""
+        if place.error:
+            raise KafkaException(place.error)
+        if place.offset >= 0:
+            return StartPosition(place.offset, place.metadata or "", place.leader_epoch)
+        partition = place.topic, place.partition
+        return self._places.find_start(partition, *self._ask_bounds(partition))
 
     def _ask_end(self, partition: Partition) -> int | None:
         try:
-            found = self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=END_TIMEOUT_S)
-        except KafkaException as error:
+            return self._ask_bounds(partition)[1]
+        except (KafkaException, BusUnavailable) as error:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
-        return found[1] if found else None
+
+    def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
+        """Return where a partition begins and ends. Raise `KafkaException` or `BusUnavailable`."""
+        place, limit_s = TopicPartition(*partition), self._pace.stretch(END_TIMEOUT_S)
+        try:
+            found = self._consumer.get_watermark_offsets(place, timeout=limit_s)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
+                raise
+            # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
+            self._consumer.list_topics(partition[0], limit_s)
+            found = self._consumer.get_watermark_offsets(place, timeout=limit_s)
+        if found is None:
+            raise BusUnavailable("no leader answers")
+        return found
 
 
 class LookingUp(Protocol):
@@ -190,7 +229,8 @@ class LookingUp(Protocol):
 class LookupThread:
     """Looks up what one member has to know, or both members of a worker that is in two groups.
 
-    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`.
+    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`, or more
+    where they are slow.
     """
 
     def __init__(self, name: str) -> None:

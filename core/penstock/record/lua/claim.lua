@@ -7,14 +7,15 @@
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
 -- ARGV     id, stage ('prefill' or 'decode'), session, the name that is bound (a job's, or that of the request's own
 --          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
---          message, what `held` keys look like (a set for each session: ids of requests)
+--          message, what `held` keys look like (a set for each session: ids of requests), 1 if the id had a result already, and was not
+--          forgotten again, when the message was sent
 --
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}; ended: 1 where the
 --                           message settles the result, 2 where a job has to
---          {'busy', ms}     another session holds it, or it is to be left alone: ask again after that time. Also where
---                           the session that asks is over: the worker opens another one soon
+--          {'busy', ms, epoch}  a session holds it, by the claim of that epoch, or it is to be left alone: ask again after
+--                           that time. Also where the session that asks is over: the worker opens another one soon
 --          {'down'}         without a session: it can be taken, or nobody has to
---          {'bound'}        another message settles this request, and is durable
+--          {'bound'}        another message settles this request, and is durable, or it has settled it
 --          {'conflict'}     the id was used for another body
 --
 -- A worker that reads requests knows one that is bound to its own message (`finish.lua` binds it): it settles the
@@ -57,6 +58,8 @@ end
 if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
 -- 2. Another message that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
+--    A record may have expired that had the binding of a request with a result.
+if ARGV[12] == '1' then return {'bound'} end
 if prefill and was == 'handed' then return {'bound'} end
 if bound ~= '' and bound ~= name then return {'bound'} end
 
@@ -71,11 +74,11 @@ end
 
 -- 5. Somebody works on it, or it waits to be tried again. A job in hand proves that prefill is done with it, so decode
 --    does not wait for prefill. What lies too far ahead was written before the clock went back.
-if not puts_down and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3)} end
+if not puts_down and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
 if prefill or was ~= 'prefill' then
   local lasts, wait = holder ~= '' and redis.call('ZSCORE', KEYS[3], holder), tonumber(r[10] or 0) - now
-  if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease))} end
-  if wait > 0 and wait <= longest then return {'busy', wait} end
+  if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease)), epoch} end
+  if wait > 0 and wait <= longest then return {'busy', wait, epoch} end
 end
 
 -- 6. It is ours, or anybody's. Prefill's attempts came to something where its job is here.
