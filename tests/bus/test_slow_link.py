@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from penstock import pace
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
-from penstock.bus.kafka import position_lookup
+from penstock.bus.kafka import places, position_lookup
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import FETCH_LIMITS
 from penstock.bus.kafka.writers import Transactions
@@ -145,6 +145,21 @@ def test_brokers_that_answer_late_are_waited_for(
         member.settle([make_settlement(pipeline, held[2])])
         assert made[-1].slowness == member.slowness
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
+
+
+def test_notes_of_commits_are_made_though_brokers_are_late_to_tell_a_topics_id(
+    link: Proxy, pipeline: Pipeline, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "TOPIC_TIMEOUT_S", LATE_S)
+    bus, topic = KafkaBus(pipeline, f"127.0.0.1:{link.port}", SETTINGS), pipeline.job_topic("interactive")
+    bus.create_topics()
+    for slowness in (1, 2, 4, 8):
+        bus.pace.note_too_short(slowness, 0.0)
+    keeper = places.PlaceKeeper(pipeline, bus.clients, redis_url, bus.pace)
+    link.delay_replies(LATE_S)
+    keeper.note_commits({(topic, 0): (1, "")})
+    link.delay_replies(0.0)
+    assert set(keeper.topic_ids) == {topic}
 
 
 def test_transactions_grow_no_longer_than_brokers_allow(pipeline: Pipeline, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class KafkaMember:
         self._stalled_at: float | None = None
         self._membership: object = None
         # The lookup thread's.
-        self._places = places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url)
+        self._places = places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url, bus.pace)
         settings = _lookup_settings(self._group)
         self._lookup = PositionLookup(bus.create_consumer(settings), lookups.requested, places, self._pace)
         self._topic_parts: list[str] = []

@@ -23,6 +23,7 @@ from penstock.bus.kafka.orphans import format_partition
 from penstock.bus.lost import LOST_KEPT_S, count_lost
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
+from penstock.pace import ServerPace
 from penstock.redis.client import redis_client
 from penstock.redis.scripts import load_script
 
@@ -43,9 +44,13 @@ class PlaceKeeper:
     A note is about a topic's id: one that is made anew under its name begins without any.
     """
 
-    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str) -> None:
-        """`clients`: the settings of all clients. Without an address of Redis nothing is noted."""
-        self._pipeline, self._clients = pipeline, dict(clients)
+    def __init__(
+        self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str, pace: ServerPace | None = None
+    ) -> None:
+        """`clients`: the settings of all clients. Without an address of Redis nothing is noted. `pace` stretches
+        the time limit of questions.
+        """
+        self._pipeline, self._clients, self._pace = pipeline, dict(clients), pace or ServerPace()
         self._redis = redis_client(redis_url) if redis_url else None
         self._admin: AdminClient | None = None
         self._answered: frozenset[str] | None = None
@@ -141,7 +146,8 @@ class PlaceKeeper:
     def _find_topic_id(self, topic: str, known: dict[str, str]) -> str:
         self._admin = self._admin or AdminClient(self._clients)
         if topic not in known:
+            limit_s = self._pace.stretch(TOPIC_TIMEOUT_S)
             with bus_errors():
-                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=TOPIC_TIMEOUT_S)
-                known[topic] = str(asked[topic].result(TOPIC_TIMEOUT_S).topic_id)
+                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=limit_s)
+                known[topic] = str(asked[topic].result(limit_s).topic_id)
         return known[topic]
