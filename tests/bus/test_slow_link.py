@@ -159,7 +159,7 @@ def test_notes_of_commits_are_made_though_brokers_are_late_to_tell_a_topics_id(
     link.delay_replies(LATE_S)
     keeper.note_commits({(topic, 0): (1, "")})
     link.delay_replies(0.0)
-    assert set(keeper.topic_ids) == {topic}
+    assert set(keeper._topic_ids) == {topic}
 
 
 def test_transactions_grow_no_longer_than_brokers_allow(pipeline: Pipeline, tmp_path: Path) -> None:
