@@ -91,8 +91,12 @@ FLAWS = (
         ),
     ),
     Flaw(
+        "a delivery is worked on that is being settled", f"{WORKER}/worker.py",
+        "if self.settler.is_settling(delivery):", "if False:",
+    ),
+    Flaw(
         "deliveries of others are worked on", f"{WORKER}/worker.py",
-        "if self.member.is_holding(task.delivery):", "if True:",
+        "return self.member.is_holding(delivery)", "return True",
     ),
     Flaw(
         "the engine keeps requests of a worker that was given up", f"{WORKER}/worker.py",
