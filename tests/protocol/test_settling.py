@@ -1,6 +1,7 @@
 """Faults that the model found: a job published twice under one name, and a delivery that was never settled."""
 
 from collections.abc import Callable
+from typing import Any
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import Job, Request, Sampling, TokenEvent, decode_message
@@ -85,7 +86,8 @@ def test_what_is_read_after_its_record_has_expired_is_not_answered_again(
     line.record_settings = RecordSettings(keep_s=1)
     line.add_prefill("prefill-2")
     line.add_decode("decode-2")
-    [(answered, _)] = line.client.xrange(pipeline.stream_key(pipeline.results_topic))
-    wait_for(lambda: line.client.time()[0] > int(answered.partition(b"-")[0]) / 1000 + 1, "the id is forgotten")
+    results: Any = line.client.xrange(pipeline.stream_key(pipeline.results_topic))
+    forgotten_s = int(results[0][0].partition(b"-")[0]) / 1000 + 1
+    wait_for(lambda: line.client.time()[0] > forgotten_s, "the id is forgotten")
     line.send_requests(request)
     assert len(line.run_until_results(2)) == 2
