@@ -143,8 +143,8 @@ FLAWS = (
     ),
     Flaw(
         "a request's own message counts as another one", f"{WORKER}/task.py",
-        "self.id, self.body_hash, self.name, serialize",
-        'self.id, self.body_hash, "" if self.body_hash else self.name, serialize',
+        "self.id, self.body_hash, self.name, message",
+        'self.id, self.body_hash, "" if self.body_hash else self.name, message',
         rates=("autos=1",),
     ),
     Flaw(
@@ -259,6 +259,10 @@ FLAWS = (
     Flaw(
         "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/buffer.py",
         "if offset < start.forgotten_end and", "if False and", "kafka", rates=("away_s=3", "delete_s=0"),
+    ),
+    Flaw(
+        "what its record has forgotten is answered again", f"{RECORD}/lua/claim.lua",
+        "if ARGV[12] == '1' then", "if false then", "streams", rates=("away_s=6", "double=0.4", "delete_s=0"),
     ),
     Flaw(
         "deleted messages are not told", f"{BUS}/kafka/member.py",
