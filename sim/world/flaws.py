@@ -273,6 +273,10 @@ FLAWS = (
         "if offset < start.forgotten_end and", "if False and", "kafka", rates=("away_s=3", "delete_s=0"),
     ),
     Flaw(
+        "what its record has forgotten is answered again", f"{RECORD}/lua/claim.lua",
+        "if ARGV[12] == '1' then", "if false then", "streams", rates=("away_s=6", "double=0.4", "delete_s=0"),
+    ),
+    Flaw(
         "deleted messages are not told", f"{BUS}/kafka/member.py",
         "if count:\n            self._places", "if False:\n            self._places", "kafka", rates=("delete_s=2",),
     ),

@@ -86,8 +86,8 @@ def test_what_is_read_after_its_record_has_expired_is_not_answered_again(
     line.record_settings = RecordSettings(keep_s=1)
     line.add_prefill("prefill-2")
     line.add_decode("decode-2")
-    entries: Any = line.client.xrange(pipeline.stream_key(pipeline.results_topic))
-    answered_s = int(entries[0][0].partition(b"-")[0]) / 1000
-    wait_for(lambda: line.client.time()[0] > answered_s + 1, "the id is forgotten")
+    results: Any = line.client.xrange(pipeline.stream_key(pipeline.results_topic))
+    forgotten_s = int(results[0][0].partition(b"-")[0]) / 1000 + 1
+    wait_for(lambda: line.client.time()[0] > forgotten_s, "the id is forgotten")
     line.send_requests(request)
     assert len(line.run_until_results(2)) == 2
