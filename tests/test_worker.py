@@ -80,7 +80,7 @@ def fetch(bus: Bus, member: Member, pipeline: Pipeline) -> Fetch:
 
 
 def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetch: Fetch, pipeline: Pipeline) -> None:
-    """Others are settled meanwhile."""
+    """Others are settled meanwhile; and it is being settled already, for who asks."""
     woken, written = threading.Event(), Future[float]()
     settler = Settler(member, pipeline, woken.set)
     first, second = fetch(2)
@@ -88,6 +88,7 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     settler.settle(Settlement(second), "second")
     assert woken.wait(PATIENCE_S)
     assert settler.collect() == [("second", True)]
+    assert settler.is_settling(first)
     assert member.is_holding(first)
     written.set_result(0.0)
     settler.wait_settled(PATIENCE_S)

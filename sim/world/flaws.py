@@ -91,8 +91,12 @@ FLAWS = (
         ),
     ),
     Flaw(
+        "a delivery is worked on that is being settled", f"{WORKER}/worker.py",
+        "if self.settler.is_settling(delivery):", "if False:",
+    ),
+    Flaw(
         "deliveries of others are worked on", f"{WORKER}/worker.py",
-        "if self.member.is_holding(task.delivery):", "if True:",
+        "return self.member.is_holding(delivery)", "return True",
     ),
     Flaw(
         "the engine keeps requests of a worker that was given up", f"{WORKER}/worker.py",
@@ -267,6 +271,10 @@ FLAWS = (
     Flaw(
         "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/buffer.py",
         "if offset < start.forgotten_end and", "if False and", "kafka", rates=("away_s=3", "delete_s=0"),
+    ),
+    Flaw(
+        "what its record has forgotten is answered again", f"{RECORD}/lua/claim.lua",
+        "if ARGV[12] == '1' then", "if false then", "streams", rates=("away_s=6", "double=0.4", "delete_s=0"),
     ),
     Flaw(
         "deleted messages are not told", f"{BUS}/kafka/member.py",

@@ -4,12 +4,13 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.bus.contract import Member, Outgoing, Settlement
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
@@ -41,6 +42,14 @@ class _PendingSettlement:
     settlement: Settlement
     ticket: Any
     again: Callable[[], Settlement] | None
+    name: object = field(default_factory=object)
+    """It stays when the settlement is made anew."""
+
+    @property
+    def address(self) -> object:
+        """The delivery's topic and position, or the name where no delivery is settled."""
+        delivery = self.settlement.delivery
+        return delivery.address if delivery.is_held else self.name
 
 
 class Settler:
@@ -60,7 +69,7 @@ class Settler:
         """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
         self._pending: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
-        self._num_open = 0
+        self._open: Counter[object] = Counter()
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
         self._has_ended = False
@@ -69,7 +78,12 @@ class Settler:
     def __len__(self) -> int:
         """Return how many settlements are under way or not collected."""
         with self._lock:
-            return self._num_open + len(self._outcomes)
+            return self._open.total() + len(self._outcomes)
+
+    def is_settling(self, delivery: Delivery) -> bool:
+        """Return whether the delivery is being settled, or the same message as the delivery that was lost before."""
+        with self._lock:
+            return self._open[delivery.address] > 0
 
     def settle(
         self,
@@ -85,7 +99,7 @@ class Settler:
         """
         pending = _PendingSettlement(settlement, ticket, again)
         with self._lock:
-            self._num_open += 1
+            self._open[pending.address] += 1
         if after is None:
             self._pending.put(pending)
         else:
@@ -121,7 +135,7 @@ class Settler:
     def wait_settled(self, timeout_s: float) -> None:
         """Wait until everything is settled or cannot be settled now, for at most `timeout_s`."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._num_open or bool(self.trouble) or self._has_ended, timeout_s)
+            self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._has_ended, timeout_s)
 
     def close(self) -> None:
         """Settle what is pending as far as that is possible now, and end the thread."""
@@ -144,13 +158,22 @@ class Settler:
                         more = False
                     else:
                         batch.append(following)
-                self._settle_all(batch)
+                self._settle_batch(batch)
                 if not more:
                     return
         finally:
             with self._lock:
                 self._has_ended = True
                 self._lock.notify_all()
+
+    def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
+        """Settle a batch. A delivery that is there twice is settled once; one that came again is another delivery."""
+        once: dict[int, _PendingSettlement] = {}
+        for pending in batch:
+            delivery = pending.settlement.delivery
+            once.setdefault(id(delivery) if delivery.is_held else id(pending), pending)
+        self._settle_all(list(once.values()))
+        self._record_outcomes([one for one in batch if one not in once.values()], settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
@@ -209,7 +232,7 @@ class Settler:
     def _record_outcomes(self, settlements: list[_PendingSettlement], *, settled: bool) -> None:
         with self._lock:
             self._outcomes += [(pending.ticket, settled) for pending in settlements]
-            self._num_open -= len(settlements)
+            self._open -= Counter(pending.address for pending in settlements)
             self._lock.notify_all()
         self._wake()
 

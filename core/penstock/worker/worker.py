@@ -102,8 +102,8 @@ from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
-LAST_SETTLING_S = 0.05
-"""How long a worker that stops waits for settlements under way, before the bus gives its deliveries to others."""
+SETTLING_DEFERRAL_S = 0.05
+"""Wait before a delivery is tried again that is being settled."""
 BUSY_POLL_S = 0.01
 """How long an idle worker polls for messages while loads, stores or settlements are under way."""
 
@@ -373,7 +373,7 @@ class Worker:
         """Claim all requests that this worker may claim, in one round trip."""
         asked: list[tuple[Task, UnclaimedMessage]] = []
         for task in tasks:
-            if self.member.is_holding(task.delivery):
+            if self._is_claimable(task.delivery):
                 with self._confine_message(task.delivery):
                     asked.append((task, task.to_claim_request()))
         for task, claimed in self._ask_for_claims(asked):
@@ -401,6 +401,16 @@ class Worker:
             mine = [(task, message) for task, message in asked if task.role.stage == stage]
             claims = self.record.claim_all(stage, self.session.id, [message for _, message in mine]) if mine else []
             yield from zip([task for task, _ in mine], claims, strict=True)
+
+    def _is_claimable(self, delivery: Delivery) -> bool:
+        """Return whether the delivery is still this worker's and is not being settled.
+
+        A message that came again while the delivery that was lost is being settled is deferred: the outcome decides.
+        """
+        if self.settler.is_settling(delivery):
+            self.queue.defer(delivery, SETTLING_DEFERRAL_S)
+            return False
+        return self.member.is_holding(delivery)
 
     def _find_undelivered_task(self, task: Task, epoch: int) -> Task | None:
         """Return the running request of this message if it holds no delivery, and its claim is the one of `epoch`.
@@ -904,7 +914,7 @@ class Worker:
 
         The bus gives their deliveries to other workers, which settle them from the log.
         """
-        self.settler.wait_settled(LAST_SETTLING_S)
+        self.settler.wait_settled(SETTLING_DEFERRAL_S)
         self.rescuer.close()
         # Else others read what was read here, until the bus has given it away.
         with contextlib.suppress(redis.RedisError):
