@@ -96,7 +96,7 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     settler.close()
 
 
-def test_of_a_delivery_that_came_again_only_the_last_one_is_settled(
+def test_of_a_delivery_that_came_again_only_the_last_one_is_settled_and_once(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on, bus, jobs = threading.Event(), threading.Event(), MemoryBus(pipeline), pipeline.job_topic("batch")
@@ -117,11 +117,11 @@ def test_of_a_delivery_that_came_again_only_the_last_one_is_settled(
     monkeypatch.setattr(member, "settle", settle_slowly)
     settler.settle(Settlement(other))
     assert begun.wait(PATIENCE_S)
-    for name, delivery in (("lost", lost), ("again", again)):
+    for name, delivery in (("lost", lost), ("again", again), ("twice", again)):
         settler.settle(Settlement(delivery, [Outgoing(jobs, b"job")]), name)
     go_on.set()
     settler.wait_settled(PATIENCE_S)
-    assert settler.collect() == [(None, True), ("lost", False), ("again", True)]
+    assert settler.collect() == [(None, True), ("lost", False), ("again", True), ("twice", False)]
     assert len(bus.read_all(jobs)) == 1
     settler.close()
 

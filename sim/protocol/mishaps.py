@@ -50,8 +50,8 @@ def generate_mishaps(state: State, rules: Rules) -> Steps:
 
 def _forget_commits(state: State, rules: Rules) -> Steps:
     """Generate what happens to a pipeline that is off for long: what was settled and is not noted comes again, and the
-    record of the request may have expired. Whoever reads a message then knows whether the request is among the last
-    results.
+    record of the request may have expired. A worker that reads a message then knows whether the request is among the
+    last results.
     """
     if state.settled:
         yield Step("note"), state._replace(settled=())

@@ -86,12 +86,12 @@ def main(*words: str) -> None:
     load_tokenizer()
     begun_s, tally = time.monotonic(), Tally()
 
-    def interrupt(*_: object) -> None:
+    def interrupt_run(*_: object) -> None:
         tally.is_interrupted = True
         raise KeyboardInterrupt
 
     for number in SIGNALS:
-        signal.signal(number, interrupt)
+        signal.signal(number, interrupt_run)
     try:
         run_seeds(given, tally)
     except KeyboardInterrupt:

@@ -169,9 +169,9 @@ def test_a_topic_that_was_made_anew_begins_at_its_beginning_and_what_it_had_is_l
 def test_an_answer_about_the_topic_before_is_not_kept(
     noted_bus: KafkaBus, redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes after the partitions of the new topic did. What is lost is counted once, though a reply is lost."""
+    """It comes after the partitions of the new topic did. Each lost message is counted once, though a reply is lost."""
     topic = pipeline.request_topic("batch")
-    keeper = places.PlaceKeeper(pipeline, noted_bus.clients, redis_url)
+    keeper = places.PlaceKeeper(pipeline, noted_bus.clients, redis_url, noted_bus.pace)
     keeper.note_read((topic, 0), 8)
     real = AdminClient(noted_bus.clients)
     admin = keeper._admin = mock.Mock(wraps=real)
@@ -227,7 +227,9 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
     monkeypatch.setattr(places, "NOTE_RETRY_S", 0.0)
     partition, num_tries = (pipeline.request_topic("batch"), 0), 0
     run = places.NOTE.run
-    keeper, other = (places.PlaceKeeper(pipeline, noted_bus.clients, noted_bus.redis_url) for _ in range(2))
+    keeper, other = (
+        places.PlaceKeeper(pipeline, noted_bus.clients, noted_bus.redis_url, noted_bus.pace) for _ in range(2)
+    )
 
     def fail_once(*words: object) -> object:
         nonlocal num_tries

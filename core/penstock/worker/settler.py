@@ -81,7 +81,7 @@ class Settler:
             return self._open.total() + len(self._outcomes)
 
     def is_settling(self, delivery: Delivery) -> bool:
-        """Return whether the delivery is being settled, or the same message as the delivery that was lost before."""
+        """Return whether the message is being settled, with this delivery or with one that was lost before."""
         with self._lock:
             return self._open[delivery.address] > 0
 
@@ -168,12 +168,13 @@ class Settler:
 
     def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
         """Settle a batch. A delivery that is there twice is settled once; one that came again is another delivery."""
-        once: dict[int, _PendingSettlement] = {}
+        once, again = dict[int, _PendingSettlement](), list[_PendingSettlement]()
         for pending in batch:
             delivery = pending.settlement.delivery
-            once.setdefault(id(delivery) if delivery.is_held else id(pending), pending)
+            if once.setdefault(id(delivery) if delivery.is_held else id(pending), pending) is not pending:
+                again.append(pending)
         self._settle_all(list(once.values()))
-        self._record_outcomes([one for one in batch if one not in once.values()], settled=False)
+        self._record_outcomes(again, settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0

@@ -44,13 +44,11 @@ class PlaceKeeper:
     A note is about a topic's id: one that is made anew under its name begins without any.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str, pace: ServerPace | None = None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str, pace: ServerPace) -> None:
         """`clients`: the settings of all clients. Without an address of Redis nothing is noted. `pace` stretches
         the time limit of questions.
         """
-        self._pipeline, self._clients, self._pace = pipeline, dict(clients), pace or ServerPace()
+        self._pipeline, self._clients, self._pace = pipeline, dict(clients), pace
         self._redis = redis_client(redis_url) if redis_url else None
         self._admin: AdminClient | None = None
         self._answered: frozenset[str] | None = None

@@ -120,7 +120,7 @@ class StreamsMember:
             lost = [one for one in deliveries if self._held.get(one.address, one) is not one]
         if lost:
             raise DeliveryLost(lost)
-        places = [_position_of(delivery) for delivery in deliveries]
+        places = [delivery.address for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
@@ -149,7 +149,7 @@ class StreamsMember:
         lost = [deliveries[index] for index in refused]
         with self._lock:
             for gone in lost or deliveries:
-                self._held.pop(_position_of(gone), None)
+                self._held.pop(gone.address, None)
         if lost:
             raise DeliveryLost(lost)
 
@@ -176,7 +176,7 @@ class StreamsMember:
         As long as this member renews its key in time no other member takes its deliveries. The server is asked about
         those that it held when a renewal was late.
         """
-        where = _position_of(delivery)
+        where = delivery.address
         with self._lock:
             is_held, is_sure = delivery.is_held and self._held.get(where) is delivery, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._renewed_s < self._lasts_s):
@@ -363,7 +363,7 @@ class StreamsMember:
     def _note_held(self, found: Sequence[Delivery], left: Left) -> None:
         with self._lock:
             for delivery in found:
-                self._held[_position_of(delivery)] = delivery
+                self._held[delivery.address] = delivery
                 left[delivery.klass] -= 1
 
 
@@ -452,7 +452,3 @@ def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry
 def _read_time(entry_id: bytes) -> int:
     """Return when an entry was added, in ms."""
     return int(entry_id.partition(b"-")[0])
-
-
-def _position_of(delivery: Delivery) -> tuple[str, str]:
-    return delivery.topic, delivery.position

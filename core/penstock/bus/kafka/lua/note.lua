@@ -1,5 +1,5 @@
 -- Note how far partitions are finished, see `penstock.bus.kafka.places`. Within a topic a note never goes back: a member
--- may write late what it committed before it lost a partition. What a topic still had whose name another one has now is
+-- may write late what it committed before it lost a partition. Messages that another topic of this name still had are
 -- counted as lost.
 --
 -- KEYS[1]  finished  hash; the note of each partition: id of its topic, committed offset, how many messages behind that
