@@ -28,20 +28,21 @@ from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import AccessRefused, BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.local.valkey import ValkeyServer
-from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
+from penstock.messages import EndEvent, Job, Logprobs, Request, Result, Sampling, TokenEvent, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.access import check_redis_access
 from penstock.ops.status import check_health, read_worker_status
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import is_outage, learn_pace, redis_client
 from penstock.testing.bus import MemoryBus, MemoryMember
-from penstock.worker import heartbeat, loop
+from penstock.worker import heartbeat, loop, worker
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.result import build_result, build_result_message
 from penstock.worker.settler import Settler
 from sim.chaos.proxy import Proxy
+from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.site import hanging
 
@@ -124,6 +125,22 @@ def test_of_a_delivery_that_came_again_only_the_last_one_is_settled_and_once(
     assert settler.collect() == [(None, True), ("lost", False), ("again", True), ("twice", False)]
     assert len(bus.read_all(jobs)) == 1
     settler.close()
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_steps_wait_for_answers_to_tokens_only_where_redis_is_near(
+    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, is_near: bool
+) -> None:
+    record, read, most = line.decode.record, line.decode.record.collect_outcomes, 0
+    monkeypatch.setattr(worker, "MAX_UNCONFIRMED_S", 1e9)
+    monkeypatch.setattr(record, "collect_outcomes", lambda *, waits=True: read() if waits else [])
+    monkeypatch.setattr(record, "wait_for_outcome", lambda _: is_near)
+    line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=9, ignore_eos=True)))
+    line.run_prefill(1)
+    while not line.read_results():
+        line.decode.run_once()
+        most = max(most, len({one.at_s for one in line.decode._in_flight}))
+    assert (most == 1) == is_near
 
 
 def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(

@@ -71,8 +71,11 @@ class TokenAppender:
         return outcomes
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
-        return self._broken or not self._in_flight or self._can_read(timeout_s)
+        """Return whether `collect_outcomes` finds a reply within a time, or a connection to open again."""
+        try:
+            return self._broken or not self._in_flight or self._can_read(timeout_s)
+        except _GONE:
+            return True
 
     def forget_sent(self) -> None:
         """Give up the tokens that were sent, and their outcomes."""

@@ -250,7 +250,7 @@ class Record:
         return self._appends.collect_outcomes(waits=waits)
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
+        """Return whether `collect_outcomes` finds a reply within a time, or a connection to open again."""
         return self._appends.wait_for_outcome(timeout_s)
 
     def forget_sent_tokens(self) -> None:

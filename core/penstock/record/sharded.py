@@ -185,6 +185,13 @@ class _ShardedRecord(Record):
             outcomes.append(self._arrived[self._sent_to.popleft()].popleft())
         return outcomes
 
+    def wait_for_outcome(self, timeout_s: float) -> bool:
+        """Return whether each server that is not away has an answer, or none to give, within a time for each."""
+        return all(
+            server.call_or_default(partial(server.record.wait_for_outcome, timeout_s), True)
+            for server in self.servers.parts
+        )
+
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent, str]]) -> list[AppendOutcome]:
         return self._note_on_servers(ends, lambda end: end[0].id, Record.finish_all, AppendOutcome.FENCED)
 

@@ -40,6 +40,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import redis
@@ -114,6 +115,10 @@ MAX_CAPACITY_TURNS = 8
 
 MAX_UNCONFIRMED_S = 1.0
 """How long steps go on without an answer to a token that was sent, where Redis answers in its usual time."""
+NEAR_ANSWER_S = 0.005
+"""How long a step waits for the answers to the tokens of the one before, where those to earlier ones have come. A short
+step would outrun a Redis that is near: requests would end, and make room, later by one step or more.
+"""
 
 
 class _SentToken(NamedTuple):
@@ -659,7 +664,11 @@ class Worker:
     def _read_outcomes(self, *, waits: bool) -> dict[Task, tuple[float, list[AppendOutcome]]]:
         """Return the outcomes of tokens that were sent, and when the first one was, for each request."""
         found: dict[Task, tuple[float, list[AppendOutcome]]] = {}
-        for outcome in self.record.collect_outcomes(waits=waits):
+        outcomes = self.record.collect_outcomes(waits=waits)
+        left = next(islice(self._in_flight, len(outcomes), None), None)
+        if left and left.at_s == self._in_flight[-1].at_s and self.record.wait_for_outcome(NEAR_ANSWER_S):
+            outcomes += self.record.collect_outcomes()
+        for outcome in outcomes:
             sent = self._in_flight.popleft()
             found.setdefault(sent.task, (sent.sent_s, []))[1].append(outcome)
             sent.task.num_in_flight -= 1
