@@ -12,11 +12,12 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from penstock.config.settings import DEFAULT_CACHE_DIR
-from penstock.engine.chat_template import render_chat
+from penstock.engine.chat_template import ChatTokenizer
 from penstock.engine.files import find_model, ignore_progress
 from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
@@ -53,16 +54,19 @@ class ModelTokenizers:
         special: bool = False,
         generation_prompt: bool = True,
         with_strs: bool = False,
+        response_template: Mapping[str, Any] | None = None,
     ) -> "Tokens":
         """Return the tokens of a chat as the model's template writes it. Raises `ApiError`.
 
-        `turns` are `ChatMessage`s as JSON data. `variables` are given to the template beside them.
+        `turns` are `ChatMessage`s as JSON data. `variables` are given to the template beside them. `response_template`
+        is the workers' one.
         """
         given = dict(variables or {})
         num_chars = sum(len(turn["content"]) for turn in turns) + len(json.dumps(given))
         if num_chars > MAX_TEXT_CHARS:
             raise _too_large(f"{num_chars:,} characters", f"{MAX_TEXT_CHARS:,}")
-        how = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
+        how: dict[str, Any] = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
+        how["response_template"] = response_template
         return Tokens(await self._ask({"model": model, "turns": list(turns), "variables": given, **how}))
 
     async def decode_tokens(self, model: str, token_ids: Sequence[int]) -> str:
@@ -154,6 +158,11 @@ def _load_tokenizer(name: str) -> Any:
         raise ModelLoadError(f"there is no usable tokenizer in {directory}: {error}") from error
 
 
+@lru_cache(maxsize=_MAX_LOADED)
+def _open_chats(tokenizer: Any, model: str, response_template: str) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer, model, json.loads(response_template))
+
+
 def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Answer one question. Raises `InvalidRequest`."""
     if (token_ids := question.get("token_ids")) is not None:
@@ -162,15 +171,12 @@ def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         return {"text": tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)}
     text = question.get("text")
     if text is None:
+        chats = _open_chats(tokenizer, question["model"], json.dumps(question["response_template"]))
         turns = [ChatMessage.model_validate(turn) for turn in question["turns"]]
-        text = render_chat(
-            tokenizer,
-            question["model"],
-            turns,
-            question["variables"],
-            generation_prompt=question["generation_prompt"],
-        )
-    ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
+        chat = chats.render_chat(turns, question["variables"], generation_prompt=question["generation_prompt"])
+        ids = chats.tokenize_chat(chat, special=question["special"])
+    else:
+        ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
     return {"token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids) if question["with_strs"] else None}
 
 

@@ -153,6 +153,8 @@ class PrefillRole(ModelRole):
         """
         request = task.message
         assert isinstance(request, Request)
+        if task.claim.is_read_raw and request.messages is not None:
+            task.token_ids = self.prompt_reader.tokenize_raw(request)
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
