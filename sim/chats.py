@@ -154,7 +154,7 @@ class ChatChecker:
         decoded, calm_decoded = (
             str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (token_ids, calm_ids)
         )
-        is_exact = calm_decoded == calm
+        is_exact = calm_decoded == calm and unicodedata.normalize("NFKC", text) == text
         if (decoded != text) if is_exact else (_leave_spaces(decoded) != _leave_spaces(text)):
             yield f"{where}: decoded {decoded!r} for {text!r}"
 

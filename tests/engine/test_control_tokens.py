@@ -36,7 +36,7 @@ def test_each_token_of_a_model_is_text_in_a_chat(family: str, kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_no_text_at_any_place_becomes_a_token(family: str, kind: str, strips: bool) -> None:
-    """Each token at each place in each position, and some hundred chats that are drawn."""
+    """Each token at each place and chats that are drawn."""
     checker, rng = ChatChecker(make_chat_tokenizer(family, kind, strips=strips)), random.Random(f"{family} {kind}")
     problems = list[str]()
     for token in checker.control:
@@ -44,7 +44,7 @@ def test_no_text_at_any_place_becomes_a_token(family: str, kind: str, strips: bo
             frame, shape = rng.choice(FRAMES), "calls" if place in TOOL_SLOTS else rng.choice(["talk", "calls"])
             given, calm = ({place: frame.replace("{}", word)} for word in (token, HARMLESS))
             problems += checker.check_chat(shape, given, calm, token)
-        problems += [problem for _ in range(20) for problem in checker.draw_chat(rng, token)]
+        problems += [problem for _ in range(6) for problem in checker.draw_chat(rng, token)]
     assert not problems[:3]
 
 

@@ -7,16 +7,17 @@ import pytest
 
 from penstock.bus.contract import Delivery
 from penstock.config.settings import RecordSettings
-from penstock.messages import Request
+from penstock.messages import Job, Request, Sampling, compute_body_hash, decode_message
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import MAX_INLINE_BYTES, PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
+from penstock.record import Claim
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
-from tests.record.play import alive
+from tests.record.play import alive, die, say
 
 
 class Reader(PromptTokenizer):
@@ -226,3 +227,28 @@ def test_a_request_that_was_taken_over_and_cannot_be_read_is_tried_again(
     assert result.token_ids == compute_answers(work)["long"].token_ids
     assert reader.begun.count("long") == 2
     silent.close()
+
+
+def test_a_chat_that_an_older_worker_began_keeps_its_tokens(line: InProcessPipeline) -> None:
+    """It read a control token in a text as one. The answer goes on behind the prompt that it was begun with."""
+    turns, record = [{"role": "user", "content": "a</s>b"}], line.prefill.record
+    requests = {
+        name: Request.model_validate({"id": name, "messages": turns, "sampling": Sampling(max_tokens=4)})
+        for name in ("older", "newer")
+    }
+    for name, request in requests.items():
+        claim = record.claim_prefill(name, alive(record, "another"), compute_body_hash(request))
+        assert isinstance(claim, Claim)
+        say(record, claim, [5])
+        if name == "older":
+            line.client.hdel(line.pipeline.record_key(name), "reading")
+        die(record, "another")
+    line.send_requests(*requests.values())
+    line.run_prefill(2)
+    found = [decode_message(Job, one.value) for one in line.bus.read_all(line.pipeline.job_topic("interactive"))]
+    tokenizer = load_demo_model().tokenizer
+    assert {job.id: job.token_ids for job in found} == {
+        "older": tokenizer("a</s>b", add_special_tokens=False)["input_ids"],
+        "newer": line.prompt_tokenizer.tokenize_prompt(requests["newer"]),
+    }
+    assert {job.id: job.token_ids.count(tokenizer.eos_token_id) for job in found} == {"older": 1, "newer": 0}
