@@ -100,7 +100,9 @@ class ChatChecker:
             for number, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip(SPACES)
         }
-        self._ids = frozenset(self.control.values()) - {tokenizer.unk_token_id}
+        # What stands for unknown characters comes out of texts, too.
+        unknown = self._encode("\U0001fffe \U000e0fff")
+        self._ids = frozenset(self.control.values()) - {tokenizer.unk_token_id, *unknown}
         self.outcome = Outcome()
 
     def draw_chat(self, rng: random.Random, token: str, shape: str = "") -> Iterator[str]:

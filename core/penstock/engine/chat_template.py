@@ -28,6 +28,8 @@ RESERVED_VARIABLES = {"messages", "add_generation_prompt", "chat_template", "tok
 _GIVEN = "{{ [messages, tools, documents] | tojson }}"
 """A template that tells what transformers gives to templates, which differs from what it is given by its version."""
 _SPACES = " \t\r\n▁"
+_UNKNOWN = "\U0001fffe \U000e0fff"
+"""Characters that are none."""
 _BRACKETED = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _RARE = range(0x20000, 0x2A6E0)
 """Ideographs, of which a text has few: letters without cases, which Python prints as they are."""
@@ -40,10 +42,12 @@ class ChatTokenizer:
         """`model` is the name that callers know it by."""
         self._tokenizer, self._model = tokenizer, model
         self._control = _find_control_tokens(tokenizer, response_template)
-        self._control_ids = frozenset(self._control.values()) - {tokenizer.unk_token_id}
         self._pattern = re.compile(_join_words(self._control) or "(?!)")
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._text_tokenizer = None if backend is None else TextTokenizer(backend, self._control)
+        # What stands for unknown characters comes out of texts.
+        unknown = [] if self._text_tokenizer is None else self._text_tokenizer.encode(_UNKNOWN)[0]
+        self._control_ids = frozenset(self._control.values()) - {tokenizer.unk_token_id, *unknown}
 
     def render_chat(
         self, turns: Sequence[ChatMessage], variables: Mapping[str, Any], *, generation_prompt: bool = True
