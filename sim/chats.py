@@ -98,7 +98,7 @@ class ChatChecker:
         self.control = {
             token.content: number
             for number, token in tokenizer.added_tokens_decoder.items()
-            if token.content.strip(SPACES)
+            if token.content.strip(SPACES) and token.content[1:]
         }
         # What stands for unknown characters comes out of texts, too.
         unknown = self._encode("\U0001fffe \U000e0fff")

@@ -129,6 +129,17 @@ def test_marks_of_a_response_template_are_control_tokens_and_spaces_are_not() ->
         assert [count_token(tokenizer, token_ids, token) for token in ("[CALLS]", "[CALLED]", "  ")] == expected
 
 
+def test_tokens_within_and_across_tokens_are_text() -> None:
+    tokenizer = make_chat_tokenizer("gemma", "bytes")
+    tokens = ["<ab>", "b>c", ">cd", "<ab>c<", "ab", "é"]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    text, token_ids = read_chat(tokenizer, {"role": "user", "content": "<ab>cd <ab>c<ab> b>cd ab>cd"})
+    assert not {tokenizer.convert_tokens_to_ids(token) for token in tokens} & {*token_ids}
+    assert tokenizer.decode(token_ids) == text
+    _, token_ids = read_chat(tokenizer, {"role": "user", "content": "é<ab>"})
+    assert count_token(tokenizer, token_ids, "é") == 1, "a character is text"
+
+
 def test_a_token_that_would_come_all_the_same_ends_the_request() -> None:
     """Here the template writes a token where the tokenizer takes it for a part of a word."""
     tokenizer = make_chat_tokenizer("gemma", "bytes")

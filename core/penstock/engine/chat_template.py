@@ -203,10 +203,11 @@ def _hide_tokens(tokenizer: Any, names: Mapping[str, str]) -> Any:
 def _find_control_tokens(tokenizer: Any, response_template: Mapping[str, Any] | None) -> dict[str, int]:
     """Return the ids of control tokens by what they are written as.
 
-    They are all added tokens but those of spaces alone, and the marks of the response template in the vocabulary.
+    They are all added tokens but those of spaces alone or of one character, and the marks of the response template in
+    the vocabulary.
     """
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-    control = {token: number for token, number in added.items() if token.strip(_SPACES)}
+    control = {token: number for token, number in added.items() if token.strip(_SPACES) and token[1:]}
     # The marks stand in texts and in patterns.
     marks = {*_BRACKETED.findall(json.dumps(response_template or {}, ensure_ascii=False).replace("\\", ""))}
     vocabulary = tokenizer.get_vocab() if marks - added.keys() else {}

@@ -155,8 +155,10 @@ def mark_values(value: Any, pattern: "re.Pattern[str]", mark: str) -> Any:
     """Return JSON data with marks in all of its texts, the names of fields included. `pattern` finds control tokens."""
     if isinstance(value, str):
         places = [0]
-        for match in pattern.finditer(value):
-            places += range(match.start() + 1, match.end() + 1)
+        for start, end in (match.span() for match in pattern.finditer(value)):
+            # One that has another within it is marked throughout. One that begins in it and ends behind it has a mark.
+            has_other = pattern.search(value, start + 1, end) is not None
+            places += range(start + 1, end + 1) if has_other else (start + 1, end)
         pieces = [value[a:b] for a, b in pairwise([*places, len(value)])]
         return MarkedText(mark.join(["", *pieces, ""]), mark)
     if isinstance(value, dict):
