@@ -16,6 +16,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -60,7 +61,7 @@ class ChatTokenizer:
         tokenizer = self._tokenizer
         if not tokenizer.chat_template:
             raise InvalidRequest(f"{self._model!r} has no chat template; send a prompt instead of messages")
-        words = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+        words = _list_words(str(tokenizer.chat_template))
         if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
             raise InvalidRequest(f"chat_template_kwargs: the chat template of {self._model!r} has no {unknown[0]!r}")
         described = [turn.describe() for turn in turns]
@@ -226,6 +227,11 @@ def _join_words(words: Iterable[str]) -> str:
         return ""
     pattern = branches[0] if len(branches) == 1 and "" not in sorted_words else f"(?:{'|'.join(branches)})"
     return pattern + "?" * ("" in sorted_words)
+
+
+@lru_cache(maxsize=8)
+def _list_words(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", template))
 
 
 def _draw_mark(*texts: str) -> str:
