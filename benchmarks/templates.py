@@ -84,8 +84,8 @@ def play_templates(models: Path, seed: int, num_chats: int) -> int:
                 totals[what] += getattr(checker.outcome, what)
             if not checker.outcome.checked:
                 print(f"{name} refuses all chats", flush=True)
-    print(f"{totals['checked']} chats of {len(templates)} templates, {num_faults} with a fault, {totals['read']} whose token")
-    print(f"the template read, {totals['refused']} refused by a template")
+    print(f"{totals['checked']} chats of {len(templates)} templates, {num_faults} with a fault,", end=" ")
+    print(f"{totals['read']} whose token the template read, {totals['refused']} refused by a template")
     return num_faults
 
 
