@@ -43,7 +43,7 @@ SOURCES = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore")
 SUFFIXES = {".py", ".lua", ".cpp", ".h", ".js", ".html", ".css", ".json"}
 FIRST_SEED = 20_000_000
 """Seeds begin here: smaller ones were played before there were campaigns."""
-WORLD_S, FLAW_S = 60, 300
+WORLD_S, FLAW_SEEDS = 60, 400
 REQUESTS_OF_A_SEED = 20
 """Of the world."""
 MAIN_PARTS = ("world", "kills", "unlike")
@@ -241,14 +241,14 @@ def _make_scene(group: str) -> Callable[[Figures], list[Task]]:
 def _read_flaw(output: str, status: int) -> Told:
     found = re.search(r": (\d+) (.*) \d+ s$", output.strip().splitlines()[0] if output.strip() else "")
     if status or not found:
-        says = _last_line(output) if status else f"the world does not find this flaw in {FLAW_S} s"
+        says = _last_line(output) if status else f"the world does not find this flaw in {FLAW_SEEDS} seeds"
         return Told({"flaws": 1}, [says])
     return Told({"flaws": 1, "found": 1}, seeds=[int(found[1])], told=[found[2]])
 
 
 def _make_flaws(figures: Figures) -> list[Task]:
     left = [flaw for flaw in FLAWS if not figures.of("flaws", flaw.name)][: os.cpu_count() or 1]
-    words = [PYTHON, "-m", "sim.world.flaws", "--seconds", str(FLAW_S)]
+    words = [PYTHON, "-m", "sim.world.flaws", "--seeds", str(FLAW_SEEDS)]
     return [Task(flaw.name, [*words, flaw.name], _read_flaw) for flaw in left]
 
 

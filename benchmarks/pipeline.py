@@ -16,8 +16,8 @@ With `--mixed` random weights of 134 million parameters in bfloat16 are taken in
 log-normal lengths of prompts and answers: two `auto` workers with a thread each, against the bare engine on two threads
 with a pool and a batch as large as those of both.
 
-With `--late` two `auto` workers on Kafka, and their client, reach the stream's Redis through a relay that hands each
-reply on at once, 1 ms late and 5 ms late in turn.
+With `--late` two `auto` workers (on Kafka if there is one), and their client, reach the stream's Redis through a relay
+that hands each reply on at once, 1 ms late and 5 ms late in turn.
 """
 
 import contextlib
@@ -169,16 +169,23 @@ class Side:
     stack: Stack | None = None
 
 
+def start_kafka(exits: contextlib.ExitStack, directory: Path) -> str:
+    """Return the address of a broker, which `exits` stops; empty where none can be started, and say why."""
+    try:
+        return exits.enter_context(find_or_start_kafka(directory / "kafka"))
+    except DependencyMissing as missing:
+        print(f"without Kafka: {missing}")
+        return ""
+
+
 @contextlib.contextmanager
 def open_sides(given: Options) -> Iterator[dict[str, Side]]:
     """Start all sides."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
         buses, started = {"embedded": ""}, dict[str, tuple[ValkeyServer, Stack]]()
-        try:
-            buses["kafka"] = exits.enter_context(find_or_start_kafka(directory / "kafka"))
-        except DependencyMissing as missing:
-            print(f"without Kafka: {missing}")
+        if kafka := start_kafka(exits, directory):
+            buses["kafka"] = kafka
         for (bus, kafka), (way, workers) in itertools.product(buses.items(), FORMS.items()):
             # In a smoke run the other forms say nothing more.
             if given.size == "smoke" and (way.startswith("two") or (kafka and not way)):
@@ -258,22 +265,24 @@ def run_late(given: Options) -> dict[str, float]:
     rounds, load, max_new = given.choose_size((8, 160, 64), (3, 96, 64), (1, 4, 8))
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        kafka = exits.enter_context(find_or_start_kafka(directory / "kafka"))
+        kafka = start_kafka(exits, directory)
         server = exits.enter_context(ValkeyServer(directory / "valkey"))
         relay = exits.enter_context(Proxy(server.port))
         how = {"kafka": kafka, "redis": f"redis://127.0.0.1:{relay.port}/0", **FORMS["two_one_hop_"]}
         stack = exits.enter_context(open_stack(given.choose_stack(), ENVIRONMENT, **how))
         side = PipelineSide(exits.enter_context(Client(stack.addresses)))
 
-        def measure(late_ms: int, number: int) -> tuple[float, float]:
+        def measure_late_replies(late_ms: int, number: int) -> tuple[float, float]:
+            """Return the seconds to the first token, and the tokens per second of many requests at once."""
             relay.delay_replies(late_ms / 1000)
             chance = random.Random(f"{late_ms} ms late, {number}")
             firsts_s = [side.measure_first_token_s(prompt) for prompt in make_prompts(chance, 5, 64, 64)]
             return statistics.median(firsts_s), side.measure_tokens_per_s(make_prompts(chance, load, 32, 160), max_new)
 
-        found = measure_in_turns({f"{late} ms late": partial(measure, late) for late in LATE_MS}, rounds, num_warm=1)
+        sides = {f"{late} ms late": partial(measure_late_replies, late) for late in LATE_MS}
+        found = measure_in_turns(sides, rounds, num_warm=1)
     firsts, rates = ({name: [one[index] for one in both] for name, both in found.items()} for index in (0, 1))
-    print("demo model, float32, two auto workers on Kafka; the stream's Redis is behind a relay")
+    print(f"demo model, float32, two auto workers{' on Kafka' * bool(kafka)}; the stream's Redis is behind a relay")
     print_table(firsts, "ms to the first token", 1000)
     print_table(rates, f"output tokens/s, {load} requests at once")
     return {

@@ -31,6 +31,7 @@ from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, P
 from penstock.ops.status import check_health, read_worker_status
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import is_outage, redis_client
+from penstock.testing.bus import MemoryBus, MemoryMember
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
@@ -74,7 +75,7 @@ def fetch(bus: Bus, member: Member, pipeline: Pipeline) -> Fetch:
 
 
 def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetch: Fetch, pipeline: Pipeline) -> None:
-    """Others are settled meanwhile; and it is being settled already, for who asks."""
+    """Others are settled meanwhile."""
     woken, written = threading.Event(), Future[float]()
     settler = Settler(member, pipeline, woken.set)
     first, second = fetch(2)
@@ -82,7 +83,6 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     settler.settle(Settlement(second), "second")
     assert woken.wait(PATIENCE_S)
     assert settler.collect() == [("second", True)]
-    assert settler.is_settling(first)
     assert member.is_holding(first)
     written.set_result(0.0)
     settler.wait_settled(PATIENCE_S)
@@ -90,27 +90,34 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     settler.close()
 
 
-def test_a_delivery_that_came_twice_is_settled_once(
-    bus: Bus, member: Member, settler: Settler, fetch: Fetch, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+def test_of_a_delivery_that_came_again_only_the_last_one_is_settled(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    real = member.settle
+    begun, go_on, bus, jobs = threading.Event(), threading.Event(), MemoryBus(pipeline), pipeline.job_topic("batch")
+    bus.create_topics()
+    bus.create_publisher().publish([Outgoing(pipeline.request_topic("batch"), b"x", str(n)) for n in range(2)])
+    member = bus.join_group("prefill", "p1")
+    assert isinstance(member, MemoryMember)
+    settler, real = Settler(member, pipeline), member.settle
 
     def settle_slowly(settlements: Sequence[Settlement]) -> None:
         begun.set()
         go_on.wait(PATIENCE_S)
         real(settlements)
 
-    delivery, other = fetch(2)
+    lost, _ = member.poll(0.0, ROOM)
+    member.give_back_all()
+    again, other = member.poll(0.0, ROOM)
     monkeypatch.setattr(member, "settle", settle_slowly)
     settler.settle(Settlement(other))
     assert begun.wait(PATIENCE_S)
-    for _ in range(2):
-        settler.settle(Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), b"job")]), "twice")
+    for name, delivery in (("lost", lost), ("again", again)):
+        settler.settle(Settlement(delivery, [Outgoing(jobs, b"job")]), name)
     go_on.set()
     settler.wait_settled(PATIENCE_S)
-    assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
-    assert len(bus.read_all(pipeline.job_topic("interactive"))) == 1
+    assert settler.collect() == [(None, True), ("lost", False), ("again", True)]
+    assert len(bus.read_all(jobs)) == 1
+    settler.close()
 
 
 def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
@@ -301,6 +308,18 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
         with redis.Redis.from_url(addresses.stream_url) as client:
             assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 240_000
     assert read_worker_status(addresses) == []
+
+
+def test_a_worker_that_is_started_before_its_servers_waits_for_them(
+    tmp_path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ValkeyServer(tmp_path)  # it has its port, and does not run yet
+    beat = Heartbeat(server.url, pipeline, "prefill", "p-0", 60.0)
+    with ThreadPoolExecutor() as pool:
+        naming = pool.submit(beat.take_name)
+        wait_for(lambda: naming.done() or "waiting: " in caplog.text, "it waits")
+        with server:
+            assert naming.result(PATIENCE_S) == "p-0"
 
 
 def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pipeline: Pipeline) -> None:

@@ -122,6 +122,6 @@ def test_each_flaw_has_its_place(flaw: Flaw) -> None:
 
 def test_a_planted_flaw_is_found() -> None:
     flaw = next(one for one in FLAWS if one.name == "the log is not read")
-    seed, found, _ = find_flaw(flaw, ROOT, seconds=600.0)
+    seed, found, _ = find_flaw(flaw, ROOT, seeds=20)
     assert seed is not None
     assert found.startswith(("diverged", "wrong"))  # other tokens than another reader's, or the model's

@@ -7,6 +7,7 @@ PenstockError
 │   ├── UnknownModel           the pipeline does not serve that model
 │   ├── PromptTooLong          the prompt does not fit the model's context
 │   ├── RequestTooLarge        the message has more bytes than a request may have
+│   ├── RequestLost            its message was deleted before a worker read it
 │   ├── IdConflict             the id was used before with another body
 │   ├── DeadlineExceeded       its deadline passed
 │   ├── Cancelled              a client cancelled it
@@ -106,9 +107,15 @@ class PromptTooLong(RequestError):
 
 
 class RequestTooLarge(RequestError):
-    """The message has more bytes than a request may have."""
+    """The message has more bytes than a request may have, or than its topic takes."""
 
     code = "request_too_large"
+
+
+class RequestLost(RequestError):
+    """The request's message was deleted from its topic before a worker read it."""
+
+    code = "request_lost"
 
 
 class IdConflict(RequestError):

@@ -52,6 +52,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:{kv}:ends`                   | zset   | as the leases: the last end, by block     | `kvstore`      |
 | `penstock:{kv}:state`                  | hash   | as the blocks: sums, clock, budget        | `kvstore`      |
 | `penstock:bus:{<pipeline>}:<topic>`    | stream | trimmed as deliveries are settled         | `StreamsBus`   |
+| `penstock:bus:{<pipeline>}:finished`   | hash   | for good: how far partitions, or streams, are finished | `bus` |
+| `penstock:bus:{<pipeline>}:lost`       | hash   | a week after the last loss: counts by topic | `bus`         |
 | `penstock:bus:{<pipeline>}:member:<group>:<name>` | string | the bus's session timeout      | `StreamsBus`   |
 """
 
@@ -188,6 +190,11 @@ class Pipeline:
             self.servers_key: "string",
         }
 
+    @property
+    def lost_key(self) -> str:
+        """The key of how many messages of each topic were deleted before they were read."""
+        return f"penstock:bus:{{{self.name}}}:lost"
+
     def log_key(self, request_id: str) -> str:
         """Return the key of a request's token log."""
         return f"penstock:{self.name}:{{{request_id}}}:log"
@@ -248,6 +255,11 @@ class Pipeline:
     def stream_key(self, topic: str) -> str:
         """Return the key of the Redis stream that holds a topic."""
         return f"penstock:bus:{{{self.name}}}:{topic}"
+
+    @property
+    def finished_key(self) -> str:
+        """The key of how far each partition, or each topic's stream, is finished."""
+        return f"penstock:bus:{{{self.name}}}:finished"
 
     def member_key(self, group: str, member: str) -> str:
         """Return the key that exists while a member of a group lives."""

@@ -21,6 +21,7 @@ def canonicalize_state(state: State, fenced: bool = True, are_alike: bool = True
     epochs = (state.rec.epoch, saved.epoch)
     valid = epochs if state.rec.stage != "end" or not fenced or state.left.losses else (0, 0)
     mentioned = _collect_record_names(state.rec) | _collect_record_names(saved) | _collect_bus_names(state.bus)
+    mentioned |= _collect_message_names(state.settled)
     for worker in state.workers:
         mentioned |= _collect_worker_names(worker)
     names = tuple(sorted(mentioned))
@@ -42,6 +43,8 @@ def canonicalize_state(state: State, fenced: bool = True, are_alike: bool = True
         lost=state.lost,
         clock=3,
         next_name=len(names),
+        settled=tuple(sorted([_rename_message(one, names) for one in state.settled])) if state.left.forgets else (),
+        deleted=state.deleted,
     )
 
 

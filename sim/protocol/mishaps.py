@@ -1,12 +1,12 @@
 """Steps from outside the workers: a cancellation, a deadline, and everything that may go wrong."""
 
 from sim.protocol import script
-from sim.protocol.script import GHOST, LATER, NOBODY, RequestRecord
+from sim.protocol.script import GHOST, LATER, NEW, NOBODY, RequestRecord
 from sim.protocol.state import FREE, IDLE, Rules, State, Step, Steps, Worker, replace_worker
 
 
-def generate_client_steps(state: State) -> Steps:
-    """Generate the steps of a client: it cancels the request, or its deadline passes."""
+def generate_client_steps(state: State, rules: Rules) -> Steps:
+    """Generate the steps of a client: it cancels the request, its deadline passes, or it finds the message gone."""
     left = state.left
     if left.cancels:
         rec, reply = script.cancel_request(state.rec)
@@ -14,12 +14,20 @@ def generate_client_steps(state: State) -> Steps:
         yield Step("cancel", call=("cancel",), reply=reply), after
     if left.lates:
         yield Step("late"), state._replace(late=True, left=left._replace(lates=0))
+    if state.deleted and rules.flaw != "nobody ends what is gone":
+        rec, is_ended = script.end_unread(state.rec)
+        yield Step("unread", call=("unread",), reply=is_ended), state._replace(rec=rec) if is_ended else state
 
 
 def generate_mishaps(state: State, rules: Rules) -> Steps:
-    """Generate crashes, pauses, rebalances, worker stops, and losses of data in Redis."""
+    """Generate crashes, pauses, rebalances, worker stops, losses of data in Redis, and what the bus forgets."""
     left, rec = state.left, state.rec
     yield from _generate_session_ends(state, rules)
+    yield from _forget_commits(state, rules)
+    for place, (message, at) in enumerate(state.bus):
+        if left.deletes and message.job == 0 and at in (FREE, GHOST):
+            bus, fewer = (*state.bus[:place], *state.bus[place + 1 :]), left._replace(deletes=left.deletes - 1)
+            yield Step("delete"), state._replace(bus=bus, left=fewer, deleted=True)
     if rec.not_before_ms or LATER in rec.free:
         yield Step("due", call=("due",)), state._replace(rec=script.pass_waiting_times(rec))
     yield from _generate_redeliveries(state, rules)
@@ -38,6 +46,21 @@ def generate_mishaps(state: State, rules: Rules) -> Steps:
             yield Step("crash", index, call=("crash", index)), after
         if left.stops and not worker.stops and (worker != IDLE or holds):
             yield from _stop_worker(state, index)
+
+
+def _forget_commits(state: State, rules: Rules) -> Steps:
+    """Generate what happens to a pipeline that is off for long: what was settled and is not noted comes again, but for
+    requests that are among the last results; and the record of the request may have expired.
+    """
+    if state.settled:
+        yield Step("note"), state._replace(settled=())
+    is_off = all(worker == IDLE for worker in state.workers) and state.rec.session == NOBODY
+    if state.left.forgets and is_off and all(at in (FREE, GHOST) for _, at in state.bus):
+        is_answered = state.results > 0 and rules.flaw != "answers what was forgotten"
+        bus = () if is_answered else (*state.bus, *[(message, FREE) for message in state.settled])
+        after = state._replace(bus=bus, settled=(), left=state.left._replace(forgets=state.left.forgets - 1))
+        yield Step("forget commits", call=("forget",)), after
+        yield Step("expire", call=("forget",)), after._replace(rec=NEW._replace(epoch=state.clock))
 
 
 def _generate_session_ends(state: State, rules: Rules) -> Steps:

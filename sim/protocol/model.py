@@ -2,12 +2,13 @@
 
 `explore_states` visits every state that a number of mishaps can lead to, and checks in each of them what is promised:
 
-    1. at most one result; a second one only after Redis lost something
+    1. at most one result; a second one only after Redis lost something. Also where brokers forget what was committed
     2. at most one end, with the number of tokens before it; no token follows it, and no token is removed
     3. a token is written by the newest holder, and continues the tokens in the log
     4. a result equals the end in the log, and there is none without an end
     5. a request that is given up as poison has a dead letter
-    6. from every state some continuation ends with a result, everything settled, and nobody holds the request
+    6. from every state some continuation ends with a result, or with an end in the log where the bus deleted the
+       request, everything settled, and nobody holds the request
     7. where the bus never notices that a member is dead or does not read, other workers still bring the answer and its
        end into the log
 

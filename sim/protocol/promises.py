@@ -12,15 +12,16 @@ def is_over(state: State, rules: Rules) -> bool:
     if not rules.bus_knows:
         return state.rec.stage == "end" or state.results > 0
     is_idle = not any(worker.run or worker.out or worker.inbox for worker in state.workers)
-    has_ended = state.rec.stage == "end" or state.lost
-    return state.results > 0 and not state.bus and is_idle and has_ended and state.rec.session == NOBODY
+    has_ended = state.rec.stage == "end" or state.lost or (state.results > 0 and state.rec.stage == "new")
+    is_answered = state.results > 0 or state.deleted
+    return is_answered and not state.bus and is_idle and has_ended and state.rec.session == NOBODY
 
 
 def find_violation(before: State, step: Step, after: State) -> str:
     """Return the promise that a step broke, or an empty string."""
     if after.results > before.results:
         return _check_result(before, step, after)
-    if after.rec is before.rec or step.kind == "lose":
+    if after.rec is before.rec or step.kind in ("lose", "expire"):
         return ""
     if not step.call:
         return "a record changed by no script"

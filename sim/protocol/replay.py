@@ -119,6 +119,7 @@ class Replay:
             case Busy():
                 assert reply == ("busy",)
                 assert 0 < outcome.wait_s <= LEASE_S
+                assert outcome.epoch == self.keeper.read().epoch
             case Bound():
                 assert reply == ("bound",)
             case Conflict():

@@ -76,6 +76,7 @@ QUICK = {
     "one stays, cancelled": Scenario(Budget(pauses=1, cancels=1), ONE_STAYS),
     "one stays, produced twice": Scenario(Budget(crashes=1), ONE_STAYS, requests=2),
     "one stays, Redis empty": Scenario(Budget(losses=1, moves=1), ONE_STAYS),
+    "one stays, Redis empty, the message comes again": Scenario(Budget(losses=1, moves=2), ONE_STAYS),
     "both stay": Scenario(Budget(crashes=2), BOTH_STAY),
     "both stay, with pauses": Scenario(Budget(pauses=2), BOTH_STAY),
     "both stay, in doubt, with a rebalance": Scenario(Budget(moves=1, doubts=1), BOTH_STAY),
@@ -88,14 +89,25 @@ QUICK = {
     "both stay, without room": Scenario(Budget(pauses=1, waits=1), BOTH_STAY),
     "both stay, the bus knows nothing": Scenario(Budget(crashes=1, stops=1), BOTH_STAY._replace(bus_knows=False)),
     "both stay, Redis empty": Scenario(Budget(losses=1, crashes=1), BOTH_STAY),
+    "both stay, Redis empty, the message comes again": Scenario(Budget(losses=1, moves=2), BOTH_STAY),
     "Redis empty, with a pause": Scenario(Budget(losses=1, pauses=1)),
     "Redis empty, with a rebalance": Scenario(Budget(losses=1, moves=1)),
     "Redis empty, cancelled or too late": Scenario(Budget(losses=1, cancels=1, lates=1)),
     "Redis falls back": Scenario(Budget(losses=1, syncs=1)),
+    "commits are forgotten": Scenario(Budget(forgets=1, crashes=1)),
+    "commits are forgotten, in two steps": Scenario(Budget(forgets=1, doubts=1), Rules(two_steps=True)),
+    "commits are forgotten, both stay": Scenario(Budget(forgets=1, pauses=1), BOTH_STAY),
+    "commits are forgotten, produced twice": Scenario(Budget(forgets=1), requests=2),
+    "deleted": Scenario(Budget(deletes=1, crashes=1)),
+    "deleted, without room": Scenario(Budget(deletes=1, waits=1), BOTH_STAY),
+    "deleted, produced twice": Scenario(Budget(deletes=1, moves=1), requests=2),
 }
 
 DEEP = {
     "in two steps, in doubt, with a crash": Scenario(Budget(crashes=1, doubts=1), Rules(two_steps=True)),
+    "in two steps, Redis empty, the message comes again": Scenario(
+        Budget(losses=1, moves=2), ONE_STAYS._replace(two_steps=True)
+    ),
     "in two steps, Redis empty, with a crash": Scenario(Budget(losses=1, crashes=1), Rules(two_steps=True)),
     "three crashes": Scenario(Budget(crashes=3)),
     "a crash, a pause and a rebalance": Scenario(Budget(crashes=1, pauses=1, moves=1)),
@@ -135,6 +147,8 @@ FLAWS = {
     ("ends uncounted", "an end that counts wrong"): (Budget(losses=1, syncs=1), Rules()),
     ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
     ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
+    ("settles what came again", "stuck"): (Budget(losses=1, moves=2), ONE_STAYS),
+    ("attaches to a lost claim", "stuck"): (Budget(losses=1, moves=2), BOTH_STAY),
     ("binds behind the end", "stuck"): (Budget(moves=1, delays=1, lates=1), Rules()),
     ("binds behind another claim", "stuck"): (Budget(crashes=1, moves=1, delays=1), BOTH_STAY),
     ("publishes again", "two results"): (Budget(crashes=1, doubts=1), Rules()),
@@ -144,5 +158,7 @@ FLAWS = {
     ("ends unbound", "two results"): (Budget(moves=1, delays=1), DOUBTFUL),
     ("binds without the delivery", "stuck"): (Budget(losses=1, waits=1), BOTH_STAY),
     ("forgets its own message", "stuck"): (Budget(crashes=1), BOTH_STAY),
+    ("answers what was forgotten", "two results"): (Budget(forgets=1), Rules()),
+    ("nobody ends what is gone", "stuck"): (Budget(deletes=1), Rules()),
 }
 """Rules that can be left out, each with a fault that is found then, and the scenario that shows it."""

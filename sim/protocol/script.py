@@ -118,6 +118,11 @@ def release_request(
     return transitions.release_request(rec, epoch, DUE, wait_ms=int(waits), alone_ms=alone_ms, failed=failed)
 
 
+def end_unread(rec: RequestRecord) -> tuple[RequestRecord, int]:
+    """End a request whose message is gone, if no worker has seen it."""
+    return (rec, 0) if rec.stage != "new" else (rec._replace(stage="end", end=End(0, "lost")), 1)
+
+
 @cache
 def _tell_times(clock: int) -> Times:
     return Times(now_ms=DUE, epoch_ms=clock, lease_ms=1, longest_ms=1)

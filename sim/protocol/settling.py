@@ -23,12 +23,16 @@ def ask_for_hand_off(worker: Worker, rules: Rules, run: Run, end: End | None) ->
     if rules.flaw == "prefill settles" and end is not None:
         return ask_for_result(worker, run, end)
     message = run.message._replace(error=run.cause)
-    return worker._replace(run=None, out=PendingOutput("job", run.epoch, message, run.delivery, end))
+    return worker._replace(
+        run=None, out=PendingOutput("job", run.epoch, message, run.delivery, end, is_stale=run.is_stale)
+    )
 
 
 def ask_for_result(worker: Worker, run: Run, end: End | None) -> Worker:
     """Give the result to the settler, if the worker has a delivery to settle with it."""
-    out = PendingOutput("result", run.epoch, run.message, run.delivery, end) if run.delivery else None
+    if run.delivery is None:
+        return worker._replace(run=None, out=None)
+    out = PendingOutput("result", run.epoch, run.message, run.delivery, end, is_stale=run.is_stale)
     return worker._replace(run=None, out=out)
 
 
@@ -46,7 +50,11 @@ def settle_output(state: State, rules: Rules, index: int, out: PendingOutput) ->
     if rules.two_steps and out.kind == "job" and out.delivery is not None and not out.published:
         yield from _publish_job(state, rules, index, out)
         return
-    delivery, mine = out.delivery, out.delivery is not None and find_holder(state, out.delivery) == index
+    is_stale = out.is_stale and rules.flaw != "settles what came again"
+    delivery, mine = (
+        out.delivery,
+        out.delivery is not None and find_holder(state, out.delivery) == index and not is_stale,
+    )
     over = out._replace(done=mine or delivery is None or out.published) if out.kind == "job" else None
     if (
         delivery is not None
@@ -56,7 +64,8 @@ def settle_output(state: State, rules: Rules, index: int, out: PendingOutput) ->
         yield Step("lost", index), replace_worker(state, index, worker._replace(out=over))
         return
     bus = tuple([one for one in state.bus if one[0] != delivery or not mine])
-    settled, out = _publish_output(state._replace(bus=bus), rules, out)
+    kept = (*state.settled, delivery) if state.left.forgets and mine and delivery is not None else state.settled
+    settled, out = _publish_output(state._replace(bus=bus, settled=kept), rules, out)
     kind = "hand off alone" if delivery is None else {"job": "hand off"}.get(out.kind, out.kind)
     yield Step(kind, index), replace_worker(settled, index, worker._replace(out=over))
     if state.left.doubts:

@@ -54,6 +54,10 @@ class Budget(NamedTuple):
     """A living member owns a partition and does not read it."""
     delays: int = 0
     """A worker claims with a delivery that it does not hold any more, as it is told later."""
+    forgets: int = 0
+    """While no worker is there, the brokers forget what was committed, and the record expires."""
+    deletes: int = 0
+    """The bus deletes a request that no living worker has."""
 
 
 class Run(NamedTuple):
@@ -72,6 +76,8 @@ class Run(NamedTuple):
     """Redis lost tokens that this run continues from."""
     lost: bool = False
     """The session of its claim is over, and the loop has not noticed yet."""
+    is_stale: bool = False
+    """The delivery was lost and came to this worker again, which is another delivery to the bus."""
 
 
 class PendingOutput(NamedTuple):
@@ -88,6 +94,8 @@ class PendingOutput(NamedTuple):
     """The job's id, once there was an attempt to publish it."""
     published: bool = False
     """The job is durable, but its delivery is not finished yet."""
+    is_stale: bool = False
+    """As of a `Run`."""
 
 
 class Worker(NamedTuple):
@@ -115,6 +123,9 @@ class State(NamedTuple):
     lost: bool = False
     clock: int = 1
     next_name: int = 10
+    settled: tuple[Message, ...] = ()
+    """Messages that were settled, where commits may yet be forgotten and that is not noted in Redis."""
+    deleted: bool = False
 
 
 class Step(NamedTuple):

@@ -30,7 +30,7 @@ def generate_steps(state: State, rules: Rules) -> Steps:
     """Generate every step that may come next, with the state after it."""
     for index in range(4):
         yield from _generate_worker_steps(state, rules, index)
-    yield from generate_client_steps(state)
+    yield from generate_client_steps(state, rules)
     yield from generate_mishaps(state, rules)
 
 
@@ -64,14 +64,18 @@ def _poll_bus(state: State, index: int) -> Steps:
         if at == FREE and (message.job == 0) == (index < 2):
             bus = (*state.bus[:place], (message, index), *state.bus[place + 1 :])
             inbox = (*worker.inbox, message) if message not in worker.inbox else worker.inbox
-            yield Step("poll", index), replace_worker(state, index, worker._replace(inbox=inbox), bus=bus)
+            run, out = worker.run, worker.out
+            if run is not None and run.delivery == message:
+                run = run._replace(is_stale=True)
+            if out is not None and out.delivery == message:
+                out = out._replace(is_stale=True)
+            after = worker._replace(inbox=inbox, run=run, out=out)
+            yield Step("poll", index), replace_worker(state, index, after, bus=bus)
 
 
 def _admit_message(state: State, rules: Rules, index: int, message: Message) -> Steps:
     worker, stage = state.workers[index], stage_of(index)
     checks = rules.flaw != "claims what it does not hold"
-    if checks and worker.out is not None and worker.out.delivery == message:
-        return  # The delivery is being settled.
     if checks and find_holder(state, message) != index:
         rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
         yield Step("forget", index), replace_worker(state, index, rest)
@@ -87,8 +91,10 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
     match reply[0]:
         case "busy":
             run, settles = worker.run, index >= 2 or rules.stays[index]
-            if settles and run is not None and run.delivery is None and _are_same_message(run.message, message):
-                run = run._replace(message=message, delivery=message)
+            is_mine = run is not None and (run.epoch == rec.epoch or rules.flaw == "attaches to a lost claim")
+            needs_it = run is not None and is_mine and (run.delivery is None or run.is_stale)
+            if settles and run is not None and needs_it and _are_same_message(run.message, message):
+                run = run._replace(message=message, delivery=message, is_stale=False)
                 yield step._replace(kind="attach"), replace_worker(state, index, rest._replace(run=run))
             else:
                 yield step, state
@@ -140,9 +146,9 @@ def _begin_run(
     rec, (_, epoch, tokens, ended, cancelled, attempts, _), message = claimed
     if worker.run is not None:
         worker, delivery = _merge_claims(worker, worker.run, message, delivery, rules)
-    cause = message.error or (
-        "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
-    )
+    cause = message.error
+    if not cause and not ended:
+        cause = "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
     follows = index < 2 and rules.stays[index] and (tokens > 0 or attempts > 1)
     run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause, follows)
     if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index]))):

@@ -7,7 +7,7 @@ connection where its process dies. They send their request again then under its 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,6 +47,11 @@ class LinkedBus:
         """Return how many messages of each input topic are not settled."""
         counted: dict[str, int] = self._link.call(self._bus.count_unsettled)
         return counted
+
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places at which no message is."""
+        gone: set[str] = self._link.call(lambda: self._bus.find_gone(places))
+        return gone
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> "LinkedFollower":
         """Return a follower of a topic."""

@@ -105,6 +105,8 @@ class KafkaBroker:
         self.logs: dict[Partition, list[Entry]] = {
             (topic, number): [] for topic, count in topics.items() for number in range(count)
         }
+        self.begins: dict[Partition, int] = dict.fromkeys(self.logs, 0)
+        """Where the logs begin: what is before was deleted."""
         self.changed = SimCondition(world)
         """Is notified of all that a consumer may wait for."""
         self._groups: dict[str, Group] = {}
@@ -158,6 +160,17 @@ class KafkaBroker:
         if writer:
             self._written[writer] = max(self._written.get(writer, 0), first + len(entries))
         self.changed.notify_all()
+
+    def delete_records(self, partition: Partition, begin: int) -> list[Entry]:
+        """Delete what is before an offset, as retention does. Return the messages of these."""
+        before, self.begins[partition] = self.begins[partition], begin
+        return [entry for entry in self.logs[partition][before:begin] if entry.is_visible]
+
+    def forget_commits(self) -> None:
+        """Forget what groups without members have committed, as brokers do after a week."""
+        for group in self._groups.values():
+            if not group.members:
+                group.commits.clear()
 
     def _check_space(self) -> None:
         if self._world.now_s < self.full_until_s():
@@ -315,7 +328,7 @@ class KafkaBroker:
     def list_unsettled(self, group: str, partition: Partition) -> list[int]:
         """Return the offsets of the visible messages that a group has not finished."""
         place = self._find_group(group).commits.get(partition)
-        begin = max(0, place.offset) if place is not None else 0
+        begin = max(self.begins[partition], place.offset if place is not None else 0)
         done = decode_ranges(place.metadata, begin) if place is not None else []
         return [
             offset

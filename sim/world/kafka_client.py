@@ -24,7 +24,7 @@ LIBRARY = "librdkafka"
 HEARTBEAT_S = 1.0
 RETRY_S = 0.1
 FETCH_WAIT_S = 0.05
-Report = Callable[[KafkaError | None, None], object]
+Report = Callable[[KafkaError | None, Message], object]
 Rebalance = Callable[["WorldConsumer", list[TopicPartition]], None]
 
 
@@ -213,13 +213,14 @@ class WorldConsumer(Client, Positions):
         for partition in list(self.positions):
             if partition in self.paused:
                 continue
-            log, position = self._broker.logs[partition], self.positions[partition]
+            log, begin = self._broker.logs[partition], self._broker.begins[partition]
+            position = max(self.positions[partition], begin)
             end = self._broker.find_stable_end(partition) if self._is_stable else len(log)
             self.high[partition] = len(log)
             if (epoch := self.epochs.pop(partition, None)) is not None:
                 position = min(position, self._broker.find_epoch_end(partition, epoch))
             if position > len(log):
-                position = 0
+                position = begin
             while position < end:
                 entry, position = log[position], position + 1
                 if entry.is_visible:
@@ -253,10 +254,11 @@ class WorldConsumer(Client, Positions):
         self, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False
     ) -> tuple[int, int]:
         """Return where a partition begins and ends."""
+        partition = place.topic, place.partition
         if cached:
-            return 0, self.high.get((place.topic, place.partition), -1)
-        end: int = self._ask(lambda: self._broker.find_stable_end((place.topic, place.partition)), timeout)
-        return 0, end
+            return self._broker.begins[partition], self.high.get(partition, -1)
+        end: int = self._ask(lambda: self._broker.find_stable_end(partition), timeout)
+        return min(end, self._broker.begins[partition]), end
 
     def consumer_group_metadata(self) -> tuple[str, str, int]:
         """Return who this member is."""
@@ -286,7 +288,7 @@ class WorldProducer(Client):
         self._writer = broker.make_name() if self._owner_id or settings.get("enable.idempotence") else ""
         self._num_written = self._num_open = 0
         self._queue = SimQueue(world)
-        self._reports: deque[tuple[Report, KafkaError | None]] = deque()
+        self._reports: deque[tuple[Report, KafkaError | None, Message]] = deque()
         self._has_reports = SimCondition(world)
         self._start_thread(f"{LIBRARY}-send", self._send_forever)
 
@@ -305,16 +307,16 @@ class WorldProducer(Client):
             try:
                 self._ask(partial(self._broker.write_entries, *words), self._limit_s)
                 self._num_written += 1
-                self._report(report, None)
+                self._report(report, None, entry[0])
             except KafkaException as error:
                 # Whether it was written is not known: what follows must not be taken for it.
                 self._writer, self._num_written = self._writer and self._broker.make_name(), 0
                 is_late = error.args[0].code() == KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
                 self._report(report, KafkaError(KafkaError._MSG_TIMED_OUT) if is_late else error.args[0])  # noqa: SLF001
 
-    def _report(self, report: Report, error: KafkaError | None) -> None:
+    def _report(self, report: Report, error: KafkaError | None, partition: Partition = ("", 0)) -> None:
         self._num_open -= 1
-        self._reports.append((report, error))
+        self._reports.append((report, error, make_message(partition, len(self._broker.logs.get(partition, [])), None)))
         self._has_reports.notify_all()
 
     def poll(self, timeout: float) -> int:
@@ -327,8 +329,8 @@ class WorldProducer(Client):
     def _serve_reports(self) -> int:
         num_served = 0
         while self._reports:
-            report, error = self._reports.popleft()
-            report(error, None)
+            report, error, message = self._reports.popleft()
+            report(error, message)
             num_served += 1
         return num_served
 
@@ -375,6 +377,15 @@ class WorldProducer(Client):
     def _find_key(self) -> OwnerKey:
         assert self._key is not None, "init_transactions comes first"
         return self._key
+
+
+class WorldAdmin(Client):
+    """`confluent_kafka.admin.AdminClient`, as far as it tells topics' ids."""
+
+    def describe_topics(self, topics: Any, request_timeout: float) -> dict[str, SimpleNamespace]:
+        """Return a topic's id, which is its name here."""
+        self._ask(lambda: None, request_timeout)
+        return {name: SimpleNamespace(result=lambda _, name=name: SimpleNamespace(topic_id=name)) for name in topics}
 
 
 def make_message(partition: Partition, offset: int, entry: Entry | None, error: KafkaError | None = None) -> Message:

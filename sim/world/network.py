@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable, PenstockError
-from penstock.messages import TokenEvent
+from penstock.messages import EndEvent, TokenEvent
 from penstock.names import WorkerKind
 from penstock.record import AppendOutcome, Claim
 from penstock.record.record import Renewed
@@ -146,6 +146,8 @@ class WorldRecord(MemoryRecord):
         self.link = link
         self._keys = keys
         self._unsent: list[Sequence[tuple[Claim, TokenEvent]]] = []
+        self._fenced: set[Claim] = set()
+        """The claims of which the caller knows that a token was refused."""
 
     def renew_session(
         self, session: str, until_ms: int = 0, partitions: Sequence[str] = (),
@@ -164,6 +166,7 @@ class WorldRecord(MemoryRecord):
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Send tokens: they are written when the outcomes are collected at the latest."""
+        assert self._fenced.isdisjoint(claim for claim, _ in entries), "a request goes on whose tokens were refused"
         self._unsent.append(list(entries))
 
     def collect_outcomes(self) -> list[AppendOutcome]:
@@ -177,7 +180,14 @@ class WorldRecord(MemoryRecord):
                 MemoryRecord.send_tokens(self, entries)
             return MemoryRecord.collect_outcomes(self)
 
-        return list(self.link.call(write))
+        outcomes = list(self.link.call(write))
+        told = zip((claim for entries in unsent for claim, _ in entries), outcomes, strict=True)
+        self._fenced |= {claim for claim, outcome in told if outcome is AppendOutcome.FENCED}
+        return outcomes
+
+    def _finish(self, claim: Claim, end: EndEvent, name: str) -> AppendOutcome:
+        assert claim not in self._fenced, f"{claim.id} ends, and its tokens were refused"
+        return super()._finish(claim, end, name)
 
     def forget_sent_tokens(self) -> None:
         """Forget them: as after a lost connection, they may be written or not."""
@@ -211,9 +221,10 @@ class WorldPublisher(MemoryPublisher):
         super().__init__(bus)
         self.link = link
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
         """Publish, if the bus hears of it."""
-        self.link.call(lambda: MemoryPublisher.publish(self, messages))
+        places: list[str] = self.link.call(lambda: MemoryPublisher.publish(self, messages))
+        return places
 
 
 def make_bus_error(text: str) -> Exception:

@@ -7,7 +7,7 @@ import random
 import re
 import types
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,9 @@ from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
+from penstock.record import Claim
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
+from penstock.testing.record import NEW
 from penstock.worker import watch
 from penstock.worker.confine import UNWRITABLE
 from penstock.worker.heartbeat import Heartbeat
@@ -114,6 +116,21 @@ class InjectedError(Exception):
     """What no code expects."""
 
 
+class CheckedWorker(Worker):
+    """A worker that is checked after each turn of its loop."""
+
+    _unwatched: Set[Claim] = frozenset()
+
+    def run_once(self, *, accept: bool = True) -> bool:
+        """Run a turn. Raise `AssertionError` for a claim without a request, and a request without its claim."""
+        has_done, before = super().run_once(accept=accept), self._unwatched
+        self.check_integrity()
+        # Of claims that were lost since this turn began the next one hears.
+        self._unwatched = {one.claim for one in self.running.values()} - self.session.claims
+        assert not before & self._unwatched, "requests run on whose claims were lost"
+        return has_done
+
+
 @dataclass(frozen=True)
 class Rates:
     """How often mishaps happen in a run. Each run draws its own."""
@@ -164,6 +181,10 @@ class Rates:
     """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
     autos: float
     """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
+    delete_s: float = 0.0
+    """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
+    forget_s: float = 0.0
+    """The mean time until Redis forgets a request, or its last tokens; 0 if it forgets nothing."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -186,6 +207,8 @@ class Rates:
             endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
             freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
             autos=chance.choice([0.0, 0.0, 0.5, 0.5, 1.0]),
+            delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
+            forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
         )  # fmt: skip
 
 
@@ -243,6 +266,10 @@ class Scene:
         self.hurt: set[str] = set()
         """The requests that ended with an error which an injected exception explains."""
         self.num_clients_left = 0
+        self.deleted: set[str] = set()
+        """The requests whose messages were deleted: those that no worker has are lost."""
+        self.served: set[str] = set()
+        """The requests whose clients have all that they want."""
 
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
@@ -298,7 +325,9 @@ class Scene:
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
+        self._repeat_mishap(self.rates.forget_s, self._forget_request)
         self._repeat_mishap(self.rates.away_s, self._kill_workers)
+        self._repeat_mishap(self.rates.delete_s, self._delete_messages)
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.ways.is_calm = True
@@ -316,6 +345,10 @@ class Scene:
         findings = [one for one in findings if not (one.kind == "duplicated" and one.id.startswith("hostile"))]
         # What no code expects may end the request that it is about, also when its end is in the log already.
         findings = [one for one in findings if one.id not in self.hurt or "internal_error" not in one.description]
+        lost = {one.id for one in findings if one.kind == "lost" and one.id in self.deleted}
+        findings = [one for one in findings if one.id not in lost]
+        if len(lost) > self.servers.count_lost():
+            self.failures.append(f"deleted, and not told: {sorted(lost)}")
         failures = self.failures + self.servers.list_breaches()
         findings += [Finding("failed", "", text) for text in failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
@@ -346,7 +379,7 @@ class Scene:
             member = self.servers.join_group(kind, name)
             try:
                 record = self.servers.open_record(name, settings)
-                worker = Worker(role, self.pipeline, name, record, member, beat=beat, job_role=job_role)
+                worker = CheckedWorker(role, self.pipeline, name, record, member, beat=beat, job_role=job_role)
             except BaseException:
                 member.close()
                 raise
@@ -524,6 +557,17 @@ class Scene:
         for place in self.places:
             if place.stage is not None:
                 self._kill(place, "all workers", after_s)
+        self.world.start_thread(self.world.outside, "forget", partial(self._forget_later, after_s - 10.0))
+
+    def _forget_later(self, after_s: float) -> None:
+        """Let servers forget what they do not keep for long, while no worker is there."""
+        self.world.sleep(after_s)
+        if not any(place.process is not None and place.process.is_alive for place in self.places if place.stage):
+            results = self.servers.bus.read_all(self.pipeline.results_topic)
+            self.servers.forget(self.served & {extract_request_id(one.value, None) or "" for one in results})
+
+    def _delete_messages(self) -> None:
+        self.deleted |= set(self.servers.delete_messages(self.chance))
 
     def _publish_hostile(self) -> None:
         kinds = {place.stage for place in self.places} - {None}
@@ -540,6 +584,18 @@ class Scene:
 
     def _fill_redis(self) -> None:
         self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
+
+    def _forget_request(self) -> None:
+        """Let Redis forget a request, or its last tokens, as after a failover. Its readers see the same again."""
+        # So it cannot end with an error, and no endpoint answers it, in other pieces.
+        if self.memory is None or self.rates.endpoint or self.rates.bug:
+            return
+        sure = [one["id"] for one in self.history if one["what"] == "submitted" and not one["may"]]
+        found = [(name, rec) for name in sure if (rec := self.memory.records.find(name)) and rec.tokens and not rec.end]
+        for name, rec in self.chance.sample(found, min(1, len(found))):
+            left = rec._replace(tokens=rec.tokens[: self.chance.randrange(len(rec.tokens))])
+            self.memory.records.put(name, self.chance.choice([left, NEW]))
+            self._note({"what": "forgotten", "id": name})
 
     def _pause_server(self) -> None:
         self.ways.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
@@ -642,7 +698,10 @@ class Scene:
                 texts += event.text
                 self._note_event(request.id, "first", event, texts)
                 if isinstance(event, EndEvent):
+                    self.served.add(request.id)
                     return
+            if request.id in self.deleted and num_empty > 50 and self._may_be_lost(request.id):
+                return
             if cancel_after is not None and reader.num_tokens >= cancel_after:
                 record.cancel_request(request.id)
                 cancel_after = None
@@ -672,7 +731,7 @@ class Scene:
             extract_request_id(message.value, None)
             for message in self.servers.bus.read_all(self.pipeline.results_topic)
         }
-        return self.accepted <= results
+        return self.accepted - {one for one in self.deleted if self._may_be_lost(one)} <= results
 
     def _is_all_settled(self) -> bool:
         """Return whether nothing is left of the requests but their records."""
@@ -700,7 +759,16 @@ class Scene:
     def _is_open(self, request_id: str) -> bool:
         """Return whether a session has a request, or it waits for one."""
         status = self.servers.record.read_status(request_id)
-        return status is not None and (status.stage != "end" or bool(status.session))
+        if status is None or (request_id in self.deleted and status.stage == "new"):
+            return False
+        return status.stage != "end" or bool(status.session)
+
+    def _may_be_lost(self, request_id: str) -> bool:
+        """Return whether nobody goes on with a request whose message was deleted: no worker has seen it, or the one
+        that ended it died, and nobody has the message with which its result would go out.
+        """
+        status = self.servers.record.read_status(request_id)
+        return status is None or status.stage in ("new", "end")
 
     def _note_what_is_left(self) -> None:
         if self.num_clients_left:

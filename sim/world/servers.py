@@ -5,11 +5,13 @@ run, and the doubles are those of their client libraries.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
 from typing import Any, Protocol
 
 import redis
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, Producer, TopicCollection
+from confluent_kafka.admin import AdminClient
 from obstore.store import MemoryStore
 
 from penstock.bus.contract import Bus, Member, Outgoing, Publisher
@@ -23,7 +25,7 @@ from penstock.record import Record
 from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus
 from sim.world.kafka_broker import BrokerBus, KafkaBroker
-from sim.world.kafka_client import WorldConsumer, WorldProducer
+from sim.world.kafka_client import WorldAdmin, WorldConsumer, WorldProducer
 from sim.world.network import Link, WorldMember, WorldPublisher, WorldRecord, WorldRecords
 from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
@@ -92,6 +94,26 @@ class Servers(ABC):
     def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
         """Return what the bus does when it notices that a process was killed."""
         return lambda: None
+
+    def delete_messages(self, chance: Random) -> list[str]:
+        """Delete the first requests of a topic, whether they were read or not, and return their ids. Some levels have
+        servers that cannot.
+        """
+        return []
+
+    def forget(self, ended: Iterable[str]) -> None:
+        """Forget what is forgotten while a pipeline is off for a week: the records of requests that have ended, if they
+        are in Redis.
+        """
+        for one in ended:
+            self._ask_redis().delete(self.pipeline.record_key(one), self.pipeline.log_key(one))
+
+    def count_lost(self) -> int:
+        """Return how many messages Redis counts as lost."""
+        return sum(map(int, self._ask_redis().hvals(self.pipeline.lost_key)))
+
+    def _ask_redis(self) -> Any:
+        return redis_client(_make_url(JUDGE, "redis"))
 
     @abstractmethod
     def list_left(self) -> list[str]:
@@ -198,9 +220,17 @@ class StreamsServers(Servers):
     def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Do nothing: a consumer of a group keeps what it has while its member's key lasts."""
 
+    def delete_messages(self, chance: Random) -> list[str]:
+        """Delete the first entries of a stream."""
+        topic, client = chance.choice(list(self.pipeline.input_topics("prefill").values())), self._ask_redis()
+        entries = client.xrange(self.pipeline.stream_key(topic), count=chance.randint(1, 10))
+        if entries:
+            client.xdel(self.pipeline.stream_key(topic), *(entry_id for entry_id, _ in entries))
+        return [fields[b"key"].decode() for _, fields in entries if b"key" in fields]
+
     def list_left(self) -> list[str]:
         """Return sets of held requests, though none is held."""
-        left = redis_client(_make_url(JUDGE, "redis")).keys(self.pipeline.held_key("*"))
+        left = self._ask_redis().keys(self.pipeline.held_key("*"))
         return [f"{key!r} is left" for key in left]
 
 
@@ -213,6 +243,8 @@ class KafkaServers(StreamsServers):
             *super().list_doubles(),
             (Consumer, lambda settings: WorldConsumer(self.world, self._broker, self._find(settings), settings)),
             (Producer, lambda settings: WorldProducer(self.world, self._broker, self._find(settings), settings)),
+            (AdminClient, lambda settings: WorldAdmin(self.world, self._broker, self._find(settings))),
+            (TopicCollection, lambda topics: topics),
         ]
 
     def _find(self, settings: Mapping[str, Any]) -> Link:
@@ -230,7 +262,7 @@ class KafkaServers(StreamsServers):
         self.bus = BrokerBus(self.pipeline, self._broker)
 
     def _open_bus(self, who: str) -> Bus:
-        return KafkaBus(self.pipeline, who, BusSettings(), beats_url=_make_url(who, "redis"))
+        return KafkaBus(self.pipeline, who, BusSettings(), redis_url=_make_url(who, "redis"))
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
@@ -243,6 +275,19 @@ class KafkaServers(StreamsServers):
         """Ask both servers."""
         redis_client(_make_url(who, "redis")).ping()
         self._find({"bootstrap.servers": who}).call(lambda: None)
+
+    def delete_messages(self, chance: Random) -> list[str]:
+        """Delete the first messages of a partition, as retention does."""
+        topic = chance.choice(list(self.pipeline.input_topics("prefill").values()))
+        partition = topic, chance.randrange(self._broker.topics[topic])
+        begin, end = self._broker.begins[partition], self._broker.find_stable_end(partition)
+        gone = self._broker.delete_records(partition, chance.randint(begin, end))
+        return [entry.key.decode() for entry in gone if entry.key is not None]
+
+    def forget(self, ended: Iterable[str]) -> None:
+        """Forget records, and what groups have committed that have no members."""
+        super().forget(ended)
+        self._broker.forget_commits()
 
     def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Let the group lose a member, as if its time were over, and elect new leaders, as if a broker had ended."""

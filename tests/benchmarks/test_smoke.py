@@ -27,6 +27,7 @@ NAMES = sorted(
 RUNS = [f"{name} --smoke" for name in NAMES] + [
     "chaos --smoke --one-kill",
     "pipeline --smoke --mixed",
+    "pipeline --smoke --late",
 ]
 FIGURES = json.loads((Path(__file__).parent / "figures.json").read_text())
 """By run, the names of its figures that do not need what may be missing: a broker, and the engines of others."""

@@ -41,6 +41,8 @@ class DoubleBus(KafkaBus):
         self.unfetchable: set[tuple[Partition, int]] = set()
         """Messages that never come, nor what is behind them, unless the consumer seeks there."""
         self.leaderless: set[Partition] = set()
+        self.begins: dict[Partition, int] = {}
+        """Where logs begin whose first messages were deleted."""
         self.goes_on = threading.Event()
         """Settlements and polls wait for this event."""
         self.goes_on.set()
@@ -153,9 +155,10 @@ class DoubleConsumer(Positions):
         for partition in list(self.positions):
             if partition in self.paused or partition in self.bus.deaf:
                 continue
-            log, position = self.bus.logs.get(partition, []), self.positions[partition]
+            log, begin = self.bus.logs.get(partition, []), self.bus.begins.get(partition, 0)
+            position = max(begin, self.positions[partition])
             if position > len(log):  # out of range
-                position = 0
+                position = begin
             while position < len(log) and (partition, position) not in self.bus.unfetchable:
                 value = log[position]
                 position += 1
@@ -192,7 +195,9 @@ class DoubleConsumer(Positions):
         self, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False
     ) -> tuple[int, int] | None:
         partition = place.topic, place.partition
-        return None if partition in self.bus.leaderless and not cached else (0, len(self.bus.logs.get(partition, [])))
+        if partition in self.bus.leaderless and not cached:
+            return None
+        return self.bus.begins.get(partition, 0), len(self.bus.logs.get(partition, []))
 
     def consumer_group_metadata(self) -> object:
         return None

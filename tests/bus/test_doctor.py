@@ -1,5 +1,7 @@
 """What `penstock doctor` finds on a real Kafka: settings that may lose requests, and transactions that nobody ends."""
 
+import time
+
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
@@ -10,11 +12,15 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
+from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.admin_lookups import StuckPartition, find_stuck_partitions
-from penstock.bus.kafka.bus import KafkaBus, find_wrong_settings
+from penstock.bus.kafka.bus import KafkaBus, find_old_work, find_wrong_settings
+from penstock.bus.lost import count_lost
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from sim.waiting import PATIENCE_S
+from penstock.redis.client import redis_client
+from sim.waiting import PATIENCE_S, wait_for
+from tests.bus.buses import publish_messages
 from tests.commands import Terminal
 
 
@@ -83,3 +89,30 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     producer.commit_transaction(PATIENCE_S)
     assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == []
     assert "ok    transactions        none holds up a partition" in terminal("doctor", **servers).stdout
+
+
+def test_doctor_says_what_was_lost_and_what_soon_will_be(
+    kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
+) -> None:
+    bus = KafkaBus(pipeline, kafka, BusSettings())
+    bus.create_topics()
+    servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
+    topic = pipeline.request_topic("batch")
+    publish_messages(bus, [Outgoing(topic, b"waits", "k")])
+    first = terminal("doctor", **servers).stdout
+    assert "oldest message" not in first
+    assert "lost messages" not in first
+    count_lost(redis_client(redis_url), pipeline, topic, 3)
+    set_topic_settings(bus, topic, {"message.timestamp.type": "CreateTime"})
+    producer = Producer({"bootstrap.servers": kafka, "log_level": 0})
+
+    def is_old() -> bool:
+        """Whether one waits for eight days; the brokers take its own time once they know the setting."""
+        producer.produce(topic, "old", partition=1, timestamp=int((time.time() - 8 * 86400) * 1000))
+        producer.flush()
+        return find_old_work(bus) == [topic]
+
+    wait_for(is_old, "one waits for more than half of its time")
+    report = terminal("doctor", **servers).stdout
+    assert f"fail  oldest message      {topic}: one waits for half of the time " in report
+    assert f"note  lost messages       3 messages of {topic} were deleted" in report

@@ -21,8 +21,9 @@ from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import position_lookup
 from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.bus.kafka.member import KafkaMember
-from penstock.bus.kafka.offsets import Partition, PartitionOffsets
+from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
 from penstock.bus.kafka.orphans import format_partition
+from penstock.bus.kafka.places import PlaceKeeper
 from penstock.bus.kafka.position_lookup import FetchAttempts, PositionLookup, ReadProgress
 from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
@@ -198,7 +199,7 @@ def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
     """A partition that went and came back is begun where the member between stopped."""
     bus = DoubleBus()
     bus.commits[ONE] = TopicPartition(*ONE, 10)
-    questions = PositionLookup(bus.create_consumer({}), threading.Condition())
+    questions = PositionLookup(bus.create_consumer({}), threading.Condition(), PlaceKeeper(bus.pipeline, {}, ""))
 
     def answer_late(places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         found = [bus.commits[ONE]]
@@ -238,6 +239,22 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
         assert (member.count_held(), bus.commits) == (0, {})
         with pytest.raises(DeliveryLost):
             member.settle([Settlement(delivery)])
+
+
+def test_what_came_again_is_another_delivery_also_while_the_lost_one_is_settled() -> None:
+    """It stays with this member until it is settled itself: another one may have done its request anew meanwhile."""
+    with reading(b"1") as (bus, member):
+        (lost,) = member.poll(0.0, CAPACITY)
+        bus.take_away(ONE)
+        bus.give(ONE)
+        bus.turn_until(member.list_prefetched, "it has come again")
+        (again,) = member.poll(0.0, CAPACITY)
+        member._holdings.finish_deliveries([lost])
+        assert [member.is_holding(one) for one in (lost, again)] == [False, True]
+        with pytest.raises(DeliveryLost):
+            member.settle([Settlement(lost)])
+        member.settle([Settlement(again)])
+        assert member.count_held() == 0
 
 
 def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None:
@@ -415,11 +432,11 @@ def test_a_partition_that_is_not_read_though_it_has_more_shows(
     notice_soon(monkeypatch)
     bus = DoubleBus()
     bus.deaf.add(ONE)
-    bus.leaderless |= set() if has_leader else {ONE}
     bus.publish(ONE, b"1")
     with joined(bus) as member:
         bus.give(ONE)
         bus.turn_until(lambda: ONE in member._holdings.partitions, "it is begun")
+        bus.leaderless |= set() if has_leader else {ONE}
         if has_leader:
             bus.turn_until(lambda: "is not read beyond 0" in member.current_problem, "it is noticed")
             assert member.list_partitions() == []
@@ -562,6 +579,29 @@ def test_nothing_is_passed_over_at_the_end_of_a_log(monkeypatch: pytest.MonkeyPa
         assert [delivery.value for delivery in member.list_prefetched()] == [b"3"]
 
 
+@pytest.mark.parametrize("is_all", [False, True])
+def test_what_was_deleted_is_told_and_not_what_the_log_leaves_out(
+    is_all: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the log begins behind the position, at a message or at its end; and not what was finished before it."""
+    bus = DoubleBus()
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.publish(ONE, *[b"x"] * 4, None, None, b"y")
+        bus.turn_until(bus.has_all_fetched, "all is read")
+        taken = member.poll(0.0, {"interactive": 9})
+        member.settle([Settlement(one) for one in taken if one.position != "0:2"])
+        assert "deleted" not in caplog.text, "markers are no messages"
+        bus.take_away(ONE)
+        bus.publish(ONE, *[b"z"] * 3)
+        bus.begins[ONE] = 10 if is_all else 8
+        bus.give(ONE)
+        bus.turn_until(bus.has_all_fetched, "all is read")
+        assert f"partition 0: {4 if is_all else 2} messages" in caplog.text, "one not finished, and those behind it"
+        assert len(member.poll(0.0, {"interactive": 9})) == (0 if is_all else 2)
+        bus.turn_until(lambda: bus.commits[ONE].offset == (10 if is_all else 8), "it is committed")
+
+
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     """What it holds bears offsets that may mean something else now."""
     with reading(b"1", b"2", b"3") as (bus, member):
@@ -602,7 +642,7 @@ def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
     """Else the marker behind the last message would look like work that nobody does."""
     topic = NAMES.job_topic("interactive")
     holdings = PrefetchBuffer(NAMES, "decode")
-    holdings.assign_partition((topic, 0), 0, "")
+    holdings.assign_partition((topic, 0), StartPosition(0, "", None))
     holdings.add_message(Delivery(topic, "0:0", b"job", None, {}, "interactive", 0.0))
     found = holdings.hand_out({"interactive": 1})
     commits = holdings.build_commits(found)

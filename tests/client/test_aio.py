@@ -85,19 +85,19 @@ class SlowPublisher:
     """Stands for a publisher, one of whose partitions has no leader: its messages stay open until they time out."""
 
     def __init__(self) -> None:
-        self.open: list[Future[None]] = []
+        self.open: list[Future[str]] = []
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
         sent = [create_started_future() for _ in messages]
         for message, future in zip(messages, sent, strict=True):
             if b"stuck" in message.value:
                 self.open.append(future)
             else:
-                future.set_result(None)
+                future.set_result("a place")
         return sent
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        wait_until_acknowledged(self.send_messages(messages), PATIENCE_S)
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        return wait_until_acknowledged(self.send_messages(messages), PATIENCE_S)
 
     def close(self) -> None:
         pass

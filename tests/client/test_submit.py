@@ -4,12 +4,13 @@ import time
 from typing import Any, cast
 
 import pytest
+import redis
 from opentelemetry import trace
 
 from penstock.bus.contract import Bus
 from penstock.client import Client
 from penstock.client.core import RequestFields
-from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
+from penstock.errors import IdConflict, InvalidRequest, RequestLost, RequestTooLarge, StreamTimeout
 from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, compute_body_hash, decode_message
 from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
 from penstock.record import Record
@@ -77,6 +78,22 @@ def test_an_id_that_is_known_for_another_body_is_refused(
 
 
 @pytest.mark.proof
+def test_a_request_whose_message_is_deleted_unread_is_lost_and_not_late(
+    client: Client, server: "redis.Redis", bus: Bus, record: Record, pipeline: Pipeline
+) -> None:
+    """One that a worker has seen is late, and so is one of which this client knows nothing."""
+    lost, taken, waiting = (client.submit("hello") for _ in range(3))
+    prefill(record, taken)
+    key: str = pipeline.stream_key(pipeline.request_topic("interactive"))
+    entries: Any = server.xrange(key, count=2)
+    server.xdel(key, *(entry_id for entry_id, _ in entries))
+    with pytest.raises(RequestLost, match=lost):
+        client.result(lost, timeout_s=0.1)
+    for late in (taken, waiting, "another"):
+        with pytest.raises(StreamTimeout):
+            client.result(late, timeout_s=0.1)
+
+
 def test_generating_is_submitting_and_streaming(client: Client, bus: Bus, record: Record) -> None:
     claim = prefill(record, "r1", body="")
     say(record, claim, [1, 2])

@@ -6,6 +6,7 @@ import uuid
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis
@@ -28,7 +29,7 @@ from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.tenants import Caller
-from penstock.messages import MAX_REQUEST_BYTES, Request, now_s
+from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, now_s
 from penstock.names import rate_key, stream_meta_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
@@ -182,7 +183,7 @@ async def test_an_id_cannot_be_told_from_tenant_and_key(site: Site) -> None:
     assert mine != await site.metas[0].derive_name("other", "k")
     site.server.delete("penstock:gateway:secret")
     assert mine == await site.metas[0].derive_name("acme", "k"), "it gives the secret back to a Redis that lost it"
-    stranger = StreamMetaStore(site.gateways[0].servers, RecordSettings())
+    stranger = StreamMetaStore(site.gateways[0].servers, RecordSettings(), site.gateways[0]._end_lost)
     site.server.delete("penstock:gateway:secret")
     assert mine != await stranger.derive_name("acme", "k")
 
@@ -201,13 +202,51 @@ async def test_metadata_is_renewed_until_its_requests_have_ended(site: Site) -> 
         assert not await site.is_renewed(metas, meta)
 
 
+async def test_a_request_whose_record_may_have_expired_does_not_count_as_lost(site: Site) -> None:
+    meta = await site.post(0, KEY)
+    old = meta.model_copy(update={"published": now_s() - 3601, "places": {meta.id: "gone@0-1"}})
+    site.server.set(stream_meta_key(meta.id), old.model_dump_json())
+    second = site.metas[1]
+    await second.find_of_tenant(meta.id, meta.tenant)
+    await second.renew_all()
+    assert site.record.read_status(meta.id) is None
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("headers", [KEY, NO_KEY])
+async def test_a_request_whose_message_is_deleted_unread_ends_with_its_error(
+    site: Site, headers: RequestHeaders
+) -> None:
+    """By the gateway that took it, or by another one that has a reader of it. Not one that a worker has seen."""
+    lost, taken = await site.post(0, headers), await site.post(0, NO_KEY)
+    prefill(site.record, taken.id, body=taken.bodies[0])
+    first, second = site.metas
+    await first.renew_all()
+    assert site.record.read_status(lost.id) is None, "it waits"
+    site.server.delete(site.scripted.pipeline.stream_key(site.scripted.pipeline.request_topic("interactive")))
+    if headers is NO_KEY:
+        site.patch.setattr(first, "_end_lost", AsyncMock(side_effect=BusUnavailable("this one is away")))
+        await first.renew_all()
+        await second.find_of_tenant(lost.id, lost.tenant)
+        first = second
+    await first.renew_all()
+    (stream,) = site.gateways[1].read_events(lost)
+    (ended,) = [event async for events in stream for event in events]
+    assert isinstance(ended, EndEvent)
+    assert ended.error is not None
+    assert ended.error.code == "request_lost"
+    assert site.record.read_log(taken.id) == []
+    claim = prefill(site.record, lost.id, body=lost.bodies[0])
+    assert claim.is_ended, "a worker that has it after all finds the end"
+
+
 async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(site: Site, redis_url: str) -> None:
     urls = [redis_url, redis_url.rpartition("/")[0] + "/9"]
     servers = Sharded.from_urls(",".join(urls), async_redis_client)
     ids = [uuid.uuid4().hex for _ in range(64)]
     chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
     posted = await site.post(0)
-    metas = StreamMetaStore(servers, RecordSettings())
+    metas = StreamMetaStore(servers, RecordSettings(), site.gateways[0]._end_lost)
     meta = await metas.put(posted.model_copy(update={"id": uuid.uuid4().hex, "request_ids": chosen}))
     for url, request_id in zip(urls, chosen, strict=True):
         assert await site.is_renewed(metas, meta)

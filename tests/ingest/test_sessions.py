@@ -64,9 +64,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         with gateway.client() as http, pytest.MonkeyPatch.context() as patch:
             made, append = Site(pipeline, gateway, http), pipeline.bus.append
 
-            def note_and_append(messages: Sequence[Outgoing]) -> None:
+            def note_and_append(messages: Sequence[Outgoing]) -> list[str]:
                 made.sent += messages
-                append(messages)
+                return append(messages)
 
             patch.setattr(pipeline.bus, "append", note_and_append)
             yield made

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis.asyncio
@@ -31,7 +32,7 @@ class Site:
     """Two gateways that look when they are told to, and what they cancelled of one stream."""
 
     def __init__(self, client: "redis.asyncio.Redis", pipeline: Pipeline, cancel_s: float, *, is_lost: bool) -> None:
-        metas = StreamMetaStore(Sharded([""], [client]), RecordSettings())
+        metas = StreamMetaStore(Sharded([""], [client]), RecordSettings(), AsyncMock())
         self.here, self.there = (UnreadStreams(client, metas, cancel_s) for _ in range(2))
         name = uuid.uuid4().hex
         self.meta = StreamMeta(

@@ -24,14 +24,18 @@ REPLIES = {
     "set aside": "0 1",
     "stop": "0 1",
     "cancel": "0 1",
+    "unread": "0 1",
 }
 SILENT = """
 poll, computed, written, publish, hand off, hand off alone, result, drop, retry, lost, doubt, preempt, give up, expire,
-late, stop, leave, reap, due, let go, hear, forget, redeliver, move, blind, crash, sync, lose
+late, stop, leave, reap, due, let go, hear, forget, redeliver, move, blind, crash, sync, lose, note, forget commits,
+delete
 """
 KINDS = {f"{name}: {reply}" for name, replies in REPLIES.items() for reply in replies.split()}
 KINDS |= set(re.split(r",\s+", SILENT.strip()))
-"""Every kind of step, with what the scripts may reply. Explored, and replayed on a server."""
+"""Every kind of step, with what the scripts may reply."""
+NOT_REPLAYED = {"unread: 0", "unread: 1", "note", "forget commits", "delete"}
+"""What gateways and buses do. All others are replayed on a server, too."""
 
 
 def describe_traces(found: Exploration) -> list[str]:

@@ -7,7 +7,6 @@ from penstock.messages import Job, Request, Sampling, TokenEvent, decode_message
 from penstock.names import Pipeline
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, run_until_running
-from tests.bus.buses import take_deliveries
 
 
 def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(line: InProcessPipeline, pipeline: Pipeline) -> None:
@@ -22,20 +21,6 @@ def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(line: InProce
     assert isinstance(token, TokenEvent)
     assert result.token_ids == [token.token]
     assert decode_message(Job, job.value).token_ids
-
-
-def test_a_delivery_that_is_being_settled_is_not_claimed_again(make_line: Callable[..., InProcessPipeline]) -> None:
-    """It came a second time, and Redis lost the record: the result of another claim would have no delivery."""
-    line = make_line(record=RecordSettings(lease_s=30))
-    line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
-    (delivery,) = take_deliveries(line.prefill.member, 1)
-    line.prefill.settler._open[delivery.topic, delivery.position] += 1
-    line.prefill._claim_messages(line.prefill._read_messages([delivery]))
-    assert line.prefill.record.read_status("r1") is None
-    assert len(line.prefill.queue) == 1
-    line.prefill.settler._open.clear()
-    assert len(line.run_until_results(1)) == 1
-    assert not line.prefill.member.is_holding(delivery)
 
 
 def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(

@@ -123,6 +123,18 @@ def test_what_a_session_held_is_free_in_the_stage_that_each_request_is_in(record
     assert {taken.claim.id for taken in record.take_over_free("decode", heir, 9)} == {"d1", "d2"}
 
 
+@pytest.mark.parametrize("why", ["stalled", "stopped"])
+def test_a_session_whose_loop_stands_still_or_that_was_stopped_is_not_renewed(record: Record, why: str) -> None:
+    is_stalled = threading.Event()
+    session = Session(record, "d1", is_stalled=is_stalled.is_set, keep=lambda _: None)
+    session.renew()
+    before_s = session._renewed_s
+    is_stalled.set() if why == "stalled" else session.stop()
+    session.renew()
+    assert session._renewed_s == before_s
+    session.close()
+
+
 def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
     def parts() -> list[str]:
         raise ZeroDivisionError("a bug")

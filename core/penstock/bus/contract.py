@@ -73,20 +73,23 @@ def find_size_error(message: Outgoing) -> RequestTooLarge | None:
     return RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
 
 
-def create_started_future() -> Future[None]:
+def create_started_future() -> Future[str]:
     """Return the future of a message that was handed to the client: it cannot be cancelled any more."""
-    future: Future[None] = Future()
+    future: Future[str] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def wait_until_acknowledged(sent: Sequence[Future[None]], timeout_s: float) -> None:
-    """Wait until all messages are acknowledged. Raise the first message's error, or `BusUnavailable` after the time."""
+def wait_until_acknowledged(sent: Sequence[Future[str]], timeout_s: float) -> list[str]:
+    """Wait until all messages are acknowledged, and return their places. Raise the first message's error, or
+    `BusUnavailable` after the time.
+    """
     _, open_ = wait(sent, timeout_s)
     for future in sent:
         if future in open_:
             raise BusUnavailable(f"no acknowledgement within {timeout_s:g} s: send it again under the same id")
         future.result()
+    return [future.result() for future in sent]
 
 
 @dataclass(frozen=True)
@@ -139,15 +142,16 @@ class Settlement:
 class Publisher(Protocol):
     """The producing side. Thread-safe."""
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Hand messages to the client, and return for each a future that is done once the message is durable.
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
+        """Hand messages to the client, and return for each a future of its place (as `Delivery.name`), which is done
+        once the message is durable.
 
         No message waits for another's acknowledgement. A future raises `RequestTooLarge` (its message was not written)
         or `BusUnavailable` (it may have been).
         """
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages; when this returns they are durable.
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Write the messages, and return their places; when this returns they are durable.
 
         Raises `RequestTooLarge` (nothing was written), or `BusUnavailable` (some may have been).
         """
@@ -181,12 +185,14 @@ class Member(Protocol):
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish all outputs, and finish all deliveries together with that.
 
-        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (nothing was done),
-        `MemberFenced`, or `BusUnavailable`: then it is unknown whether the settlement was made.
+        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (no delivery was
+        finished, and no result published), `MemberFenced`, or `BusUnavailable`: then it is unknown whether the
+        settlement was made.
 
         After `BusUnavailable` a result may be settled again as it is: `DeliveryLost` means that the settlement was
-        made, or that another member has the delivery. A job must get a new name before it is settled again, as it may
-        be published already.
+        made, or that another member has the delivery, or had it: one that came to this member again is another
+        delivery, as its request may have been done anew meanwhile. A job must get a new name before it is settled
+        again, as it may be published already, also after `RequestTooLarge`.
 
         A `prefill` member that has not settled a result yet publishes first, and finishes the deliveries after that. A
         delivery may come again even after this returned, to this member or another one: the record knows which requests
@@ -317,6 +323,13 @@ class Bus(Protocol):
         """Return how many messages of each input topic of the stages are not settled: waiting, or held by a worker.
 
         Raise `BusUnavailable`. Thread-safe.
+        """
+
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places of requests at which no message waits any more: it was finished, or deleted.
+
+        The request was lost if no worker has seen it: workers make its record before they finish its message. Raise
+        `BusUnavailable`. Thread-safe.
         """
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> Follower:

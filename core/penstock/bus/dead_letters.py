@@ -36,15 +36,15 @@ def build_dead_letter(
     headers[ATTEMPT_HEADER] = str(attempts)
     headers[BURIED_HEADER] = str(int(time.time() * 1000))
     message = Outgoing(pipeline.dead_letter_topic, delivery.value, delivery.key, headers)
-    return message if message.num_bytes <= MAX_MESSAGE_BYTES else _truncate_message(message)
+    return message if message.num_bytes <= MAX_MESSAGE_BYTES else shorten_dead_letter(message)
 
 
-def _truncate_message(message: Outgoing) -> Outgoing:
-    """Return a dead letter that fits into its topic: the beginning of the value, and the most important headers."""
+def shorten_dead_letter(message: Outgoing) -> Outgoing:
+    """Return a dead letter of half the size: the beginning of the value, and the most important headers."""
     kept = {
         name: message.headers[name][:MAX_REASON_CHARS]
         for name in (ORIGIN_HEADER, REASON_HEADER, ATTEMPT_HEADER, BURIED_HEADER)
     }
-    kept[TRUNCATED_HEADER] = str(len(message.value))
+    kept[TRUNCATED_HEADER] = message.headers.get(TRUNCATED_HEADER, str(len(message.value)))
     key = message.key if message.key is not None and len(message.key) <= MAX_REASON_CHARS else None
-    return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], key, kept)
+    return Outgoing(message.topic, message.value[: min(len(message.value), MAX_MESSAGE_BYTES) // 2], key, kept)

@@ -1,6 +1,7 @@
 """`penstock doctor`: check that everything a pipeline needs is here, and say what to do about what is missing."""
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +22,7 @@ from rich.markup import escape
 
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
+from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
 from penstock.engine.files import MODEL_ADVICE, check_model_here
@@ -366,16 +368,21 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("ok", "topics", "all there")
         yield from _check_topic_settings(bus)
     yield from _check_transactions(bus)
+    with contextlib.suppress(redis.RedisError), redis_client(addresses.first_url) as client:
+        for lost in describe_lost(read_lost(client, Pipeline(addresses.pipeline))):
+            yield Finding("note", "lost messages", lost, "docs/operations.md#penstockmessageslost")
 
 
 def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
-    """Check that the topics have the settings with which `penstock topics create` makes them."""
-    from penstock.bus.kafka.bus import KafkaBus, alter_command, find_wrong_settings
+    """Check that the topics have the settings with which `penstock topics create` makes them, and keep work for long
+    enough.
+    """
+    from penstock.bus.kafka.bus import KafkaBus, alter_command, find_old_work, find_wrong_settings
 
     if not isinstance(bus, KafkaBus):
         return
     try:
-        found = find_wrong_settings(bus)
+        found, old = find_wrong_settings(bus), find_old_work(bus)
     except BusUnavailable as error:
         advice = "give this user the right to describe the topics' settings (DESCRIBE_CONFIGS)"
         yield Finding("note", "topic settings", f"not known: {error}", advice)
@@ -383,7 +390,10 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
     for topic, wrong in found.items():
         listed = ", ".join(f"{name} is {value}" for name, value in wrong.items())
         yield Finding("fail", "topic settings", f"{topic}: {listed}", alter_command(bus, topic, wrong))
-    if not found:
+    for topic in old:
+        waits = f"{topic}: one waits for half of the time for which it is kept"
+        yield Finding("fail", "oldest message", waits, "start workers, or raise retention.ms: else it is lost")
+    if not (found or old):
         yield Finding("ok", "topic settings", "as the pipeline needs them")
 
 

@@ -6,7 +6,8 @@ async with AsyncClient(redis="redis://127.0.0.1:6379/0", pipeline="demo") as cli
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from types import TracebackType
@@ -15,14 +16,17 @@ from typing import Self, Unpack
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing
 from penstock.client.core import (
+    LOST_WORDS,
     MAX_LOG_READ_EVENTS,
     MAX_SILENCE_S,
     Answer,
     BaseClient,
     Event,
+    IsGone,
     ReadLog,
     ReadStatus,
     RequestFields,
+    StreamQuestion,
     StreamReader,
     TakeLive,
     build_answer,
@@ -33,7 +37,7 @@ from penstock.client.core import (
     raise_on_error,
     read_stream,
 )
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, RequestLost
 from penstock.messages import EncodedRequest, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
@@ -41,6 +45,8 @@ from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncTokenLog, RequestStatus
 from penstock.redis.client import async_redis_client, is_away, translate_outages
 from penstock.redis.servers import Sharded
+
+log = logging.getLogger(__name__)
 
 
 class AsyncClient(BaseClient):
@@ -51,7 +57,7 @@ class AsyncClient(BaseClient):
         self._logs = self._servers.map_parts(
             lambda client: AsyncTokenLog(client, self._pipeline, self._record_settings)
         )
-        self._unsent: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
+        self._unsent: list[tuple[Outgoing, asyncio.Future[Future[str]]]] = []
         self._sending: asyncio.Task[None] | None = None
         self._live: Sharded[LiveFeed] | None = None
         self._mailboxes = set[AsyncMailbox]()
@@ -68,14 +74,27 @@ class AsyncClient(BaseClient):
         await self.send(encoded, called_s)
         return request_id
 
-    async def send(self, encoded: EncodedRequest, since_s: float | None = None) -> None:
-        """Send a request as it is and return once it is durable. Raises `BusUnavailable`, as `Client.submit`.
+    async def send(self, encoded: EncodedRequest, since_s: float | None = None) -> str:
+        """Send a request as it is, and return the place of its message once it is durable. Raises `BusUnavailable`, as
+        `Client.submit`.
 
         Its trace begins now, or at `since_s` (seconds since the epoch): the time of the caller's own request.
         """
         span, message = prepare_message(self._pipeline, encoded, since_s)
         with end_span(span):
-            await self._publish_message(message)
+            place = await self._publish_message(message)
+        self._note_place(encoded.request.id, place)
+        return place
+
+    async def end_lost(self, places: Mapping[str, str]) -> None:
+        """End the requests among these, each with the place of its message, whose message is gone though no worker has
+        seen it. Raises `BusUnavailable`.
+        """
+        gone = await asyncio.to_thread(self._watch.find_gone, list(places.values()))
+        with translate_outages():
+            for request_id, place in places.items():
+                if place in gone and await self._logs[request_id].end_unread(request_id, RequestLost(LOST_WORDS)):
+                    log.warning("request %s: %s", request_id, LOST_WORDS)
 
     async def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> AsyncIterator[Event]:
         """Yield the tokens after the event id `after` as they come, then the `EndEvent`. Raises as `Client.stream`.
@@ -189,7 +208,7 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
-    async def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: AsyncMailbox) -> object:
+    async def _run_step(self, step: StreamQuestion, request_id: str, mailbox: AsyncMailbox) -> object:
         """Do what `read_stream` asks for, and return the reply."""
         match step:
             case TakeLive():
@@ -198,14 +217,16 @@ class AsyncClient(BaseClient):
                 return await self._logs[request_id].read_events(request_id, step.after, MAX_LOG_READ_EVENTS)
             case ReadStatus():
                 return await self.status(request_id)
+            case IsGone():
+                return await asyncio.to_thread(self._is_gone, request_id)
 
-    async def _publish_message(self, message: Outgoing) -> None:
-        """Publish a message and return once it is durable, without waiting for other messages' acknowledgements."""
-        sent: asyncio.Future[Future[None]] = asyncio.get_running_loop().create_future()
+    async def _publish_message(self, message: Outgoing) -> str:
+        """Publish a message, and return its place once it is durable, without waiting for those of other messages."""
+        sent: asyncio.Future[Future[str]] = asyncio.get_running_loop().create_future()
         self._unsent.append((message, sent))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_waiting())
-        await asyncio.wrap_future(await sent)
+        return await asyncio.wrap_future(await sent)
 
     async def _send_waiting(self) -> None:
         """Hand messages to the bus until none wait. Runs on a thread, because that may block."""
@@ -219,14 +240,14 @@ class AsyncClient(BaseClient):
                 if not sent.done():  # else its caller was cancelled
                     sent.set_result(future)
 
-    def _send_batch(self, batch: list[Outgoing]) -> list[Future[None]]:
+    def _send_batch(self, batch: list[Outgoing]) -> list[Future[str]]:
         """Hand messages to the bus and return a future for each one's acknowledgement."""
         if self._publisher is None:
             self._publisher = connect_bus(self._addresses, self._bus_settings).create_publisher()
         return self._publisher.send_messages(batch)
 
 
-def _make_failed_future(error: Exception) -> Future[None]:
-    future: Future[None] = Future()
+def _make_failed_future(error: Exception) -> Future[str]:
+    future: Future[str] = Future()
     future.set_exception(error)
     return future

@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypedDict, cast
@@ -25,6 +25,7 @@ from penstock.errors import (
     IdConflict,
     InvalidName,
     InvalidRequest,
+    RequestLost,
     StreamDiverged,
     StreamError,
     StreamExpired,
@@ -56,6 +57,9 @@ from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 
 Event = TokenEvent | EndEvent
 
+MAX_NOTED_PLACES = 10_000
+"""Of so many requests a client knows where their messages are."""
+LOST_WORDS = "its message was deleted from its topic before a worker read it"
 MIN_KEPT_HASHES = 1024
 """Rolling hashes that a reader keeps at least, to recognise events it has seen. Bounds the memory of a long stream."""
 MAX_SILENCE_S = 15.0
@@ -148,9 +152,20 @@ class BaseClient(ABC):
         self._pipeline = Pipeline(self._addresses.pipeline)
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
+        self._places: dict[str, str] = {}
+        """Where the bus has the messages of the requests that were submitted last, by id."""
         self._is_let_in = False
         """Redis has answered: from now on a refusal may be over soon, and streams wait for that."""
         self._open_logs()
+
+    def _note_place(self, request_id: str, place: str) -> None:
+        self._places[request_id] = place
+        if len(self._places) > MAX_NOTED_PLACES:
+            self._places.pop(next(iter(self._places)), None)
+
+    def _is_gone(self, request_id: str) -> bool:
+        place = self._places.get(request_id)
+        return place is not None and bool(self._watch.find_gone([place]))
 
     @abstractmethod
     def _open_logs(self) -> None:
@@ -402,7 +417,13 @@ class ReadStatus:
     """Read the request's record. The reply is a `RequestStatus`, or None."""
 
 
-StreamStep = TakeLive | ReadLog | ReadStatus | list[Event]
+@dataclass(frozen=True)
+class IsGone:
+    """Find out whether no message of the request waits any more. The reply is False where its place is not known."""
+
+
+StreamQuestion = TakeLive | ReadLog | ReadStatus | IsGone
+StreamStep = StreamQuestion | list[Event]
 """What `read_stream` asks for, or the next events of the stream."""
 
 
@@ -446,10 +467,21 @@ def read_stream(
                 deadline.renew()
             events, has_more = (yield from _read_log(request_id, reader, deadline)) if has_more else ([], False)
         if reader.end is None or events:
+            if deadline.is_over and not reader.has_read_event:
+                yield from _raise_if_lost(request_id)
             deadline.check()
         if is_listening and not payloads:
             yield []
         is_listening = True
+
+
+def _raise_if_lost(request_id: str) -> Generator[StreamStep, Any, None]:
+    """Raise `RequestLost` if a request's message is gone, and no worker has seen it."""
+    with suppress(BusUnavailable):
+        if (yield IsGone()):
+            status: RequestStatus | None = yield ReadStatus()
+            if status is None or status.stage == "new":
+                raise RequestLost(f"{request_id}: {LOST_WORDS}")
 
 
 def _check_body(request_id: str, body: str) -> Generator[StreamStep, Any, bool]:

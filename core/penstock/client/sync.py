@@ -19,9 +19,11 @@ from penstock.client.core import (
     Answer,
     BaseClient,
     Event,
+    IsGone,
     ReadLog,
     ReadStatus,
     RequestFields,
+    StreamQuestion,
     StreamReader,
     TakeLive,
     build_answer,
@@ -72,15 +74,17 @@ class Client(BaseClient):
                 self._publisher = connect_bus(self._addresses, self._bus_settings).create_publisher()
         span, message = prepare_message(self._pipeline, encoded, called_s)
         with end_span(span):
-            self._publisher.publish([message])
+            (place,) = self._publisher.publish([message])
+        self._note_place(request_id, place)
         return request_id
 
     def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> Iterator[Event]:
         """Yield a request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.
 
         An end with an error raises the error instead. `timeout_s` is the longest time without a new event, also
-        before the first token and during an outage. Raises `StreamTimeout` after it; `StreamExpired` when the log is
-        gone; `StreamDiverged` when it is not the one that was read.
+        before the first token and during an outage. Raises `StreamTimeout` after it; `RequestLost` where the message of
+        a request that this client submitted was deleted unread; `StreamExpired` when the log is gone; `StreamDiverged`
+        when it is not the one that was read.
 
         A log that vanishes while it is read was lost with its server, and is remade where the bus still has the
         request. The stream waits for that.
@@ -163,7 +167,7 @@ class Client(BaseClient):
                     self._is_let_in = self._is_let_in or not isinstance(step, TakeLive)
                     step = steps.send(reply)
 
-    def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: Mailbox | None) -> object:
+    def _run_step(self, step: StreamQuestion, request_id: str, mailbox: Mailbox | None) -> object:
         """Do what `read_stream` asks for, and return the reply."""
         match step:
             case TakeLive():
@@ -173,3 +177,5 @@ class Client(BaseClient):
                 return self._logs[request_id].read_events(request_id, step.after, MAX_LOG_READ_EVENTS)
             case ReadStatus():
                 return self._logs[request_id].read_status(request_id)
+            case IsGone():
+                return self._is_gone(request_id)

@@ -93,12 +93,20 @@ class PipelineWatch(ABC, Generic[T]):
         Raises `BusUnavailable` or `redis.RedisError`.
         """
         with self._lock:
-            if self._bus is None:
-                self._bus = connect_bus(self._addresses, self._settings)
             if self._last is None or time.monotonic() > self._asked_at + MAX_AGE_S:
-                self._last = self._read_now(self._bus)
+                self._last = self._read_now(self._open_bus())
                 self._asked_at = time.monotonic()
             return self._last
+
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places at which no message waits; see `contract.Bus.find_gone`."""
+        with self._lock:
+            bus = self._open_bus()
+        return bus.find_gone(places)
+
+    def _open_bus(self) -> Bus:
+        self._bus = self._bus or connect_bus(self._addresses, self._settings)
+        return self._bus
 
     def close(self) -> None:
         """Close the connections."""

@@ -11,6 +11,7 @@ from typing import Any
 import redis
 
 from penstock.bus.contract import Bus
+from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, find_stages
@@ -37,6 +38,8 @@ class LiveWatch(PipelineWatch[Json]):
         super().__init__(addresses, settings)
         self.eviction, self._eviction_asked_at = "", -LOOK_S
         """Which stream servers evict, as of a minute ago at most; empty where none does."""
+        self.lost: dict[str, int] = {}
+        """How many messages of each topic were deleted before they were answered, within a week or so."""
         self._seen: dict[tuple[str, str], float] = {}
         """When each worker's heartbeat was last found."""
 
@@ -45,12 +48,13 @@ class LiveWatch(PipelineWatch[Json]):
             self._eviction_asked_at, self.eviction = time.monotonic(), describe_eviction(self._addresses)
         workers = read_heartbeats(self._redis, self._pipeline)
         lag = compute_lag(self._pipeline, bus.count_unsettled(), workers)
+        self.lost = read_lost(self._redis, self._pipeline)
         seconds, microseconds = self._redis.time()
         now_s, health = seconds + microseconds / 1e6, assess_health(workers, self.eviction)
         return {
             "at": now_s,
             "pipeline": self._pipeline.name,
-            "health": {"state": health.state, "reasons": list(health.reasons)},
+            "health": {"state": health.state, "reasons": [*health.reasons, *describe_lost(self.lost)]},
             "lag": lag.as_json(),
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),

@@ -89,6 +89,8 @@ class Busy:
     """Another session holds the request, or it has to wait: claim it again after `wait_s`."""
 
     wait_s: float
+    epoch: int = 0
+    """Of the last claim of the request; 0 if there is none, or its server is away."""
 
 
 @dataclass(frozen=True)

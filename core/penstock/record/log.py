@@ -8,13 +8,14 @@ import redis.asyncio
 from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import StreamError
-from penstock.messages import EndEvent, TokenEvent
+from penstock.errors import RequestError, StreamError
+from penstock.messages import EndEvent, ErrorInfo, Timings, TokenEvent, now_s
 from penstock.names import Pipeline
 from penstock.redis.client import execute_all, raise_first_error
 from penstock.redis.scripts import load_script
 
 CANCEL = load_script("penstock.record", "cancel")
+END_UNREAD = load_script("penstock.record", "unread")
 RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
 _FIELDS = ["epoch", "session", "stage", "bound", "body", "tokens", "attempts", "cancelled"]
 _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
@@ -86,7 +87,7 @@ class AsyncTokenLog:
     def __init__(self, client: "redis.asyncio.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
         self._client = client
         self._pipeline = pipeline
-        self._pending_ms = round(settings.pending_keep_s * 1000)
+        self._pending_ms, self._keep_ms = round(settings.pending_keep_s * 1000), round(settings.keep_s * 1000)
 
     async def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
@@ -105,6 +106,12 @@ class AsyncTokenLog:
         key = self._pipeline.record_key(request_id)
         args: list[str | int] = [self._pending_ms, request_id, self._pipeline.news_key("%s")]
         return bool(await CANCEL.run_async(self._client, [key], args))
+
+    async def end_unread(self, request_id: str, error: RequestError) -> bool:
+        """End a request with an error if no worker has seen it. Return whether it was ended."""
+        end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
+        keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
+        return bool(await END_UNREAD.run_async(self._client, keys, [end.encode(), self._keep_ms]))
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:

@@ -139,7 +139,9 @@ class Record:
     def _read_logs(self, claims: Sequence[tuple[str, Any]]) -> list[Any]:
         """Return the entries in the logs of claimed requests; none where a log is empty."""
         begun = [
-            name for name, reply in claims if isinstance(reply, list) and len(reply) > 2 and (reply[2] > 0 or reply[4])
+            name
+            for name, reply in claims
+            if isinstance(reply, list) and reply[0] == b"claim" and (reply[2] > 0 or reply[4])
         ]
         if not begun:
             return [()] * len(claims)
@@ -152,7 +154,7 @@ class Record:
             return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0, 1), reply)
         match reply[0]:
             case b"busy":
-                return Busy(reply[1] / 1000)
+                return Busy(reply[1] / 1000, reply[2])
             case b"bound":
                 return Bound()
             case b"conflict":

@@ -176,6 +176,11 @@ REDIS_EVICTS = Metric(
     "Whether a stream server evicts at its limit of memory, as of the last minute: it may delete records and logs.",
     "gateway",
 )  # fmt: skip
+MESSAGES_LOST = Metric(
+    "penstock.messages.lost", "counter", "{message}", ("pipeline", "topic"),
+    "Messages of a topic that workers read which were deleted before they were answered, as far as workers found out.",
+    "gateway",
+)  # fmt: skip
 
 # The gateway itself.
 

@@ -44,11 +44,12 @@ class Topic:
     num_published: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
 
-    def append(self, message: Outgoing) -> None:
-        """Add a message behind the others."""
-        written = Outgoing(message.topic, message.value, message.key, dict(message.headers))
-        self.entries[self.num_published] = Entry(self.num_published, written, time.time())
+    def append(self, message: Outgoing) -> str:
+        """Add a message behind the others, and return its place."""
+        written, offset = Outgoing(message.topic, message.value, message.key, dict(message.headers)), self.num_published
+        self.entries[offset] = Entry(offset, written, time.time())
         self.num_published += 1
+        return f"{message.topic}@{offset}"
 
 
 class MemoryBus:
@@ -113,6 +114,12 @@ class MemoryBus:
             inputs = (topic for stage in ("prefill", "decode") for topic in self.pipeline.input_topics(stage).values())
             return {topic: len(self.topics[topic].entries) for topic in inputs}
 
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places at which no message is."""
+        with self.changed:
+            parts = {place: place.rpartition("@") for place in places}
+            return {place for place, (name, _, at) in parts.items() if int(at) not in self.topics[name].entries}
+
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> "MemoryFollower":
         """Return a follower of a topic; see `contract.Bus.follow_topic`."""
         return MemoryFollower(self, topic, int(after.get(PARTITION, "-1")))
@@ -129,15 +136,17 @@ class MemoryBus:
     def close(self) -> None:
         """Do nothing: there are no connections."""
 
-    def append(self, messages: Sequence[Outgoing]) -> None:
-        """Add messages to their topics, all or none, and wake who waits for some. Raise `BusUnavailable`."""
+    def append(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Add messages to their topics, all or none, and wake who waits for some. Return their places. Raise
+        `BusUnavailable`.
+        """
         with self.changed:
             unknown = {message.topic for message in messages}.difference(self.topics)
             if unknown:
                 raise BusUnavailable(f"no such topic: {', '.join(sorted(unknown))}")
-            for message in messages:
-                self.topics[message.topic].append(message)
+            places = [self.topics[message.topic].append(message) for message in messages]
             self.note_change()
+            return places
 
 
 class MemoryMember:
@@ -146,7 +155,7 @@ class MemoryMember:
     def __init__(self, bus: MemoryBus, stage: WorkerKind, name: str) -> None:
         self._bus, self.stage, self.name = bus, stage, name
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
-        self._held: dict[tuple[str, str], Entry] = {}
+        self._held: dict[tuple[str, str], tuple[Entry, Delivery]] = {}
         self._is_consuming, self._is_dead = True, False
         self.current_problem = ""
 
@@ -169,13 +178,10 @@ class MemoryMember:
             waiting = [entry for entry in self._bus.topics[topic].entries.values() if entry.member is None]
             for entry in waiting[: capacity.get(klass, 0)]:
                 entry.member = self
-                self._held[topic, str(entry.offset)] = entry
-                message = entry.message
-                found.append(
-                    Delivery(
-                        topic, str(entry.offset), message.value, message.key, message.headers, klass, entry.timestamp_s
-                    )
-                )
+                message, position = entry.message, str(entry.offset)
+                content = message.value, message.key, message.headers
+                found.append(Delivery(topic, position, *content, klass, entry.timestamp_s))
+                self._held[topic, position] = entry, found[-1]
         return found
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
@@ -185,13 +191,13 @@ class MemoryMember:
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
         with self._bus.changed:
             self._raise_if_fenced()
-            lost = [one for one in deliveries if (one.topic, one.position) not in self._held]
+            lost = [one for one in deliveries if not self.is_holding(one)]
             if lost:
                 raise DeliveryLost(lost)
             self._bus.append(outputs)
             for one in deliveries:
-                entry = self._held.pop((one.topic, one.position))
-                del self._bus.topics[one.topic].entries[entry.offset]
+                entry, _ = self._held.pop(one.address)
+                self._bus.topics[one.topic].entries.pop(entry.offset, None)
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
@@ -199,7 +205,8 @@ class MemoryMember:
 
     def is_holding(self, delivery: Delivery) -> bool:
         """Return whether a delivery is still this member's."""
-        return delivery.is_held and (delivery.topic, delivery.position) in self._held
+        _, held = self._held.get(delivery.address, (None, None))
+        return delivery.is_held and held is delivery
 
     def list_prefetched(self) -> list[Delivery]:
         """Return nothing: a member takes only as many messages as it has capacity for."""
@@ -228,7 +235,7 @@ class MemoryMember:
     def give_back_all(self) -> None:
         """Let other members have the unsettled deliveries, as if this member had died."""
         with self._bus.changed:
-            for entry in self._held.values():
+            for entry, _ in self._held.values():
                 entry.member = None
             self._held = {}
             self._bus.note_change()
@@ -267,23 +274,22 @@ class MemoryPublisher:
     def __init__(self, bus: MemoryBus) -> None:
         self._bus = bus
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
         """Add the messages, and return a future for each; see `contract.Publisher.send_messages`."""
         sent = []
         for message in messages:
             future = create_started_future()
             try:
-                self.publish([message])
-                future.set_result(None)
+                future.set_result(self.publish([message])[0])
             except PenstockError as error:
                 future.set_exception(error)
             sent.append(future)
         return sent
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Add the messages, all or none. Raise `RequestTooLarge` or `BusUnavailable`."""
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Add the messages, all or none. Return their places. Raise `RequestTooLarge` or `BusUnavailable`."""
         check_size(messages)
-        self._bus.append(messages)
+        return self._bus.append(messages)
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

@@ -120,7 +120,7 @@ class MemoryRecord(Record):
             case "claim":
                 return self._build_claim(asked.id, stage, rec)
             case "busy":
-                return Busy(reply.wait_ms / 1000)
+                return Busy(reply.wait_ms / 1000, rec.epoch)
             case "bound":
                 return Bound()
             case "conflict":

@@ -4,18 +4,17 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
-from penstock.bus.dead_letters import build_dead_letter
+from penstock.bus.contract import Member, Outgoing, Settlement
+from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
-from penstock.messages import ErrorInfo, Result
-from penstock.names import CLASS_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
+from penstock.messages import ErrorInfo, Job, Result, decode_message
+from penstock.names import CLASS_HEADER, OPERATION_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline, PriorityClass
 from penstock.redis.client import backoff_pauses, is_outage
 from penstock.threads import CheckedThread
 
@@ -40,14 +39,6 @@ class _PendingSettlement:
     settlement: Settlement
     ticket: Any
     again: Callable[[], Settlement] | None
-    name: object = field(default_factory=object)
-    """It stays when the settlement is made anew."""
-
-    @property
-    def address(self) -> object:
-        """The delivery's topic and position, or the name where no delivery is settled."""
-        delivery = self.settlement.delivery
-        return delivery.address if delivery.is_held else self.name
 
 
 class Settler:
@@ -67,7 +58,7 @@ class Settler:
         """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
         self._pending: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
-        self._open: Counter[object] = Counter()
+        self._num_open = 0
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
         self._has_ended = False
@@ -76,12 +67,7 @@ class Settler:
     def __len__(self) -> int:
         """Return how many settlements are under way or not collected."""
         with self._lock:
-            return self._open.total() + len(self._outcomes)
-
-    def is_settling(self, delivery: Delivery) -> bool:
-        """Return whether the delivery is being settled already: it came a second time."""
-        with self._lock:
-            return self._open[delivery.address] > 0
+            return self._num_open + len(self._outcomes)
 
     def settle(
         self,
@@ -97,7 +83,7 @@ class Settler:
         """
         pending = _PendingSettlement(settlement, ticket, again)
         with self._lock:
-            self._open[pending.address] += 1
+            self._num_open += 1
         if after is None:
             self._pending.put(pending)
         else:
@@ -132,7 +118,7 @@ class Settler:
     def wait_settled(self, timeout_s: float) -> None:
         """Wait until everything is settled or cannot be settled now, for at most `timeout_s`."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._has_ended, timeout_s)
+            self._lock.wait_for(lambda: not self._num_open or bool(self.trouble) or self._has_ended, timeout_s)
 
     def close(self) -> None:
         """Settle what is pending as far as that is possible now, and end the thread."""
@@ -155,19 +141,13 @@ class Settler:
                         more = False
                     else:
                         batch.append(following)
-                self._settle_batch(batch)
+                self._settle_all(batch)
                 if not more:
                     return
         finally:
             with self._lock:
                 self._has_ended = True
                 self._lock.notify_all()
-
-    def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
-        """Settle a batch. A delivery that came a second time during its first settlement is settled once."""
-        unique = {pending.address: pending for pending in reversed(batch)}
-        self._settle_all([pending for pending in batch if unique[pending.address] is pending])
-        self._record_outcomes([pending for pending in batch if unique[pending.address] is not pending], settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
@@ -176,25 +156,20 @@ class Settler:
                 failpoint("settle.begun")
                 self._settle_on_bus([pending.settlement for pending in batch])
             except DeliveryLost as error:
-                lost = {delivery.address for delivery in error.deliveries}
-                rest = [pending for pending in batch if pending.address not in lost]
-                assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
+                lost = {id(delivery) for delivery in error.deliveries}  # one that came again has the same address
+                gone = [pending for pending in batch if id(pending.settlement.delivery) in lost]
+                assert gone, "lost deliveries are of those that were to be settled"
                 self._set_trouble("")
-                self._record_outcomes([pending for pending in batch if pending.address in lost], settled=False)
-                batch = rest
+                self._record_outcomes(gone, settled=False)
+                batch = [pending for pending in batch if id(pending.settlement.delivery) not in lost]
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
                     log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
-                    batch = [
-                        replace(
-                            batch[0],
-                            settlement=replace_oversized(self._pipeline, batch[0].settlement, error),
-                            again=None,
-                        )
-                    ]
+                    smaller = replace_oversized(self._pipeline, batch[0].settlement, error)
+                    batch = [replace(batch[0], settlement=smaller, again=None)]
                 else:
                     for pending in batch:
-                        self._settle_all([pending])
+                        self._settle_all([_make_anew(pending)])
                     return
             except BusUnavailable as error:
                 now_s = time.monotonic()
@@ -204,9 +179,7 @@ class Settler:
                     troubled_s = now_s
                 if not is_outage(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
                     raise
-                batch = [
-                    replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch
-                ]
+                batch = [_make_anew(pending) for pending in batch]
                 log.warning("settling failed, trying again: %s", error)
                 self._set_trouble(str(error))
                 self._is_over.wait(next(waits))
@@ -231,34 +204,46 @@ class Settler:
     def _record_outcomes(self, settlements: list[_PendingSettlement], *, settled: bool) -> None:
         with self._lock:
             self._outcomes += [(pending.ticket, settled) for pending in settlements]
-            self._open -= Counter(pending.address for pending in settlements)
+            self._num_open -= len(settlements)
             self._lock.notify_all()
         self._wake()
 
 
-def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
-    """Return a settlement that every topic accepts.
+def _make_anew(pending: _PendingSettlement) -> _PendingSettlement:
+    return replace(pending, settlement=pending.again()) if pending.again else pending
 
-    A result that is too large becomes an error result; a dead letter says so.
+
+def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
+    """Return a settlement with less in its largest output, which is taken to be the one that its topic did not take.
+
+    A result or a job becomes one with an error alone, and a dead letter says so. A dead letter becomes half as long.
+    Raise `BusUnavailable` where that makes it no smaller.
     """
-    outputs: list[Outgoing] = []
-    cause = InternalError(str(why))
-    for output in settlement.outputs:
-        if output.num_bytes <= MAX_MESSAGE_BYTES:
-            outputs.append(output)
-        elif output.topic == pipeline.results_topic and output.key is not None:
-            headers = {
-                name: output.headers[name]
-                for name in (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER)
-                if name in output.headers
-            }
-            result = Result(
-                id=output.key,
-                tenant=headers.get(TENANT_HEADER, "default"),
-                klass=settlement.delivery.klass,
-                finish_reason="error",
-                error=ErrorInfo.from_error(cause),
-            )
-            outputs.append(Outgoing(output.topic, result.encode(), output.key, headers))
-    letter = build_dead_letter(pipeline, settlement.delivery, f"{cause.code}: {cause}")
-    return replace(settlement, outputs=[*outputs, letter])
+    largest = max(settlement.outputs, key=lambda output: output.num_bytes)
+    cause = InternalError(f"{largest.num_bytes:,} bytes are too many for {largest.topic}: {why}")
+    if largest.topic == pipeline.dead_letter_topic:
+        smaller = shorten_dead_letter(largest)
+    else:
+        smaller = _make_error_output(pipeline, largest, settlement.delivery.klass, cause)
+    if smaller.num_bytes >= largest.num_bytes:
+        raise BusUnavailable(str(cause))
+    outputs = [smaller if output is largest else output for output in settlement.outputs]
+    if all(output.topic != pipeline.dead_letter_topic for output in outputs):
+        outputs.append(build_dead_letter(pipeline, settlement.delivery, f"{cause.code}: {cause}"))
+    return replace(settlement, outputs=outputs)
+
+
+def _make_error_output(pipeline: Pipeline, output: Outgoing, klass: PriorityClass, cause: InternalError) -> Outgoing:
+    """Return a result, or a job under its name, with an error in place of its content."""
+    kept = (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER, OPERATION_HEADER)
+    headers = {name: output.headers[name] for name in kept if name in output.headers}
+    tenant, error = headers.get(TENANT_HEADER, "default"), ErrorInfo.from_error(cause)
+    message: Result | Job
+    if output.topic == pipeline.results_topic:
+        assert output.key is not None, "a result's key is its id"
+        error = ErrorInfo(code=cause.code, message=f"{cause}; the text is in the token stream")
+        message = Result(id=output.key, tenant=tenant, klass=klass, finish_reason="error", error=error)
+    else:
+        told = decode_message(Job, output.value)
+        message = Job(id=told.id, job=told.job, tenant=tenant, klass=klass, timings=told.timings, error=error)
+    return Outgoing(output.topic, message.encode(), output.key, headers)

@@ -101,8 +101,8 @@ from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
-SETTLING_DEFERRAL_S = 0.05
-"""Wait before a delivery is tried again that is being settled."""
+LAST_SETTLING_S = 0.05
+"""How long a worker that stops waits for settlements under way, before the bus gives its deliveries to others."""
 BUSY_POLL_S = 0.01
 """How long an idle worker polls for messages while loads, stores or settlements are under way."""
 
@@ -359,12 +359,12 @@ class Worker:
         """Claim all requests that this worker may claim, in one round trip."""
         asked: list[tuple[Task, UnclaimedMessage]] = []
         for task in tasks:
-            if self._is_claimable(task.delivery):
+            if self.member.is_holding(task.delivery):
                 with self._confine_message(task.delivery):
                     asked.append((task, task.to_claim_request()))
         for task, claimed in self._ask_for_claims(asked):
             match claimed:
-                case Busy() if (running := self._find_undelivered_task(task)) is not None:
+                case Busy(epoch=epoch) if (running := self._find_undelivered_task(task, epoch)) is not None:
                     running.delivery = task.delivery
                 case Busy(wait_s=wait_s):
                     self.queue.defer(task.delivery, wait_s)
@@ -388,24 +388,16 @@ class Worker:
             claims = self.record.claim_all(stage, self.session.id, [message for _, message in mine]) if mine else []
             yield from zip([task for task, _ in mine], claims, strict=True)
 
-    def _is_claimable(self, delivery: Delivery) -> bool:
-        """Return whether the delivery is still this worker's and is not being settled.
+    def _find_undelivered_task(self, task: Task, epoch: int) -> Task | None:
+        """Return the running request of this message if it holds no delivery, and its claim is the one of `epoch`.
 
-        A delivery that came a second time while its first settlement is under way is deferred.
+        It was taken over, or its delivery was lost and has come again. If its claim was lost another worker has begun
+        the request anew, and needs the message.
         """
-        if self.settler.is_settling(delivery):
-            self.queue.defer(delivery, SETTLING_DEFERRAL_S)
-            return False
-        return self.member.is_holding(delivery)
-
-    def _find_undelivered_task(self, task: Task) -> Task | None:
-        """Return the running request of this message if it was taken over, and so has no delivery of its own."""
         running = self.running.get(task.id)
-        return (
-            running
-            if running is not None and not running.delivery.is_held and _are_same_request(running, task)
-            else None
-        )
+        if running is None or running.claim.epoch != epoch or self.member.is_holding(running.delivery):
+            return None
+        return running if _are_same_request(running, task) else None
 
     def _take_over(self, *, accept: bool) -> None:
         """Take over requests that no worker holds. Their deliveries are with other workers, or come later.
@@ -885,7 +877,7 @@ class Worker:
 
         The bus gives their deliveries to other workers, which settle them from the log.
         """
-        self.settler.wait_settled(SETTLING_DEFERRAL_S)
+        self.settler.wait_settled(LAST_SETTLING_S)
         self.rescuer.close()
         # Else others read what was read here, until the bus has given it away.
         with contextlib.suppress(redis.RedisError):

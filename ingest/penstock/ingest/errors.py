@@ -22,6 +22,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "grammar_failed": 500,
     "unknown_model": 404,
     "request_too_large": 413,
+    "request_lost": 503,
     "id_conflict": 409,
     "cancelled": 409,
     "deadline_exceeded": 504,

@@ -125,7 +125,8 @@ async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> d
     """Return the child's next line. Raises `ApiError` 503 if none comes in time."""
     assert process.stdout is not None
     try:
-        line = await asyncio.wait_for(process.stdout.readline(), timeout_s)
+        async with asyncio.timeout(timeout_s):  # `wait_for` loses a caller's cancellation on Python 3.11
+            line = await process.stdout.readline()
     except (TimeoutError, ValueError):
         line = b""
     if not line.endswith(b"\n"):

@@ -11,8 +11,8 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
-from penstock.bus.kafka.offsets import Partition, decode_ranges
-from penstock.names import STAGES, Pipeline
+from penstock.bus.kafka.offsets import Partition, Range, decode_ranges, is_in_ranges, parse_place
+from penstock.names import STAGES, Pipeline, Stage
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class GroupLag:
     """
 
     def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
-        self._pipeline = pipeline
+        self.topics = {topic: stage for stage in STAGES for topic in pipeline.input_topics(stage).values()}
         self._admin = AdminClient(dict(clients))
         self._commits = {stage: CommittedOffsets(clients, pipeline.consumer_group(stage)) for stage in STAGES}
 
@@ -123,13 +123,49 @@ class GroupLag:
         """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
         return retry_during_election(self._count_by_topic)
 
+    def has_older(self, topic: str, age_ms: float) -> bool:
+        """Return whether a topic has a message of this age that its group has not finished.
+
+        Raise `KafkaException` or `TimeoutError`.
+        """
+        partitions = list_partitions(self._admin, [topic])
+        then, level = OffsetSpec.for_timestamp(int(time.time() * 1000 - age_ms)), IsolationLevel.READ_COMMITTED
+        newer = read_log_offsets(self._admin, partitions, then, level)
+        unfinished = self._read_unfinished(self.topics[topic], partitions)
+        return any(first < (end if newer[one] < 0 else newer[one]) for one, (first, end, _) in unfinished.items())
+
+    def find_gone(self, places: Iterable[str]) -> set[str]:
+        """Return those of the places of requests that the group has finished, or that are not in the log.
+
+        Raise `KafkaException` or `TimeoutError`.
+        """
+        wanted, gone = {place: parse_place(place) for place in places}, set[str]()
+        unfinished = self._read_unfinished("prefill", list({partition for partition, _ in wanted.values()}))
+        for place, (partition, offset) in wanted.items():
+            first, end, finished = unfinished[partition]
+            if not first <= offset < end or is_in_ranges(finished, offset):
+                gone.add(place)
+        return gone
+
+    def _read_unfinished(
+        self, stage: Stage, partitions: list[Partition]
+    ) -> dict[Partition, tuple[int, int, list[Range]]]:
+        """Return where what is not finished begins and ends in the logs, and what is finished between."""
+        commits, level = self._commits[stage].read_offsets(partitions), IsolationLevel.READ_UNCOMMITTED
+        begins = read_log_offsets(self._admin, partitions, OffsetSpec.earliest(), level)  # type: ignore[no-untyped-call]
+        ends = read_log_offsets(self._admin, partitions, OffsetSpec.latest(), level)  # type: ignore[no-untyped-call]
+        return {
+            one: (max(begins[one], offset), ends[one], decode_ranges(metadata, offset))
+            for one, (offset, metadata) in commits.items()
+        }
+
     def close(self) -> None:
         """Free the connections."""
         for commits in self._commits.values():
             commits.close()
 
     def _count_by_topic(self) -> dict[str, int]:
-        topics = {topic: stage for stage in STAGES for topic in self._pipeline.input_topics(stage).values()}
+        topics = self.topics
         partitions = list_partitions(self._admin, topics)
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets
+from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets, StartPosition
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 
@@ -36,12 +36,15 @@ class PrefetchBuffer:
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
-        self._handed_out: set[MessagePosition] = set()
+        self._handed_out: dict[MessagePosition, Delivery] = {}
         self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
         self._damaged: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
+        self._starts: dict[Partition, StartPosition] = {}
+        self.commits: dict[Partition, tuple[int, str]] = {}
+        """The last commit of each partition that is or was assigned: offset and metadata."""
 
     @property
     def partitions(self) -> list[Partition]:
@@ -58,15 +61,16 @@ class PrefetchBuffer:
         """The number of deliveries that are fetched and were not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
-    def assign_partition(
-        self, partition: Partition, committed: int, metadata: str | None, epoch: int = NO_EPOCH
-    ) -> None:
+    def assign_partition(self, partition: Partition, start: StartPosition, epoch: int = NO_EPOCH) -> None:
         """Begin a partition at its committed offset. `epoch` is the leader epoch of that commit.
 
         Messages that are finished by the metadata are passed over, unless the epochs show that the log was cut since.
         """
-        self._offsets[partition] = PartitionOffsets(committed, metadata or "", epoch)
+        self._offsets[partition] = PartitionOffsets(start.offset, start.metadata, epoch)
         self._fresh.add(partition)
+        self._starts[partition], self.commits[partition] = start, (start.offset, start.metadata)
+        if start.forgotten_end:
+            self._uncommitted.add(partition)
 
     def next_offset(self, partition: Partition) -> int:
         """Return the offset at which a partition is read next."""
@@ -81,17 +85,31 @@ class PrefetchBuffer:
         self._stretched -= gone
         self._fresh -= gone
         self._damaged = [orphan for orphan in self._damaged if orphan[0].offset[0] not in gone]
-        self._handed_out = {held for held in self._handed_out if held[0] not in gone}
+        self._handed_out = {at: held for at, held in self._handed_out.items() if at[0] not in gone}
         for klass, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if delivery.offset[0] not in gone]
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
+
+    def skip_deleted(self, partition: Partition, begin: int) -> tuple[int, int]:
+        """Note where the log begins. Return from which offset on how many before it were neither read nor finished."""
+        if (offsets := self._offsets.get(partition)) is None:
+            return begin, 0
+        first, count = offsets.next_offset, offsets.skip_deleted(begin)
+        if count:
+            self._uncommitted.add(partition)
+        return first, count
 
     def add_message(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
         """Add a fetched message that was written under a leader epoch. Raise `BusUnavailable` as `_read_from` does."""
         partition, offset = delivery.offset
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.note_delivered(offset, epoch):
+            return
+        start = self._starts[partition]
+        if offset < start.forgotten_end and delivery.key in start.answered:
+            offsets.finish_offsets([offset])
+            self._uncommitted.add(partition)
             return
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
@@ -108,8 +126,9 @@ class PrefetchBuffer:
         offset = max(batch, self._offsets[partition].next_offset)
         if self._offsets[partition].note_delivered(offset):
             reason = f"partition {number}, offset {offset}, cannot be {failed}: {why}"
-            self._handed_out.add((partition, offset))
-            self._damaged.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
+            delivery = Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time())
+            self._handed_out[partition, offset] = delivery
+            self._damaged.append((delivery, reason))
         return offset + 1
 
     def check_end(self, partition: Partition, offset: int, end: int) -> None:
@@ -165,7 +184,7 @@ class PrefetchBuffer:
                 taken.append(buffer.popleft())
                 self._num_bytes[klass] -= len(taken[-1].value)
             found += taken
-        self._handed_out.update(delivery.offset for delivery in found)
+        self._handed_out |= {delivery.offset: delivery for delivery in found}
         return found
 
     def list_buffered(self) -> list[Delivery]:
@@ -173,15 +192,17 @@ class PrefetchBuffer:
         return [delivery for klass in CLASSES for delivery in self._buffers[klass]]
 
     def find_lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Return those of the deliveries that are no longer this member's."""
-        return [delivery for delivery in deliveries if delivery.offset not in self._handed_out]
+        """Return those of the deliveries that are no longer this member's. One that came again is another delivery."""
+        return [delivery for delivery in deliveries if self._handed_out.get(delivery.offset) is not delivery]
 
     def finish_deliveries(self, deliveries: Sequence[Delivery]) -> None:
         """Note that those of the deliveries that are this member's are finished, and still to be committed."""
-        for partition, offset in {delivery.offset for delivery in deliveries}.intersection(self._handed_out):
-            self._offsets[partition].finish_offsets([offset])
-            self._handed_out.discard((partition, offset))
-            self._uncommitted.add(partition)
+        for delivery in deliveries:
+            if self._handed_out.get(delivery.offset) is delivery:
+                partition, offset = delivery.offset
+                self._offsets[partition].finish_offsets([offset])
+                del self._handed_out[partition, offset]
+                self._uncommitted.add(partition)
         self._damaged = [orphan for orphan in self._damaged if orphan[0].offset in self._handed_out]
 
     def build_commits(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
@@ -201,8 +222,9 @@ class PrefetchBuffer:
 
     def note_committed(self, commits: Iterable[Commit]) -> None:
         """Note that commits of `build_commits` were made. Work that was finished since waits for the next commit."""
-        for partition, *commit in commits:
-            if partition in self._uncommitted and self._offsets[partition].build_commit() == tuple(commit):
+        for partition, offset, metadata in commits:
+            self.commits[partition] = offset, metadata
+            if partition in self._uncommitted and self._offsets[partition].build_commit() == (offset, metadata):
                 self._uncommitted.discard(partition)
 
     @property

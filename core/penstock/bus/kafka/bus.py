@@ -1,22 +1,13 @@
 """The bus on Apache Kafka: KIP-848 groups, results settled in transactions, read_committed readers."""
 
+import contextlib
 import logging
 import threading
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from confluent_kafka import (
-    OFFSET_BEGINNING,
-    Consumer,
-    KafkaError,
-    KafkaException,
-    Message,
-    Producer,
-    TopicPartition,
-)
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
@@ -33,23 +24,18 @@ from penstock.bus.joined import EventBell, JoinedMember, join_both
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
-    DAMAGED_BATCH_ERRORS,
-    FETCH_LIMITS,
     MAX_BATCH_BYTES,
-    DamagedBatches,
     bus_errors,
-    parse_headers,
-    parse_key,
     produce_message,
     producer_settings,
+    to_bus_error,
 )
 from penstock.bus.kafka.client_factory import KafkaClientFactory
-from penstock.bus.kafka.follower import KafkaFollower
+from penstock.bus.kafka.follower import KafkaFollower, read_topic
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
 from penstock.config.settings import BusSettings
-from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, WorkerKind
 from penstock.waiting import wait_until
 
@@ -58,9 +44,6 @@ log = logging.getLogger(__name__)
 ACKNOWLEDGE_TIMEOUT_S = 20.0
 """How long a published message may wait to be acknowledged."""
 CHECK_TIMEOUT_S = 5.0
-OPEN_TRANSACTION_WAIT_S = 3.0
-"""How long `read_all` waits for transactions that are open in the topic."""
-
 WORK_RETENTION_MS = 14 * 86400 * 1000
 RESULTS_RETENTION_MS = 7 * 86400 * 1000
 MINIMUM_SETTINGS = ("max.message.bytes", "retention.ms", "min.insync.replicas")
@@ -77,11 +60,11 @@ class KafkaBus(KafkaClientFactory):
         bootstrap: str,
         settings: BusSettings,
         access: Mapping[str, str] | None = None,
-        beats_url: str = "",
+        redis_url: str = "",
     ) -> None:
-        """`beats_url`: the Redis with the heartbeats by which requests are placed; without it a hash places them."""
+        """`redis_url`: see `redis_url` of the factory; without it a hash places requests."""
         super().__init__(pipeline, bootstrap, settings, access)
-        self.beats_url = beats_url
+        self.redis_url = redis_url
         self._backlog: GroupLag | None = None
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
@@ -124,40 +107,26 @@ class KafkaBus(KafkaClientFactory):
 
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled, see `GroupLag`."""
+        with bus_errors():
+            return self._open_backlog().count_unsettled()
+
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places at which no message waits; see `contract.Bus.find_gone`."""
+        with bus_errors():
+            return self._open_backlog().find_gone(places)
+
+    def _open_backlog(self) -> GroupLag:
         with self._lock:
             self._backlog = self._backlog or GroupLag(self.pipeline, self.clients)
-        with bus_errors():
-            return self._backlog.count_unsettled()
+            return self._backlog
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> KafkaFollower:
         """Return a follower of a topic's committed messages."""
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Return every committed message in a topic that can be unpacked, partition by partition.
-
-        A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
-        the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
-        """
-        reader = Consumer(
-            self.clients
-            | FETCH_LIMITS
-            | {
-                "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
-                "enable.auto.commit": False,
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "earliest",
-                "enable.partition.eof": True,
-                "fetch.wait.max.ms": 50,
-            }
-        )
-        try:
-            with bus_errors():
-                partitions = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
-                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
-                return _read_to_end(reader, topic, set(partitions))
-        finally:
-            reader.close()
+        """Return every committed message in a topic that can be unpacked, partition by partition."""
+        return read_topic(self.clients, topic)
 
     def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Return one line about the brokers. Raise `BusUnavailable`."""
@@ -200,40 +169,31 @@ class KafkaBus(KafkaClientFactory):
         )
 
 
-def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
-    """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
-    found: list[Outgoing] = []
-    ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
-    damaged = DamagedBatches()
-    until = time.monotonic() + BROKER_TIMEOUT_S
-    while (unread or ends) and time.monotonic() < until:
-        message = reader.poll(0.1 if ends else 1.0)
-        if message is None:
-            continue
-        error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
-        if error is None:
-            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
-        elif error.code() in DAMAGED_BATCH_ERRORS:
-            damaged.pass_over(reader, (topic, number), offset)
-        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
-            if number in unread:
-                unread.discard(number)
-                ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
-        elif not error.retriable():
-            raise KafkaException(error)
-        ends = {one: end for one, end in ends.items() if one != number or end > offset}
-        if had_more:
-            until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
-    if unread:
-        raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
-    return found
-
-
 def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
     """Return the settings of the pipeline's existing topics that break a promise, by topic, with their present values.
 
     Raise `BusUnavailable`, also where the user may not see the settings.
     """
+    wanted = {topic: bus.topic_settings(topic) for topic in bus.pipeline.all_topics()}
+    found = {
+        topic: {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[topic][name])}
+        for topic, settings in read_topic_settings(bus).items()
+    }
+    return {topic: wrong for topic, wrong in found.items() if wrong}
+
+
+def find_old_work(bus: KafkaBus) -> list[str]:
+    """Return the topics with a message that its group has not finished for half of the time for which it is kept.
+
+    Raise `BusUnavailable`.
+    """
+    kept = {topic: int(settings["retention.ms"]) for topic, settings in read_topic_settings(bus).items()}
+    with contextlib.closing(GroupLag(bus.pipeline, bus.clients)) as lag, bus_errors():
+        return [one for one in lag.topics if kept[one] != UNLIMITED and lag.has_older(one, kept[one] / 2)]
+
+
+def read_topic_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
+    """Return those settings of the pipeline's topics that it sets, by topic. Raise `BusUnavailable`."""
     resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in bus.pipeline.all_topics()}
     found: dict[str, dict[str, str]] = {}
     admin = AdminClient(bus.clients)
@@ -243,11 +203,7 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
         )
         for topic, resource in resources.items():
             entries = asked[resource].result(BROKER_TIMEOUT_S)
-            wanted = bus.topic_settings(topic)
-            settings = {name: entries[name].value for name in wanted}
-            wrong = {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[name])}
-            if wrong:
-                found[topic] = wrong
+            found[topic] = {name: entries[name].value for name in bus.topic_settings(topic)}
     return found
 
 
@@ -281,20 +237,20 @@ class KafkaPublisher:
             "enable.sparse.connections": False,
         }
         self._producer = Producer(settings)
-        self._beats = BeatReader(bus.beats_url, bus.pipeline) if bus.beats_url else None
+        self._beats = BeatReader(bus.redis_url, bus.pipeline) if bus.redis_url else None
         self._partitions = Partitioner(self._producer, self._beats.read_beats if self._beats else None)
         self._closing = threading.Event()
         self._reports = threading.Thread(target=self._serve_reports, name="kafka-publisher", daemon=True)
         self._reports.start()
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
         """Hand the messages to the producer, and return a future for each; see `contract.Publisher.send_messages`."""
         return [self._send_message(message) for message in messages]
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages, all acknowledged. Raise `BusUnavailable` or `RequestTooLarge`."""
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Write the messages, all acknowledged. Return their places. Raise `BusUnavailable` or `RequestTooLarge`."""
         check_size(messages)
-        wait_until_acknowledged(self.send_messages(messages), ACKNOWLEDGE_TIMEOUT_S + BROKER_TIMEOUT_S)
+        return wait_until_acknowledged(self.send_messages(messages), ACKNOWLEDGE_TIMEOUT_S + BROKER_TIMEOUT_S)
 
     def close(self) -> None:
         """Send what is left and end. Futures of messages that are not acknowledged in time raise `BusUnavailable`."""
@@ -307,15 +263,16 @@ class KafkaPublisher:
             if self._beats is not None:
                 self._beats.close()
 
-    def _send_message(self, message: Outgoing) -> Future[None]:
+    def _send_message(self, message: Outgoing) -> Future[str]:
         sent = create_started_future()
 
-        def report(error: KafkaError | None, _: Message | None = None) -> None:
+        def report(error: KafkaError | None, written: Message | None = None) -> None:
             if error is None:
-                sent.set_result(None)
+                assert written is not None, "what is acknowledged is told"
+                sent.set_result(f"{message.topic}@{written.partition()}:{written.offset()}")
             else:
                 self._partitions.forget_leaders()
-                sent.set_exception(BusUnavailable(f"Kafka: {error.str()}"))
+                sent.set_exception(to_bus_error(error))
 
         if (refused := find_size_error(message)) is not None:
             sent.set_exception(refused)

@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
 from penstock.bus.kafka.offsets import Partition
 from penstock.bus.kafka.partitioner import Partitioner
-from penstock.errors import BusUnavailable, MemberFenced
+from penstock.errors import BusUnavailable, MemberFenced, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass
 
@@ -41,6 +41,8 @@ FENCED_ERRORS = (
     KafkaError.PRODUCER_FENCED,
     KafkaError.INVALID_PRODUCER_EPOCH,
 )
+TOO_LARGE_ERRORS = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
+"""Errors with which brokers refuse a message that is larger than its topic takes."""
 DAMAGED_BATCH_ERRORS = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
 """Errors that a consumer returns in place of a batch that it cannot unpack: it is damaged, or larger than allowed."""
 MAX_UNPACK_ATTEMPTS = 3
@@ -88,16 +90,22 @@ def produce_message(producer: Producer, message: Outgoing, partitions: Partition
             producer.poll(0.1)
 
 
+def to_bus_error(error: KafkaError) -> RequestTooLarge | BusUnavailable:
+    """Return the error that stands for one of Kafka's client."""
+    kind = RequestTooLarge if error.code() in TOO_LARGE_ERRORS else BusUnavailable
+    return kind(f"Kafka: {error.str()}")
+
+
 @contextlib.contextmanager
 def bus_errors() -> Iterator[None]:
-    """Raise `MemberFenced` or `BusUnavailable` instead of the errors of Kafka's client."""
+    """Raise `MemberFenced`, `RequestTooLarge` or `BusUnavailable` instead of the errors of Kafka's client."""
     try:
         yield
     except KafkaException as raised:
         error: KafkaError = raised.args[0]
         if error.code() in FENCED_ERRORS:
             raise MemberFenced(f"a newer member has this one's place ({error.str()})") from raised
-        raise BusUnavailable(f"Kafka: {error.str()}") from raised
+        raise to_bus_error(error) from raised
     except TimeoutError as raised:
         raise BusUnavailable(f"Kafka: {raised}") from raised
 

@@ -22,6 +22,8 @@ class KafkaClientFactory:
         self.pipeline = pipeline
         self.bootstrap = bootstrap
         self.settings = settings
+        self.redis_url = ""
+        """Where heartbeats are, by which requests are placed, and notes of what is finished; empty: there are none."""
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
         self.fetch_attempts = FetchAttempts()

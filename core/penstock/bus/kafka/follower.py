@@ -1,13 +1,18 @@
-"""Follows a topic on Kafka: read_committed, from offsets that the caller keeps, in no group."""
+"""Follows a topic on Kafka, or reads it to its end: read_committed, from offsets that the caller keeps, in no group."""
 
+import contextlib
 import logging
+import sys
 import time
+import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.contract import MAX_FOLLOWED_MESSAGES, FollowedMessage, Outgoing
+from penstock.bus.kafka.admin_lookups import retry_during_election
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
     DAMAGED_BATCH_ERRORS,
@@ -17,11 +22,14 @@ from penstock.bus.kafka.client import (
     parse_headers,
     parse_key,
 )
+from penstock.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
 
 PARTITION_REFRESH_S = 5.0
 """How often the follower looks for partitions that were added to the topic."""
+OPEN_TRANSACTION_WAIT_S = 3.0
+"""How long `read_topic` waits for transactions that are open in the topic."""
 
 
 class KafkaFollower:
@@ -119,3 +127,57 @@ class KafkaFollower:
         self._consumer.incremental_unassign([TopicPartition(self._topic, number)])
         self._consumer.incremental_assign([self._next_offset(number)])
         return is_shorter
+
+
+def read_topic(clients: Mapping[str, Any], topic: str, last: int = sys.maxsize) -> list[Outgoing]:
+    """Return every committed message in a topic that can be unpacked, partition by partition; with `last` those of so
+    many offsets at the end of each partition. Raise `BusUnavailable`.
+
+    A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
+    the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
+    """
+    settings = FETCH_LIMITS | {
+        "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
+        "enable.auto.commit": False,
+        "isolation.level": "read_committed",
+        "auto.offset.reset": "earliest",
+        "enable.partition.eof": True,
+        "fetch.wait.max.ms": 50,
+    }
+    with contextlib.closing(Consumer(dict(clients) | settings)) as reader, bus_errors():
+        numbers = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
+        places = [TopicPartition(topic, number) for number in numbers]
+        for place in places:
+            low, high = retry_during_election(partial(reader.get_watermark_offsets, place, BROKER_TIMEOUT_S))
+            place.offset = max(low, high - last)
+        reader.assign(places)
+        return _read_to_end(reader, topic, set(numbers))
+
+
+def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
+    """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
+    found: list[Outgoing] = []
+    ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
+    damaged = DamagedBatches()
+    until = time.monotonic() + BROKER_TIMEOUT_S
+    while (unread or ends) and time.monotonic() < until:
+        message = reader.poll(0.1 if ends else 1.0)
+        if message is None:
+            continue
+        error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
+        if error is None:
+            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
+        elif error.code() in DAMAGED_BATCH_ERRORS:
+            damaged.pass_over(reader, (topic, number), offset)
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            if number in unread:
+                unread.discard(number)
+                ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
+        elif not error.retriable():
+            raise KafkaException(error)
+        ends = {one: end for one, end in ends.items() if one != number or end > offset}
+        if had_more:
+            until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
+    if unread:
+        raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
+    return found

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Self
 
 from confluent_kafka import (
-    OFFSET_BEGINNING,
     Consumer,
     KafkaError,
     KafkaException,
@@ -34,6 +33,7 @@ from penstock.bus.kafka.client import (
 from penstock.bus.kafka.client_factory import KafkaClientFactory
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
+from penstock.bus.kafka.places import PlaceKeeper
 from penstock.bus.kafka.position_lookup import LookupThread, PositionLookup, ReadProgress
 from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputWriter, Transactions, to_topic_partitions
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
@@ -63,6 +63,7 @@ STALL_PATIENCE_S = 5.0
 """How long a member may stand still before the worker has to make a new one. A process may be paused for a moment."""
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
+EOF = KafkaError._PARTITION_EOF  # noqa: SLF001 - that is its name
 MARKER_COMMIT_INTERVAL_S = 1.0
 """How often offsets of markers that were passed over are committed while nothing is settled."""
 
@@ -104,6 +105,7 @@ class KafkaMember:
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
+        self._places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url)
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
@@ -142,7 +144,8 @@ class KafkaMember:
         guards it.
         """
         self._commits = OffsetCommitter()
-        self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)), lookups.requested)
+        consumer = bus.create_consumer(_lookup_settings(self._group))
+        self._lookup = PositionLookup(consumer, lookups.requested, self._places)
         self._commit_at = 0.0
         """When the lookup thread commits again what was passed over."""
         settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
@@ -336,6 +339,7 @@ class KafkaMember:
         with self._state:
             self._state.notify_all()
         self._poller.join(LEAVE_TIMEOUT_S)
+        self._places.note_commits(self._holdings.commits, is_last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -440,14 +444,24 @@ class KafkaMember:
         error = message.error()
         if error is not None and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
-        elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+        elif error is None or error.code() == EOF:
             self._refused.pop(partition[0], None)
             self._bury_unfetched(partition, message.offset() or 0)
+            self._note_deleted(partition, message.offset() or 0)
+
+    def _note_deleted(self, partition: Partition, offset: int) -> None:
+        """Tell of messages that were deleted before they were read: the log begins behind what was to be read next."""
+        low, _ = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
+        begin = min(offset, low)
+        with self._state:
+            first, count = self._holdings.skip_deleted(partition, begin)
+        if count:
+            self._places.tell_lost(partition, first, begin, count, "were deleted before they were read")
 
     def _buffer_message(self, message: Message) -> None:
         error = message.error()
         if error is not None:
-            if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            if error.code() == EOF:
                 partition = message.topic() or "", message.partition() or 0
                 with self._state:
                     # librdkafka gives the epoch 0 here, whatever it really is.
@@ -514,22 +528,22 @@ class KafkaMember:
         consumer.pause([TopicPartition(*partition) for partition in came])
         self._paused.update(came)
         self._starting.update(came)
+        self._places.topic_ids.clear()
         self._lookup.request_starts(came)
 
     def _begin_partitions(self) -> None:
         """Do steps 3 and 4 for partitions whose beginning was found."""
         for partition, start in self._lookup.take_starts().items():
             epoch = NO_EPOCH if start.leader_epoch is None else start.leader_epoch
-            place = start.offset if start.offset >= 0 else OFFSET_BEGINNING
             try:
                 # The epoch makes the brokers say if the log was cut before this offset, and written anew.
-                self._consumer.seek(TopicPartition(*partition, place, "", epoch))
+                self._consumer.seek(TopicPartition(*partition, start.offset, "", epoch))
             except KafkaException as error:  # librdkafka has not begun with it, or not ended its last assignment
                 log.debug("%s is begun later: %s", partition, error)
                 self._lookup.request_starts([partition])
                 continue
             with self._state:
-                self._holdings.assign_partition(partition, max(0, start.offset), start.metadata, epoch)
+                self._holdings.assign_partition(partition, start, epoch)
             self._starting.discard(partition)
 
     def _commit_finished(self) -> None:
@@ -621,7 +635,8 @@ class KafkaMember:
         for partition, position in positions.items():
             with contextlib.suppress(KafkaException):
                 _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-                unread[partition] = max(0, max(end, self._told_ends.get(partition, 0)) - position)
+                self._places.ends[partition] = end = max(end, self._told_ends.get(partition, 0))
+                unread[partition] = max(0, end - position)
         self._unread = unread
         self._told_ends = {one: self._told_ends[one] for one in self._told_ends if one in self._paused}
         if self._paused and self._turned_at >= self._ask_paused_at:
@@ -674,6 +689,7 @@ class KafkaMember:
         try:
             if self._failure is None:
                 self._lookup.answer_requests()
+                self._places.note_commits(self._holdings.commits)
                 writer, now_s = self._transactions, time.monotonic()
                 if writer and self._holdings.has_uncommitted and now_s >= self._commit_at:
                     self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S

@@ -17,6 +17,7 @@ import base64
 import binascii
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 MAX_METADATA_BYTES = 4000
 """A broker takes 4,096 by default."""
@@ -34,6 +35,25 @@ Partition = tuple[str, int]
 """Topic and number."""
 Range = tuple[int, int]
 """First and last offset, both included."""
+
+
+def parse_place(place: str) -> tuple[Partition, int]:
+    """Return partition and offset of a message's place, `topic@partition:offset`."""
+    topic, _, position = place.rpartition("@")
+    number, _, offset = position.partition(":")
+    return (topic, int(number)), int(offset)
+
+
+class StartPosition(NamedTuple):
+    """The last commit of a group for a partition: where to begin to read it."""
+
+    offset: int
+    metadata: str
+    leader_epoch: int | None
+    forgotten_end: int = 0
+    """Where the brokers forgot a commit: the end of the log then. They are to be told this one."""
+    answered: frozenset[str] = frozenset()
+    """Ids of requests before that end that are finished, though this does not say so."""
 
 
 class PartitionOffsets:
@@ -76,6 +96,12 @@ class PartitionOffsets:
         self._next, self._last_epoch = end, NO_EPOCH  # what is left out may be of a later epoch than what is before it
         return True
 
+    def skip_deleted(self, begin: int) -> int:
+        """Note that the log begins at `begin`. Return how many offsets before it were neither read nor finished."""
+        first = self._next
+        done = sum(min(high, begin - 1) + 1 - low for low, high in self._finished if first <= low < begin)
+        return begin - first - done if self.skip_to(begin) else 0
+
     def note_delivered(self, offset: int, epoch: int = NO_EPOCH) -> bool:
         """Note that the message at `offset` was read. Return False if its work was finished before a restart.
 
@@ -89,7 +115,7 @@ class PartitionOffsets:
             self._finished = [(low, min(high, offset - 1)) for low, high in self._finished if low < offset]
         self.skip_to(offset)
         self._next, self._last_epoch = offset + 1, epoch
-        if _is_in_ranges(self._finished, offset):
+        if is_in_ranges(self._finished, offset):
             return False
         self._unfinished[offset] = None
         return True
@@ -132,7 +158,7 @@ class PartitionOffsets:
         assert all(offset < self._next for offset in self._unfinished)
         assert all(low <= high for low, high in self._finished)
         assert all(a[1] + 1 < b[0] for a, b in zip(self._finished, self._finished[1:], strict=False))
-        assert not any(_is_in_ranges(self._finished, offset) for offset in self._unfinished)
+        assert not any(is_in_ranges(self._finished, offset) for offset in self._unfinished)
 
 
 def encode_ranges(runs: Iterable[Range], base: int) -> str:
@@ -205,6 +231,7 @@ def _merge_ranges(runs: list[Range]) -> list[Range]:
     return merged
 
 
-def _is_in_ranges(runs: list[Range], offset: int) -> bool:
+def is_in_ranges(runs: list[Range], offset: int) -> bool:
+    """Return whether ascending, separate runs have an offset."""
     at = bisect_right(runs, (offset, float("inf"))) - 1
     return at >= 0 and runs[at][0] <= offset <= runs[at][1]

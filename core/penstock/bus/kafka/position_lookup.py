@@ -8,11 +8,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import redis
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.bus.kafka.offsets import Partition
+from penstock.bus.kafka.offsets import Partition, StartPosition
+from penstock.bus.kafka.places import PlaceKeeper
 from penstock.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
@@ -32,15 +34,6 @@ ACCESS_ERRORS = (
 """Errors that need a change of settings or rights."""
 
 
-class StartPosition(NamedTuple):
-    """The last commit of a group for a partition: where to begin to read it."""
-
-    offset: int
-    """Negative where nothing was committed."""
-    metadata: str
-    leader_epoch: int | None
-
-
 class PositionLookup:
     """Looks up where partitions have to begin, and where they end.
 
@@ -49,9 +42,9 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition) -> None:
-        """`changed` guards the requests, and is notified of each."""
-        self._consumer, self._lock = consumer, changed
+    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper) -> None:
+        """`changed` guards the requests, and is notified of each. `places` has what the brokers may have forgotten."""
+        self._consumer, self._lock, self._places = consumer, changed, places
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -132,48 +125,72 @@ class PositionLookup:
         del self._consumer
 
     def _ask_starts(self, wanted: dict[Partition, object]) -> bool:
-        """Return whether all partitions were answered. If one has no stable offset yet, ask for each by itself."""
-        found = self._read_committed(wanted)
+        """Return whether all partitions were answered. If one has no answer yet, ask for each by itself."""
+        found = self._find_starts(wanted)
         if found is None and len(wanted) > 1:
             num_answered = sum(self._ask_starts({partition: request}) for partition, request in wanted.items())
             return num_answered == len(wanted)
         with self._lock:
-            for place in found or []:
-                partition = place.topic, place.partition
+            for partition, start in (found or {}).items():
                 if self._starts.get(partition) is wanted[partition]:
                     del self._starts[partition]
                     self._unknown_starts.pop(partition, None)
-                    self._found_starts[partition] = StartPosition(
-                        place.offset, place.metadata or "", place.leader_epoch
-                    )
+                    self._found_starts[partition] = start
         return found is not None
 
-    def _read_committed(self, wanted: dict[Partition, object]) -> list[TopicPartition] | None:
-        partitions = list(wanted)
+    def _find_starts(self, wanted: dict[Partition, object]) -> dict[Partition, StartPosition] | None:
+        """Return where partitions begin; None where that cannot be found out now, as one may have no stable offset."""
+        places = [TopicPartition(*one) for one in wanted]
         try:
-            found = self._consumer.committed([TopicPartition(*one) for one in partitions], timeout=COMMITTED_TIMEOUT_S)
-            error = next((place.error for place in found if place.error), None)
+            found = self._consumer.committed(places, timeout=COMMITTED_TIMEOUT_S)
+            return {(place.topic, place.partition): self._find_start(place) for place in found}
         except KafkaException as raised:
-            error = raised.args[0]
-        if error is None:
-            return found
-        if error.code() in ACCESS_ERRORS:
-            raise BusUnavailable(f"Kafka refuses the group's committed offsets, check its access: {error.str()}")
-        if len(partitions) == 1:
-            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partitions[0])), error)
+            error: KafkaError = raised.args[0]
+            if error.code() in ACCESS_ERRORS:
+                words = f"Kafka refuses the group's committed offsets, check its access: {error.str()}"
+                raise BusUnavailable(words) from raised
+            why = error.str()
+        except (BusUnavailable, redis.RedisError) as raised:
+            why = str(raised)
+        if len(wanted) == 1:
+            ((partition, request),) = wanted.items()
+            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
             with self._lock:
-                if self._starts.get(partitions[0]) is wanted[partitions[0]]:
-                    since_s, _ = self._unknown_starts.get(partitions[0], (time.monotonic(), ""))
-                    self._unknown_starts[partitions[0]] = since_s, error.str()
+                if self._starts.get(partition) is request:
+                    since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))
+                    self._unknown_starts[partition] = since_s, why
         return None
+
+    def _find_start(self, place: TopicPartition) -> StartPosition:
+        """Return where a partition begins whose commit was read, if there is one."""
+        if place.error:
+            raise KafkaException(place.error)
+        if place.offset >= 0:
+            return StartPosition(place.offset, place.metadata or "", place.leader_epoch)
+        partition = place.topic, place.partition
+        return self._places.find_start(partition, *self._ask_bounds(partition))
 
     def _ask_end(self, partition: Partition) -> int | None:
         try:
-            found = self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=END_TIMEOUT_S)
-        except KafkaException as error:
+            return self._ask_bounds(partition)[1]
+        except (KafkaException, BusUnavailable) as error:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
-        return found[1] if found else None
+
+    def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
+        """Return where a partition begins and ends. Raise `KafkaException` or `BusUnavailable`."""
+        place = TopicPartition(*partition)
+        try:
+            found = self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
+                raise
+            # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
+            self._consumer.list_topics(partition[0], END_TIMEOUT_S)
+            found = self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+        if found is None:
+            raise BusUnavailable("no leader answers")
+        return found
 
 
 class LookingUp(Protocol):

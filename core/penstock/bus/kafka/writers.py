@@ -10,7 +10,14 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.buffer import Commit
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FENCED_ERRORS, bus_errors, produce_message, producer_settings
+from penstock.bus.kafka.client import (
+    BROKER_TIMEOUT_S,
+    FENCED_ERRORS,
+    TOO_LARGE_ERRORS,
+    bus_errors,
+    produce_message,
+    producer_settings,
+)
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.errors import MemberFenced, NameShared
@@ -52,7 +59,8 @@ def write_and_flush(producer: Producer, partitions: Partitioner, outputs: Sequen
         timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
         raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
     if errors:
-        raise KafkaException(errors[0])
+        # With a message that is too large others fail that are fine, so the error is about that one.
+        raise KafkaException(next((one for one in errors if one.code() in TOO_LARGE_ERRORS), errors[0]))
 
 
 def _flush_producer(producer: Producer, timeout_s: float) -> int:

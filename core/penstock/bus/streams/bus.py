@@ -95,6 +95,18 @@ class StreamsBus:
                 batch.xlen(self._stream_key(topic))
             return dict(zip(topics, execute_pipeline(batch), strict=True))
 
+    def find_gone(self, places: Sequence[str]) -> set[str]:
+        """Return those of the places at which no entry is; see `contract.Bus.find_gone`."""
+        with (
+            contextlib.closing(connect_client(self.url)) as client,
+            bus_errors(),
+            client.pipeline(transaction=False) as batch,
+        ):
+            for place in places:
+                topic, _, entry_id = place.rpartition("@")
+                batch.xrange(self._stream_key(topic), entry_id, entry_id)
+            return {place for place, found in zip(places, execute_pipeline(batch), strict=True) if not found}
+
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
         """Return a follower of a topic's stream. Its only partition is `STREAM_PARTITION`; offsets are entries' ids."""
         return StreamsFollower(self, topic, after.get(STREAM_PARTITION, "0"))
@@ -168,7 +180,7 @@ class StreamsPublisher:
         self._bus = bus
         self._client = connect_client(bus.url, PUBLISH_TIMEOUT_S)
 
-    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[str]]:
         """Add the messages in one round trip, and return a future for each; see `contract.Publisher.send_messages`."""
         sent = [create_started_future() for _ in messages]
         replies: Iterator[Any]
@@ -182,11 +194,11 @@ class StreamsPublisher:
             if isinstance(found, Exception):
                 future.set_exception(to_bus_unavailable(found) if isinstance(found, redis.RedisError) else found)
             else:
-                future.set_result(None)
+                future.set_result(_name_place(message, found))
         return sent
 
-    def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Add the messages, all or none. Raise `BusUnavailable` or `RequestTooLarge`."""
+    def publish(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Add the messages, all or none. Return their places. Raise `BusUnavailable` or `RequestTooLarge`."""
         check_size(messages)
         commands = [self._make_command(message) for message in messages]
         if len(messages) > 1:
@@ -194,7 +206,8 @@ class StreamsPublisher:
         with bus_errors():
             replies = raise_first_error(execute_all(self._client, commands))
             if len(messages) > 1:
-                raise_first_error(replies[-1])
+                replies = raise_first_error(replies[-1])
+        return [_name_place(message, entry_id) for message, entry_id in zip(messages, replies, strict=True)]
 
     def close(self) -> None:
         """Free the connection."""
@@ -203,3 +216,7 @@ class StreamsPublisher:
     def _make_command(self, message: Outgoing) -> list[str | bytes]:
         words = [word for pair in encode_entry(message).items() for word in pair]
         return ["XADD", self._bus.pipeline.stream_key(message.topic), "*", *words]
+
+
+def _name_place(message: Outgoing, entry_id: bytes) -> str:
+    return f"{message.topic}@{entry_id.decode()}"

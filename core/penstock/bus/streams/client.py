@@ -45,6 +45,7 @@ def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: WorkerKind) 
     for topic in pipeline.input_topics(stage).values():
         try:
             client.xgroup_create(pipeline.stream_key(topic), pipeline.consumer_group(stage), id="0", mkstream=True)
+            client.hsetnx(pipeline.finished_key, topic, "0")  # what is gone from now on nobody else has finished
         except redis.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise

@@ -13,6 +13,7 @@ from typing import Any, Self
 import redis
 
 from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
+from penstock.bus.lost import LOST_KEPT_S
 from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
     bus_errors,
@@ -32,10 +33,13 @@ log = logging.getLogger(__name__)
 
 READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
+LOST = load_script("penstock.bus.streams", "lost")
 SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
+LOST_CHECK_S = 5.0
+"""How often a member looks whether somebody has deleted entries."""
 MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
@@ -99,11 +103,16 @@ class StreamsMember:
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
+        with self._lock:  # one that came again is another delivery
+            lost = [one for one in deliveries if self._held.get(one.address, one) is not one]
+        if lost:
+            raise DeliveryLost(lost)
         places = [_position_of(delivery) for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
             self._pipeline.meter_key("places"),
+            self._pipeline.finished_key,
             *(stream_key(topic) for topic, _ in places),
             *(stream_key(o.topic) for o in outputs),
         ]
@@ -114,7 +123,7 @@ class StreamsMember:
             self._consumer,
             len(places),
         ]
-        words += [position for _, position in places]
+        words += [*(position for _, position in places), *(topic for topic, _ in places)]
         for output in outputs:
             entry = [word for pair in encode_entry(output).items() for word in pair]
             is_counted = int(output.topic == self._pipeline.results_topic)
@@ -156,7 +165,7 @@ class StreamsMember:
         """
         where = _position_of(delivery)
         with self._lock:
-            is_held, is_sure = delivery.is_held and where in self._held, where not in self._doubtful
+            is_held, is_sure = delivery.is_held and self._held.get(where) is delivery, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._renewed_s < self._lasts_s):
             return is_held
         topic, position = where
@@ -216,6 +225,7 @@ class StreamsMember:
     def _join_group(self) -> None:
         with bus_errors():
             create_groups(self.client, self._pipeline, self._stage)
+            self._find_lost()  # before it finishes anything: what older versions had finished is not counted
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -247,10 +257,21 @@ class StreamsMember:
         found: list[Delivery] = []
         if self._recovering:  # 1
             found += self._recover_lost_replies(left)
+        if time.monotonic() >= self._lost_check_at:
+            self._find_lost()
         if time.monotonic() >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
             self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
         return found
+
+    def _find_lost(self) -> None:
+        """Tell of entries that somebody deleted before they were finished."""
+        names, topics = self._pipeline, list(self._topics.values())
+        keys = [names.finished_key, names.lost_key, *map(names.stream_key, topics)]
+        for topic, count in zip(topics, LOST.run(self.client, keys, [LOST_KEPT_S, *topics]), strict=True):
+            if count:
+                log.warning("Redis Streams: %d messages of %s were deleted before they were answered", count, topic)
+        self._lost_check_at = time.monotonic() + LOST_CHECK_S
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:
         """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""

@@ -12,8 +12,8 @@
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made, reading}; ended: 1
 --                           where the message settles the result, 2 where a job has to; reading: 0 where the log was
 --                           begun by a worker that took control tokens out of texts of users
---          {'busy', ms}     another session holds it, or it is to be left alone: ask again after that time. Also where
---                           the session that asks is over: the worker opens another one soon
+--          {'busy', ms, epoch}  a session holds it, by the claim of that epoch, or it is to be left alone: ask again after
+--                           that time. Also where the session that asks is over: the worker opens another one soon
 --          {'down'}         without a session: it can be taken, or nobody has to
 --          {'bound'}        another message settles this request, and is durable
 --          {'conflict'}     the id was used for another body
@@ -77,11 +77,11 @@ end
 
 -- 5. Somebody works on it, or it waits to be tried again. A job in hand proves that prefill is done with it, so decode
 --    does not wait for prefill. What lies too far ahead was written before the clock went back.
-if not puts_down and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3)} end
+if not puts_down and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
 if prefill or was ~= 'prefill' then
   local lasts, wait = holder ~= '' and redis.call('ZSCORE', KEYS[3], holder), tonumber(r[10] or 0) - now
-  if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease))} end
-  if wait > 0 and wait <= longest then return {'busy', wait} end
+  if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease)), epoch} end
+  if wait > 0 and wait <= longest then return {'busy', wait, epoch} end
 end
 
 -- 6. It is ours, or anybody's. Prefill's attempts came to something where its job is here.

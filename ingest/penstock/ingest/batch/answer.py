@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer
-from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
+from penstock.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    RequestError,
+    RequestLost,
+    StreamDiverged,
+    StreamExpired,
+    StreamTimeout,
+)
 from penstock.ingest.batch.lines import CHUNK_BYTES, BatchRow, parse_row, split_lines
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
@@ -292,7 +300,7 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs) -> Answer:
         await _submit_request(client, args)
         try:
             return await client.result(str(args["id"]), timeout_s=patience_s)
-        except (StreamExpired, StreamDiverged):
+        except (StreamExpired, StreamDiverged, RequestLost):
             continue
         except (StreamTimeout, BusUnavailable):
             patience_s = min(2 * patience_s, MAX_ANSWER_TIMEOUT_S)

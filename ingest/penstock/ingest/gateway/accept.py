@@ -7,7 +7,8 @@
     5  meta     write what any gateway must know to stream the answer, unless it is there; a response that is to be
                 kept is marked then (`kept_responses.py`)
     6  publish  one request for each choice
-    7  note     with an `Idempotency-Key`, in the meta data: all requests are durable
+    7  note     that all requests are durable, and where their messages are: in the meta data, with an
+                `Idempotency-Key` at once, else when it is renewed
 
 A crash after 3 or 4 costs the tenant an estimate. A crash after 5 or 6 leaves meta data without the note of 7: a
 POST with the same key finds it, and publishes the requests that no worker has seen yet. That may publish a request
@@ -265,9 +266,9 @@ async def _publish_requests(
     client = gateway.get_client(meta.pipeline)
     try:
         await gateway.responses.mark_open(meta)
-        await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests))
+        sent = await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests))
     except PenstockError:
         gateway.stream_metas.stop_renewing(meta)
         raise
-    if is_keyed:
-        await gateway.stream_metas.note_published(meta)
+    places = {encoded.request.id: place for encoded, place in zip(requests, sent, strict=True)}
+    await gateway.stream_metas.note_published(meta, places, at_once=is_keyed)

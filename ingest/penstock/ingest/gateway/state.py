@@ -1,7 +1,7 @@
 """What all routes of one gateway process share, and which tenant calls."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -56,7 +56,7 @@ class Gateway:
         self.redis = self.servers.parts[0]
         self.models = ServedModels(self.redis, addresses.pipeline)
         self.metrics = GatewayMetrics(meters, addresses, settings.bus)
-        self.stream_metas = StreamMetaStore(self.servers, settings.record)
+        self.stream_metas = StreamMetaStore(self.servers, settings.record, self._end_lost)
         self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
         self.metrics.count_unread = self.unread.count
         self._key_source = open_key_source(settings.admission, settings.gateway.host, self.redis)
@@ -166,6 +166,9 @@ class Gateway:
 
     def _list_pipelines(self) -> set[str]:
         return self.metrics.pipelines | {self.addresses.pipeline}
+
+    async def _end_lost(self, pipeline: str, places: Mapping[str, str]) -> None:
+        await self.get_client(pipeline).end_lost(places)
 
     async def _fetch_lag(self, pipeline: Pipeline) -> PipelineLag:
         return await self.get_client(pipeline.name).lag()

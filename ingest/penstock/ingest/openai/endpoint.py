@@ -58,6 +58,8 @@ class StreamMeta(BaseModel):
     record has the same, unless another producer used the id."""
     published: float = 0.0
     """When its requests were last published, in seconds since the epoch; 0: not known."""
+    places: dict[str, str] = {}
+    """Where the bus has the message of each request, by id; empty until that is noted."""
     pipeline: str = ""
     tenant: str = "default"
     response_template: dict[str, Any] | None = None

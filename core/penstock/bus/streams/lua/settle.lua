@@ -2,9 +2,10 @@
 --
 -- KEYS[1]  member   string, the token of the member's newest incarnation
 -- KEYS[2]  offsets  hash, up to where results are counted (`ingest/metering.py`)
--- KEYS[3…]          the streams of the deliveries, then those of the outputs
--- ARGV     token, ttl in ms, group, own consumer, number of deliveries, their ids, then for each output: length to trim
---          the stream to (0: never), 1 if its entries are counted, number of words, the words of the entry
+-- KEYS[3]  finished hash, how many entries of each topic were finished (`lost.lua`)
+-- KEYS[4…]          the streams of the deliveries, then those of the outputs
+-- ARGV     token, ttl in ms, group, own consumer, number of deliveries, their ids, their topics, then for each output:
+--          length to trim the stream to (0: never), 1 if its entries are counted, number of words, the words of the entry
 --
 -- Replies  {} done, {-1} a newer incarnation took the member's place, else the indices (from 0) of deliveries that are not
 --          this member's; then nothing was done
@@ -16,12 +17,12 @@ if holder and holder ~= token then return {-1} end
 local lost = {}
 for i = 1, num do
   local id = ARGV[5 + i]
-  if #redis.call('XPENDING', KEYS[2 + i], group, id, id, 1, me) == 0 then table.insert(lost, i - 1) end
+  if #redis.call('XPENDING', KEYS[3 + i], group, id, id, 1, me) == 0 then table.insert(lost, i - 1) end
 end
 if #lost > 0 then return lost end
 -- 2. Publish. Where somebody counts, what is not counted yet is kept, up to ten times as much.
-local at = 6 + num
-for i = 3 + num, #KEYS do
+local at = 6 + 2 * num
+for i = 4 + num, #KEYS do
   local keep, words = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
   local counted = ARGV[at + 1] == '1' and redis.call('HGET', KEYS[2], 'all')
   local entry = {unpack(ARGV, at + 3, at + 2 + words)}
@@ -36,8 +37,8 @@ for i = 3 + num, #KEYS do
 end
 -- 3. Finish. A message leaves its stream here.
 for i = 1, num do
-  redis.call('XACK', KEYS[2 + i], group, ARGV[5 + i])
-  redis.call('XDEL', KEYS[2 + i], ARGV[5 + i])
+  redis.call('XACK', KEYS[3 + i], group, ARGV[5 + i])
+  redis.call('HINCRBY', KEYS[3], ARGV[5 + num + i], redis.call('XDEL', KEYS[3 + i], ARGV[5 + i]))
 end
 redis.call('SET', KEYS[1], token, 'PX', ttl)
 return {}

@@ -1,0 +1,131 @@
+"""Keeps in Redis how far each partition is finished: brokers forget what a group committed if it is empty for long.
+
+A member notes each commit a moment after it was made, and once more when it leaves. A partition without a committed
+offset goes on at the note, without requests that are among the last results: a crash may have come between a commit and
+its note, and the other members have lived on until the brokers gave its partitions to them, which notes the commit.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+from confluent_kafka import TopicCollection
+from confluent_kafka.admin import AdminClient
+
+from penstock.bus.kafka.client import bus_errors
+from penstock.bus.kafka.follower import read_topic
+from penstock.bus.kafka.offsets import Partition, StartPosition, decode_ranges
+from penstock.bus.kafka.orphans import format_partition
+from penstock.bus.lost import count_lost
+from penstock.errors import BusUnavailable
+from penstock.names import Pipeline
+from penstock.redis.client import redis_client
+from penstock.redis.scripts import load_script
+
+log = logging.getLogger(__name__)
+
+NUM_LAST_RESULTS = 1000
+"""So many offsets at the end of each partition of results are looked through for what was answered last."""
+TOPIC_TIMEOUT_S = 2.0
+"""How long brokers may take to tell a topic's id. A member that leaves waits for that, too."""
+NOTE_RETRY_S = 2.0
+"""How long after a failure what is finished is noted again."""
+NOTE = load_script("penstock.bus.kafka", "note")
+
+
+class PlaceKeeper:
+    """The notes as one member reads and writes them, and the messages that it found to be lost.
+
+    A note is about a topic's id: one that is made anew under its name begins without any.
+    """
+
+    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str) -> None:
+        """`clients`: the settings of all clients. Without an address of Redis nothing is noted."""
+        self._pipeline, self._clients = pipeline, dict(clients)
+        self._redis = redis_client(redis_url) if redis_url else None
+        self._admin: AdminClient | None = None
+        self._answered: frozenset[str] | None = None
+        self.topic_ids: dict[str, str] = {}
+        """Is cleared as partitions come: their topics may have been made anew."""
+        self.ends: dict[Partition, int] = {}
+        """Where partitions end, or ended when this member read them last."""
+        self._noted: dict[Partition, tuple[int, int, str]] = {}
+        self._retry_s = 0.0
+        self._uncounted = deque[tuple[str, int]]()
+        """How many messages of a topic are lost that Redis does not count yet."""
+
+    def find_start(self, partition: Partition, low: int, high: int) -> StartPosition:
+        """Return where a partition begins that has no committed offset, and whose log goes from `low` to `high`.
+
+        Raise `BusUnavailable` or `redis.RedisError`.
+        """
+        note: Any = self._redis and self._redis.hget(self._pipeline.finished_key, format_partition(partition))
+        topic_id, offset, _, ranges = note.decode().split(" ") if note else ("", "", "", "")
+        answered = self._read_answered() if low < high else frozenset[str]()
+        if topic_id and topic_id == self._find_topic_id(partition[0]):
+            log.warning("Kafka: %s partition %d has no committed offset, and goes on at %s as noted in Redis",
+                        *partition, offset)  # fmt: skip
+            return StartPosition(int(offset), ranges, None, high, answered)
+        if low < high:
+            log.warning("Kafka: %s partition %d has messages, no committed offset and no note of one: it begins with "
+                        "the earliest, at %d", *partition, low)  # fmt: skip
+        return StartPosition(0, "", None, high if answered else 0, answered)  # what was deleted before `low` is told
+
+    def _read_answered(self) -> frozenset[str]:
+        """Return the ids of the last results, as of when this was called first: while this member is in its group, the
+        brokers forget nothing. Raise `BusUnavailable`.
+        """
+        if self._answered is None:
+            found = read_topic(self._clients, self._pipeline.results_topic, NUM_LAST_RESULTS) if self._redis else ()
+            self._answered = frozenset(one.key for one in found if one.key is not None)
+        return self._answered
+
+    def tell_lost(self, partition: Partition, first: int, end: int, count: int, why: str) -> None:
+        """Say in the log which messages are lost, and have `note_commits` count them. Any thread may call this."""
+        log.warning("Kafka: %s partition %d: %d messages, of the offsets %d to %d, %s",
+                    *partition, count, first, end - 1, why)  # fmt: skip
+        if self._redis is not None:
+            self._uncounted.append((partition[0], count))
+
+    def note_commits(self, commits: Mapping[Partition, tuple[int, str]], *, is_last: bool = False) -> None:
+        """Note in Redis what was committed since, and count there what is lost. While Redis is away try again later."""
+        notes = {
+            one: (offset, max(offset, self.ends.get(one, 0)), ranges) for one, (offset, ranges) in list(commits.items())
+        }
+        changed = {one: note for one, note in notes.items() if self._noted.get(one) != note}
+        is_due = is_last or time.monotonic() >= self._retry_s
+        if self._redis is None or not (is_due and (changed or self._uncounted)):
+            return
+        words: list[str | int] = []
+        try:
+            for one, note in changed.items():
+                words += [format_partition(one), self._find_topic_id(one[0]), *note]
+            replaced = NOTE.run(self._redis, [self._pipeline.finished_key], words) if changed else ()
+            self._noted |= changed
+            for one, other in zip(changed, replaced, strict=True):
+                if other:
+                    self._tell_made_anew(one, other.decode())
+            while self._uncounted:
+                count_lost(self._redis, self._pipeline, *self._uncounted[0])
+                self._uncounted.popleft()
+        except (redis.RedisError, BusUnavailable) as error:
+            log.debug("Kafka: what is finished is noted later: %s", error)
+            self._retry_s = time.monotonic() + NOTE_RETRY_S
+
+    def _tell_made_anew(self, partition: Partition, note: str) -> None:
+        """Tell of what the topic still had whose name another one has now."""
+        _, offset, end, ranges = note.split(" ")
+        finished = sum(high + 1 - low for low, high in decode_ranges(ranges, int(offset)))
+        if (count := int(end) - int(offset) - finished) > 0:
+            self.tell_lost(partition, int(offset), int(end), count, "are gone: their topic was made anew")
+
+    def _find_topic_id(self, topic: str) -> str:
+        self._admin = self._admin or AdminClient(self._clients)
+        if topic not in self.topic_ids:
+            with bus_errors():
+                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=TOPIC_TIMEOUT_S)
+                self.topic_ids[topic] = str(asked[topic].result(TOPIC_TIMEOUT_S).topic_id)
+        return self.topic_ids[topic]
