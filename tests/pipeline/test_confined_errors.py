@@ -28,7 +28,8 @@ HELPED = "is told, and does no harm"
 """Of what only tells of a request: it is answered all the same."""
 PLACES: list[tuple[type | str, str, str, tuple[Kind, ...]]] = [
     (Task, "to_claim_request", DEAD, ALL),
-    ("role", "read_message", DEAD, ALL[:2]),
+    ("role", "identify_request", DEAD, ALL),
+    ("role", "read_request", ERROR, ALL),
     (Worker, "_record_queue_wait", ERROR, ALL),
     (Worker, "_replace_older_task", ERROR, ALL),
     (Task, "start_span", ERROR, ALL),
