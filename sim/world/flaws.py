@@ -267,7 +267,16 @@ FLAWS = (
     ),
     Flaw(
         "a loop that stands still keeps its claims", f"{WORKER}/watch.py",
-        "return self._stood_s > self.limit_s", "return False",
+        "return bool(stalled)", "return False",
+    ),
+    Flaw(
+        "what ends workers is read again for ever", f"{WORKER}/worker.py",
+        "(claim.num_tokens > 0 or not is_over)", "True", rates=("poison=0.2", "endpoint=0", "gateways=0"),
+    ),
+    Flaw(
+        "a reading that stands still is not watched", f"{WORKER}/watch.py",
+        "for one in (self._turn, self._reading) if", "for one in (self._turn,) if",
+        rates=("poison=0.3", "endpoint=0", "gateways=0"),
     ),
     Flaw(
         "an error in a heartbeat ends its thread", f"{WORKER}/heartbeat.py",

@@ -110,6 +110,12 @@ HOSTILE = (
 POLL_S = 0.5
 
 
+POISON_ATTEMPTS = 12
+"""After how many attempts a request is given up where some are poison: more than mishaps take from one that is not."""
+HANGING = 0.3
+"""The share of poison whose reading never ends."""
+
+
 class InjectedError(Exception):
     """What no code expects."""
 
@@ -164,6 +170,8 @@ class Rates:
     """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
     autos: float
     """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
+    poison: float
+    """The share of requests whose reading kills their worker, or never ends, each time."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -186,6 +194,7 @@ class Rates:
             endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
             freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
             autos=chance.choice([0.0, 0.0, 0.5, 0.5, 1.0]),
+            poison=0.05 if chance.random() < 0.2 else 0.0,
         )  # fmt: skip
 
 
@@ -242,6 +251,8 @@ class Scene:
         self.failures: list[str] = []
         self.hurt: set[str] = set()
         """The requests that ended with an error which an injected exception explains."""
+        self.poison: set[str] = set()
+        """The requests whose reading kills their worker, or never ends."""
         self.num_clients_left = 0
 
     def run(self) -> Verdict:
@@ -335,9 +346,13 @@ class Scene:
     def _run_worker(self, place: Place, process: Process) -> None:
         assert place.stage is not None
         kind, chance = place.stage, random.Random(self.chance.random())
-        settings, name = RecordSettings(max_attempts=1000), place.name
+        settings, name = RecordSettings(max_attempts=POISON_ATTEMPTS if self.rates.poison else 1000), place.name
         beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         role, job_role = self._make_roles(kind, name, settings, chance, beat)
+        if isinstance(role, PrefillRole):
+            role.prompt_reader.tokenize_prompt = partial(  # type: ignore[method-assign]
+                self._tokenize, place, role.prompt_reader.tokenize_prompt
+            )
         lie: dict[str, Any] = random.Random(f"{self.seed}/{name}/lie").choice(LIES)
         stop = StopSignal()
         place.stop = stop.set
@@ -396,6 +411,20 @@ class Scene:
             return watch.read_latest()
 
         return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__()), None
+
+    def _tokenize(self, place: Place, read: Callable[..., list[int]], request: Request, **how: Any) -> list[int]:
+        """Tokenize a prompt, which kills the worker or never ends where it is poison."""
+        drawn = self._draw_poison(request.id)
+        if request.id in self.poison:
+            self._note({"what": "poison", "id": request.id, "worker": place.name})
+            if drawn < self.rates.poison * HANGING:
+                self.world.sleep(1e9)
+            self._kill(place, "poison")
+            self.world.yield_turn()
+        return read(request, **how)
+
+    def _draw_poison(self, request_id: str) -> float:
+        return random.Random(f"{self.seed}/poison/{request_id}").random()
 
     def _raise_sometimes(self) -> None:
         """Raise what no code expects, where threads of their own collect figures."""
@@ -616,6 +645,9 @@ class Scene:
         self._note({"what": "accepted", "id": request_id})
 
     def _produce(self, request: Request, may: list[str], chance: random.Random) -> None:
+        if self._draw_poison(request.id) < self.rates.poison:
+            self.poison.add(request.id)
+            may = [*may, "attempts_exhausted"]
         self._note_submitted(request, may)
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request)

@@ -70,7 +70,7 @@ def test_chat_tokens_are_those_of_the_template(line: InProcessPipeline, monkeypa
 
     class Recording:
         chat_template = tokenizer.chat_template
-        apply_chat_template = tokenizer.apply_chat_template
+        get_chat_template, special_tokens_map = tokenizer.get_chat_template, tokenizer.special_tokens_map
 
         def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
             given.append(add_special_tokens)

@@ -29,14 +29,14 @@ class Reader(PromptTokenizer):
         self.failures = 0
         """So many times more reading `long` fails."""
 
-    def tokenize_prompt(self, request: Request) -> list[int]:
+    def tokenize_prompt(self, request: Request, *, may_wait: bool = True) -> list[int]:
         self.begun.append(request.id)
         if request.id == "long":
             assert self.is_let.wait(PATIENCE_S)
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("a bug in the tokenizer")
-        return super().tokenize_prompt(request)
+        return super().tokenize_prompt(request, may_wait=may_wait)
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
     wait_for(are_answered, "the idle worker goes on with them", 0)
     assert reader.begun == ["long"]
     reader.is_let.set()
-    line.run_until_results(4)
     run_until_idle(first)
+    line.run_until_results(4)
     expected = compute_answers(work)
     assert {one.id: one.token_ids for one in line.read_results()} == {
         name: answer.token_ids for name, answer in expected.items()

@@ -96,8 +96,9 @@ class EndpointRole:
         task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
         return task
 
-    def read_request(self, task: Task) -> None:
-        """Do nothing: the endpoints read it."""
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Do nothing: the endpoints read it. Return True."""
+        return True
 
     # 2. Ask.
 

@@ -62,7 +62,7 @@ class MessageReader:
     def __init__(
         self,
         identify: Callable[[Delivery], Task | None],
-        read: Callable[[Task], None],
+        read: Callable[[Task], object],
         watch: LoopWatch,
         wake: Callable[[], None],
     ) -> None:

@@ -239,10 +239,11 @@ class Role(Protocol):
         Any thread may call this, before the request is claimed: it does no more than decode the message.
         """
 
-    def read_request(self, task: Task) -> None:
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
         """Read what a claimed request asks for: its prompt's tokens, its grammar. Any thread may call this.
 
-        Whatever it raises ends the request, or has it tried again.
+        Without `may_wait` return False for what takes time, and is to be read on a thread. Whatever is raised ends the
+        request, or has it tried again.
         """
 
     # 3 and 6. Load.

@@ -172,6 +172,8 @@ class Worker:
         """The requests that ran when the capacities were counted last, and those that were being read."""
         self._num_capacity_turns = 0
         """For how many more turns these capacities hold if no request comes or goes."""
+        self._opened: list[tuple[Task, bool]] = []
+        """Claimed requests that are begun in this turn, and whether they are to be read before."""
         self._handing_off: set[Task] = set()
         """Requests whose hand-off is being settled."""
         self._tasks_in_flight: list[Task] = []
@@ -306,22 +308,25 @@ class Worker:
             task.role, task.leaving_for = role, role.hands_off_for
         return task
 
-    def _read_request(self, task: Task) -> None:
-        """Read what a claimed request asks for. Where that fails it has an outcome. Any thread may call this."""
-        task.outcome = self._try_for_request(task, task.role.read_request)
+    def _read_request(self, task: Task, *, may_wait: bool = True) -> bool:
+        """Read what a claimed request asks for. Where that fails it has an outcome. Any thread may call this.
 
-    def _try_for_request(self, task: Task, work: Callable[[Task], object]) -> Outcome | None:
-        """Do something for a request. Return how the request ends where that fails, else None."""
+        Return False for what takes time, unless this `may_wait`.
+        """
+        return self._try_for_request(task, partial(task.role.read_request, task, may_wait=may_wait))
+
+    def _try_for_request(self, task: Task, work: Callable[[], bool]) -> bool:
+        """Do something for a request, and return what it returns; True where it fails, and the task has its outcome."""
         try:
-            work(task)
+            return work()
         except RequestError as error:
-            return Outcome.of_error(error)
+            task.outcome = Outcome.of_error(error)
         except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
             if not is_failure(error):
                 raise
             log.exception("request %s", task.id)
-            return Outcome.of_error(to_request_error(error), is_final=False)
-        return None
+            task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
+        return True
 
     def free_capacity(self, klass: PriorityClass) -> int:
         """Return how many more requests of a class to take.
@@ -399,6 +404,7 @@ class Worker:
                     task.claim = claimed
                     with self._confine(task):
                         self._open_task(task, claimed)
+        self._read_opened()
 
     def _ask_for_claims(
         self, asked: Sequence[tuple[Task, UnclaimedMessage]]
@@ -442,6 +448,7 @@ class Worker:
             self.session.note_taken(stage, capacity if len(taken) == capacity else num_free)
             for claimed in taken:
                 self._begin_taken(claimed)
+        self._read_opened()
 
     def _begin_taken(self, claimed: TakenOver) -> None:
         """Read the message of a request that was taken over, and go on with it."""
@@ -469,9 +476,8 @@ class Worker:
         give_up_claim(self.record, claim, error, self._count_pieces(claim))
 
     def _open_task(self, task: Task, claim: Claim) -> None:
-        """Begin the work on a claimed request. A request that cannot be answered ends here.
-
-        It is read under its claim: what ends or stops a worker meanwhile has cost the request an attempt.
+        """Begin the work on a claimed request, which is read once all that were claimed with it are open: those that
+        are to run apart are released by then, and lose no attempt where one of the others ends the worker.
         """
         if not self._replace_older_task(task):
             return
@@ -488,13 +494,21 @@ class Worker:
             self.session.remove_claim(claim)
             return
         # What is over may be what ends workers, and is not read again, unless its log proves that it was read.
-        if task.outcome is None and (claim.num_tokens or not is_over):
-            if self._is_long(task.delivery) or may_have_grammar(task.delivery.value):
-                self.session.add_claim(claim)
-                self.reader.submit_opened(task)
-                return
-            self._read_request(task)
-        self._begin_request(task)
+        self._opened.append((task, task.outcome is None and (claim.num_tokens > 0 or not is_over)))
+
+    def _read_opened(self) -> None:
+        """Read requests under their claims, and begin them. What takes time is read on the thread."""
+        while self._opened:
+            task, is_to_be_read = self._opened.pop(0)
+            with self._confine(task):
+                if is_to_be_read:
+                    takes_time = self._is_long(task.delivery) or may_have_grammar(task.delivery.value)
+                    if takes_time or not self._read_request(task, may_wait=False):
+                        self.session.add_claim(task.claim)
+                        self.reader.submit_opened(task)
+                        continue
+                if self._replace_older_task(task):
+                    self._begin_request(task)
 
     def _resume_read_request(self, task: Task) -> None:
         """Go on with a claimed request that was read on the thread."""
@@ -528,10 +542,9 @@ class Worker:
         self.running[task.id] = task
         self.session.add_claim(claim)
         if task.outcome is None:
-            failed = self._try_for_request(task, lambda _: task.role.begin_request(task, self.load))
-            if failed is None and task.outcome is None:
+            self._try_for_request(task, partial(task.role.begin_request, task, self.load))
+            if task.outcome is None:
                 return
-            task.outcome = failed or task.outcome
         assert task.outcome is not None, "what is not begun has ended"
         self._end_with(task, task.outcome)
 
@@ -542,7 +555,8 @@ class Worker:
         kills it, the other would lose an attempt.
         """
         num_tries = 2 if is_suspect(claim) else MAX_ATTEMPTS_BEFORE_SUSPECT + 1
-        here = {task.claim for task in (*self.running.values(), *self._handing_off)} | self.reader.claims
+        opened = [task for task, _ in self._opened]
+        here = {task.claim for task in (*self.running.values(), *self._handing_off, *opened)} | self.reader.claims
         return claim.attempts > 1 and any(one.attempts_in_vain >= num_tries for one in here - {claim})
 
     def _record_queue_wait(self, task: Task) -> None:

@@ -53,10 +53,11 @@ class DecodeRole(ModelRole):
 
     # 6. Claim.
 
-    def read_request(self, task: Task) -> None:
-        """Compile the grammar of a job, if it has one."""
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Compile the grammar of a job, if it has one. Return True."""
         if (spec := _job_of(task).sampling.grammar) is not None:
             task.grammar = self.grammars.compile_grammar(spec)
+        return True
 
     def identify_request(self, delivery: Delivery) -> Task | None:
         """Return the request of a job; None where not even its id can be read.

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.config.settings import DEFAULT_CACHE_DIR
 from penstock.engine.chat_template import render_chat
 from penstock.engine.files import find_model, ignore_progress
-from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage
 
@@ -169,6 +169,7 @@ def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
             turns,
             question["variables"],
             generation_prompt=question["generation_prompt"],
+            is_in_child=True,
         )
     ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
     return {"token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids) if question["with_strs"] else None}
@@ -206,6 +207,11 @@ def main() -> None:
             )
         except InvalidRequest as error:
             _write_line({"error": {"status": 400, "message": str(error), "code": error.code}})
+        except BaseException as error:  # a bug, or a library's panic, is this text's
+            if not is_failure(error):
+                raise
+            message = f"tokenizing fails: {type(error).__name__}: {str(error)[:200]}"
+            _write_line({"error": {"status": 500, "message": message, "code": InternalError.code}})
 
 
 def _write_line(content: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
 from penstock.engine.sequence import Sequence
+from penstock.engine.template_process import TakesTime
 from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
@@ -132,13 +133,18 @@ class PrefillRole(ModelRole):
         task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
         return task
 
-    def read_request(self, task: Task) -> None:
-        """Tokenize the prompt, and check and compile the grammar."""
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Tokenize the prompt, and check and compile the grammar. Return False for a chat whose rendering takes time,
+        unless this `may_wait`.
+        """
         request = task.message
         assert isinstance(request, Request), "what cannot be decoded has ended"
         if request.klass not in (None, task.klass):
             raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
-        task.token_ids = self.prompt_reader.tokenize_prompt(request)
+        try:
+            task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait)
+        except TakesTime:
+            return False
         if (grammar := request.sampling.grammar) is not None:
             start = self.prompt_reader.find_answer_start(task.token_ids) if grammar.kind == "tools" else ""
             checked = self.grammars.check_grammar(begin_in_answer(grammar, start))
@@ -146,6 +152,7 @@ class PrefillRole(ModelRole):
             sampling = request.sampling.model_copy(update={"grammar": checked})
             task.message = request.model_copy(update={"sampling": sampling})
         task.read_s = now_s()
+        return True
 
     # 3. Compute.
 

@@ -20,8 +20,11 @@ class PromptTokenizer:
         self._model, self._name = model, served_name or model.name
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
 
-    def tokenize_prompt(self, request: Request) -> list[int]:
-        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
+    def tokenize_prompt(self, request: Request, *, may_wait: bool = True) -> list[int]:
+        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`.
+
+        Without `may_wait` a chat whose rendering takes time raises `TakesTime`.
+        """
         if request.model not in (None, self._name, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
         if request.token_ids is not None:
@@ -31,7 +34,11 @@ class PromptTokenizer:
         else:
             # The template writes its special tokens itself.
             text = render_chat(
-                self._model.tokenizer, self._name, request.messages or (), request.chat_template_kwargs or {}
+                self._model.tokenizer,
+                self._name,
+                request.messages or (),
+                request.chat_template_kwargs or {},
+                may_wait=may_wait,
             )
             token_ids = self._encode_text(text, request.sampling.min_new_tokens, special=False)
         if not token_ids:
