@@ -48,6 +48,10 @@ PLACES: list[tuple[type | str, str, str, tuple[Kind, ...]]] = [
 ]
 
 
+class PanicException(BaseException):
+    """As a library in Rust raises it, by this name: no `Exception`."""
+
+
 class Failure:
     """A method that fails for the request `bad` while it is armed."""
 
@@ -59,7 +63,7 @@ class Failure:
         def fail_for_one(*args: Any, **kwargs: Any) -> Any:
             is_bad = any("bad" in (getattr(one, "id", ""), getattr(one, "key", "")) for one in args)
             if self.is_armed and (is_bad or method == "record_end"):
-                raise ValueError(WORDS)
+                raise PanicException(WORDS)
             return original(*args, **kwargs)
 
         patch.setattr(target, method, fail_for_one)
