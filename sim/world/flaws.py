@@ -167,11 +167,12 @@ FLAWS = (
     ),
     Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
-        "self.record.release_all(\n            [*((one.claim", "list(\n            [*((one.claim",
+        "self.record.release_all([*((one.claim", "list([*((one.claim",
     ),
     Flaw(
         "a message being read is forgotten by a worker that leaves", f"{WORKER}/message_reader.py",
-        "claims = [reading.claim for reading in self._open if reading.claim is not None]", "claims = []",
+        "claims = [(reading.claim, reading.delivery.is_held) for reading in self._open if reading.claim is not None]",
+        "claims = []",
     ),
     Flaw(
         "a settler whose thread died is not noticed", f"{WORKER}/settler.py",

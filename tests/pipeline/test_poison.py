@@ -55,7 +55,7 @@ class PanickingTokenizer:
         self._real, self._panicking = tokenizer, AutoTokenizer.from_pretrained(folder)
         self.chat_template = TEMPLATE
 
-    def get_chat_template(self) -> str:
+    def get_chat_template(self, *_: object) -> str:
         return self.chat_template
 
     def __call__(self, text: str, **how: Any) -> Any:

@@ -4,15 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engine.template_process import (
-    BASE_S,
-    COMPILE_S,
-    S_PER_BYTE,
-    OverBudget,
-    TakesTime,
-    limit_rendering,
-    shared_process,
-)
+from penstock.engine.template_process import COMPILE_S, render_within_limits, shared_process
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError
 from penstock.messages import ChatMessage
 
@@ -42,14 +34,8 @@ def render_chat(
     if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
         raise InvalidRequest(f"chat_template_kwargs: the chat template of {model!r} has no {unknown[0]!r}")
     described = [turn.describe() for turn in turns]
-    found = _render(
-        tokenizer,
-        described,
-        variables,
-        generation_prompt=generation_prompt,
-        is_in_child=is_in_child,
-        may_wait=may_wait,
-    )
+    how = {"generation_prompt": generation_prompt, "is_in_child": is_in_child, "may_wait": may_wait}
+    found = _render(tokenizer, described, variables, **how)
     if "over" in found:
         raise InvalidRequest(f"the chat template of {model!r} takes too much for these messages: {found['over']}")
     if "refused" in found:
@@ -68,24 +54,20 @@ def _render(
 ) -> dict[str, str]:
     """Return what came of a rendering, as `TemplateProcess.render` does."""
     try:
-        if not is_in_child:
-            template = tokenizer.get_chat_template()
-            # As transformers gives it to a template.
-            messages = [{key: value for key, value in one.items() if value is not None} for one in described]
-            given = {"messages": messages, "add_generation_prompt": generation_prompt, **tokenizer.special_tokens_map}
-            return shared_process.render(template, given | dict(variables), may_wait=may_wait)
-        num_bytes = sum(len(str(one)) for one in (*described, variables))
-        with limit_rendering(COMPILE_S + BASE_S + S_PER_BYTE * num_bytes):
-            text = tokenizer.apply_chat_template(
-                described, tokenize=False, add_generation_prompt=generation_prompt, **variables
-            )
-        return {"text": str(text)}
-    except OverBudget as error:
-        return {"over": str(error)}
-    except (InternalError, TakesTime):
-        raise
-    except Exception as error:  # a template may raise anything about what it is given
+        template = tokenizer.get_chat_template(None, variables.get("tools"))
+    except ValueError as error:
         return {"refused": str(error)}
+    # As transformers gives it to a template.
+    messages = [{key: value for key, value in one.items() if value is not None} for one in described]
+    given = {
+        "messages": messages,
+        "add_generation_prompt": generation_prompt,
+        **tokenizer.special_tokens_map,
+        **variables,
+    }
+    if is_in_child:
+        return render_within_limits(template, given, len(str(given)), COMPILE_S)
+    return shared_process.render(template, given, may_wait=may_wait)
 
 
 def check_template(tokenizer: Any, where: str) -> None:

@@ -198,14 +198,16 @@ os.register_at_fork(after_in_child=shared_process.forget)
 # The child's side.
 
 
-def _answer(template: str, line: bytes, extra_s: float) -> dict[str, str]:
+def render_within_limits(
+    template: str, variables: Mapping[str, Any], num_bytes: int, extra_s: float = 0.0
+) -> dict[str, str]:
+    """Return what came of a rendering, as `TemplateProcess.render` does, in this process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    variables = json.loads(line)
-    messages = variables.pop("messages")
+    others = {name: value for name, value in variables.items() if name != "messages"}
     try:
-        with limit_rendering(extra_s + BASE_S + S_PER_BYTE * len(line)):
-            text = render_jinja_template([messages], chat_template=template, **variables)[0][0]
+        with limit_rendering(extra_s + BASE_S + S_PER_BYTE * num_bytes):
+            text = render_jinja_template([variables["messages"]], chat_template=template, **others)[0][0]
             if len(text) > MAX_TEXT_CHARS:
                 raise OverBudget(f"more than {MAX_TEXT_CHARS:,} characters")
         return {"text": text}
@@ -229,7 +231,7 @@ def main() -> None:
         if line.startswith(b'{"template": '):
             template, extra_s = json.loads(line)["template"], COMPILE_S
             continue
-        answer = _answer(template, line, extra_s)
+        answer = render_within_limits(template, json.loads(line), len(line), extra_s)
         extra_s = 0.0
         _write_line(answer)
         if "text" not in answer:

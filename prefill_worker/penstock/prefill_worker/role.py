@@ -115,18 +115,9 @@ class PrefillRole(ModelRole):
         if request_id is None:
             return None
         body = hashlib.sha256(delivery.value).hexdigest()
-        return self._set_context(
-            Task(
-                request_id,
-                delivery,
-                None,
-                get_operation(None),
-                body,
-                delivery.name,
-                outcome=outcome,
-                started_s=started_s,
-            )
-        )
+        unread, name = get_operation(None), delivery.name
+        task = Task(request_id, delivery, None, unread, body, name, outcome=outcome, started_s=started_s)
+        return self._set_context(task)
 
     def _set_context(self, task: Task) -> Task:
         delivery, whose = task.delivery, tracing.with_request(self.pipeline, task.id, Context())

@@ -33,13 +33,8 @@ class PromptTokenizer:
             token_ids = self._encode_text(request.prompt, request.sampling.min_new_tokens)
         else:
             # The template writes its special tokens itself.
-            text = render_chat(
-                self._model.tokenizer,
-                self._name,
-                request.messages or (),
-                request.chat_template_kwargs or {},
-                may_wait=may_wait,
-            )
+            tokenizer, variables = self._model.tokenizer, request.chat_template_kwargs or {}
+            text = render_chat(tokenizer, self._name, request.messages or (), variables, may_wait=may_wait)
             token_ids = self._encode_text(text, request.sampling.min_new_tokens, special=False)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
