@@ -9,6 +9,7 @@ this machine.
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,8 @@ async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> d
     except (TimeoutError, ValueError):
         line = b""
     if not line.endswith(b"\n"):
+        if process.stdout.at_eof() and await process.wait() == -signal.SIGXCPU:
+            raise InvalidRequest("the chat template takes more than its processor time for these messages")
         message = "the process that tokenizes gave no answer: try again, or with a shorter text"
         raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
     # A long text's tokens are megabytes of JSON.
