@@ -25,7 +25,7 @@ from penstock.engine.rates import PrefillRate
 from penstock.engine.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
-from penstock.errors import ModelError, SequenceFailed
+from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, TokenLogprob
 from penstock.names import CLASSES, PriorityClass
 
@@ -367,6 +367,11 @@ class VllmCore:
                     draws[request_id] = self._make_draw(self._sequences[request_id])
                 except SequenceFailed as failed:
                     step.failed.append(failed)
+                except BaseException as error:  # a bug, or a panic, of its grammar's is this sequence's
+                    if not is_failure(error):
+                        raise
+                    cause = ModelError(f"{type(error).__name__}: {error}")
+                    step.failed.append(SequenceFailed(self._sequences[request_id], cause))
         call_ranks = self._core.model_executor.collective_rpc
         call_ranks("penstock_begin_sampling", args=(draws,))
         outputs = self._execute(step.output)

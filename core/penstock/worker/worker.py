@@ -12,8 +12,8 @@ is decoded where it was read goes from 4 to 7, and has no 5 and 6. An endpoint w
 claim of a request in place of a job's:
 
     1, 6  claim     poll messages while there is capacity; those of a stage are claimed in one round trip: epoch+1 in
-                    Redis, a job is bound if nothing is, and the log of what was begun is read. What cannot be answered
-                    ends here, and goes on at 5 or 9
+                    Redis, a job is bound if nothing is, and the log of what was begun is read. Then each message is
+                    read. What cannot be answered ends here, and goes on at 5 or 9
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
                     several that it has guessed. Blocks that became full go to the KV store, some at once

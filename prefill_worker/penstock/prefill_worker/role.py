@@ -2,7 +2,8 @@
 
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
-    2  a message is read: decoded, validated, tokenized; a request that cannot be answered ends, and goes on at 5
+    2  a message is decoded, and read once it is claimed: its template, tokens and grammar; a request that cannot be
+       answered ends, and goes on at 5
     3  its prompt is computed
     4  token 0 is sampled
     5  the job reference is published for decode, at a later token too where the worker decodes. A prefill worker does
