@@ -367,11 +367,6 @@ class VllmCore:
                     draws[request_id] = self._make_draw(self._sequences[request_id])
                 except SequenceFailed as failed:
                     step.failed.append(failed)
-                except BaseException as error:  # a bug, or a panic, of its grammar's is this sequence's
-                    if not is_failure(error):
-                        raise
-                    cause = ModelError(f"{type(error).__name__}: {error}")
-                    step.failed.append(SequenceFailed(self._sequences[request_id], cause))
         call_ranks = self._core.model_executor.collective_rpc
         call_ranks("penstock_begin_sampling", args=(draws,))
         outputs = self._execute(step.output)
@@ -394,9 +389,16 @@ class VllmCore:
         self._rate.record_step(step.num_prompt_tokens, num_tokens, time.perf_counter() - step.begun_s)
 
     def _make_draw(self, seq: Sequence) -> SamplingParams:
-        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on."""
+        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on, or
+        fails.
+        """
         ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
-        return make_sampling_params(seq, compute_masks(seq), ends)[0]
+        try:
+            return make_sampling_params(seq, compute_masks(seq), ends)[0]
+        except BaseException as error:
+            if isinstance(error, SequenceFailed) or not is_failure(error):
+                raise
+            raise SequenceFailed(seq, ModelError(f"{type(error).__name__}: {error}")) from error
 
     @torch.inference_mode()
     def _execute(self, output: Any) -> list[Any]:
