@@ -112,6 +112,8 @@ POLL_S = 0.5
 
 POISON_ATTEMPTS = 12
 """After how many attempts a request is given up where some are poison: more than mishaps take from one that is not."""
+POISON_S = 1000.0
+"""How long those attempts may take, each ended by the watch, and the worker started again."""
 HANGING = 0.3
 """The share of poison whose reading never ends."""
 
@@ -313,7 +315,7 @@ class Scene:
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.ways.is_calm = True
-        is_over = self.world.run(self._is_all_answered, CALM_S)
+        is_over = self.world.run(self._is_all_answered, CALM_S + POISON_S * len(self.poison))
         if is_over:
             is_over = self.world.run(self._is_all_settled, CALM_S)
         if not is_over:
