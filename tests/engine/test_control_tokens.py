@@ -48,9 +48,11 @@ def test_no_text_at_any_place_becomes_a_token(family: str, kind: str, strips: bo
     assert not problems[:3]
 
 
-def read_chat(tokenizer: Any, *turns: dict[str, Any], **variables: Any) -> tuple[str, list[int]]:
+def read_chat(
+    tokenizer: Any, *turns: dict[str, Any], is_in_child: bool = False, **variables: Any
+) -> tuple[str, list[int]]:
     """Return the text of a chat and its tokens."""
-    chats = ChatTokenizer(tokenizer, "model", variables.pop("response_template", None))
+    chats = ChatTokenizer(tokenizer, "model", variables.pop("response_template", None), is_in_child=is_in_child)
     chat = chats.render_chat([ChatMessage.model_validate(turn) for turn in turns], variables)
     assert strip_marks(chat) == tokenizer.apply_chat_template(
         [*turns], tokenize=False, add_generation_prompt=True, **variables
@@ -154,12 +156,12 @@ def test_marks_stand_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, numbers = make_chat_tokenizer("chatml", "bytes"), count(0x20000)
     monkeypatch.setattr(secrets, "choice", lambda _: next(numbers))
     content = "\U00020000<|im_end|>\\ud840\\udc01"
-    text, token_ids = read_chat(tokenizer, {"role": "user", "content": content})
+    text, token_ids = read_chat(tokenizer, {"role": "user", "content": content}, is_in_child=True)
     assert tokenizer.decode(token_ids) == text
     assert next(numbers) == 0x20003, "the first stands in the text, the second as JSON of ASCII writes it"
     monkeypatch.setattr(secrets, "choice", lambda _: 0x20000)
     with pytest.raises(InvalidRequest, match="too many rare ideographs"):
-        read_chat(tokenizer, {"role": "user", "content": content})
+        read_chat(tokenizer, {"role": "user", "content": content}, is_in_child=True)
 
 
 def test_a_tokenizer_without_a_library_of_its_own_refuses_such_texts() -> None:

@@ -1,5 +1,6 @@
 """`/tokenize` and `/detokenize` for models that a heartbeat names, and `/version`."""
 
+import shutil
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, load_group
+from penstock.engine.files import DEMO_MODEL
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import CHAT
@@ -124,3 +126,19 @@ async def test_a_child_that_died_is_started_again(gateway: httpx.AsyncClient) ->
 @pytest.mark.proof
 async def test_the_version_is_that_of_the_package(gateway: httpx.AsyncClient) -> None:
     assert (await gateway.get("/version")).json() == {"version": version("penstock")}
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ 'x' * 2000000000 }}",
+     "{{ ('a' * 30000000) | wordwrap(1) | length }}"],
+)  # fmt: skip
+async def test_a_template_that_takes_too_much_is_the_requests_error(
+    gateway: httpx.AsyncClient, tmp_path: Path, template: str
+) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    gateway.__dict__["app"].state.gateway.models = Models(str(tmp_path))
+    answer = await gateway.post("/tokenize", json={"messages": TURNS})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert (await gateway.post("/tokenize", json={"prompt": TEXT})).status_code == 200

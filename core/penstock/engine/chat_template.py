@@ -20,28 +20,32 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from penstock.engine.marked_text import MarkedText, mark_values, render_marked, strip_marks
-from penstock.errors import InvalidRequest
+from penstock.engine.marked_text import MarkedText, strip_marks
+from penstock.engine.template_process import COMPILE_S, Template, render_within_limits, shared_process
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError
 from penstock.messages import ChatMessage
 
 RESERVED_VARIABLES = {"messages", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "padding"}
 """Names that a request cannot give to its chat template."""
-_GIVEN = "{{ [messages, tools, documents] | tojson }}"
-"""A template that tells what transformers gives to templates, which differs from what it is given by its version."""
 _SPACES = " \t\r\n▁"
 _UNKNOWN = "\U0001fffe \U000e0fff"
 """Characters that are none."""
 _BRACKETED = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-_RARE = range(0x20000, 0x2A6E0)
-"""Ideographs, of which a text has few: letters without cases, which Python prints as they are."""
 
 
 class ChatTokenizer:
     """Renders and tokenizes the chats of one model."""
 
-    def __init__(self, tokenizer: Any, model: str, response_template: Mapping[str, Any] | None = None) -> None:
-        """`model` is the name that callers know it by."""
-        self._tokenizer, self._model = tokenizer, model
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: str,
+        response_template: Mapping[str, Any] | None = None,
+        *,
+        is_in_child: bool = False,
+    ) -> None:
+        """`model` is the name that callers know it by. Chats are rendered in a child process, unless this is one."""
+        self._tokenizer, self._model, self._is_in_child = tokenizer, model, is_in_child
         self._control = _find_control_tokens(tokenizer, response_template)
         self._pattern = re.compile(_join_words(self._control) or "(?!)")
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -51,12 +55,18 @@ class ChatTokenizer:
         self._control_ids = frozenset(self._control.values()) - {tokenizer.unk_token_id, *unknown}
 
     def render_chat(
-        self, turns: Sequence[ChatMessage], variables: Mapping[str, Any], *, generation_prompt: bool = True
+        self,
+        turns: Sequence[ChatMessage],
+        variables: Mapping[str, Any],
+        *,
+        generation_prompt: bool = True,
+        may_wait: bool = True,
     ) -> MarkedText:
         """Return the text of a chat, which ends with the beginning of the model's turn if `generation_prompt`.
 
         `variables` are given to the template beside the turns. Raises `InvalidRequest` if there is no template, if it
-        does not have one of the variables, or if it refuses what it is given.
+        does not have one of the variables, if it refuses what it is given, or if it takes too much time or memory for
+        it. Without `may_wait` what takes time raises `TakesTime`.
         """
         tokenizer = self._tokenizer
         if not tokenizer.chat_template:
@@ -65,26 +75,15 @@ class ChatTokenizer:
         if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
             raise InvalidRequest(f"chat_template_kwargs: the chat template of {self._model!r} has no {unknown[0]!r}")
         described = [turn.describe() for turn in turns]
-        try:
-            given = tokenizer.apply_chat_template(described, tokenize=False, chat_template=_GIVEN, **variables)
-            source = tokenizer.get_chat_template(tools=variables.get("tools"))
-            mark = _draw_mark(source, given, json.dumps(variables, ensure_ascii=False))
-            messages, tools, documents = json.loads(given)
-            asked = {**variables, "tools": tools, "documents": documents}
-            marked = {name: mark_values(value, self._pattern, mark) for name, value in asked.items()}
-            marked["messages"] = [
-                {
-                    name: item if name == "role" else mark_values(item, self._pattern, mark)
-                    for name, item in turn.items()
-                }
-                for turn in messages
-            ]
-            text = render_marked(
-                source, {**tokenizer.special_tokens_map, "add_generation_prompt": generation_prompt, **marked}, mark
+        how = {"generation_prompt": generation_prompt, "is_in_child": self._is_in_child, "may_wait": may_wait}
+        found = _render(tokenizer, self._pattern.pattern, described, variables, **how)
+        if "over" in found:
+            raise InvalidRequest(
+                f"the chat template of {self._model!r} takes too much for these messages: {found['over']}"
             )
-        except Exception as error:  # a template may raise anything about what it is given
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
-        return MarkedText(str.replace(text, _escape(mark), mark), mark)
+        if "refused" in found:
+            raise InvalidRequest(f"the chat template refuses these messages: {found['refused']}")
+        return MarkedText(found["text"], found["mark"])
 
     def tokenize_chat(self, chat: MarkedText, *, special: bool = False) -> list[int]:
         """Return the token ids of a rendered chat, with the tokens that begin each text if `special`.
@@ -234,16 +233,39 @@ def _list_words(template: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", template))
 
 
-def _draw_mark(*texts: str) -> str:
-    """Return a character that stands in none of the texts, by itself or as JSON writes it. Raises `InvalidRequest`."""
-    for _ in range(64):
-        mark = chr(secrets.choice(_RARE))
-        half = _escape(mark)[-5:]  # behind as many backslashes as there are
-        if not any(mark in text or half in text.lower() for text in texts):
-            return mark
-    raise InvalidRequest("the messages have too many rare ideographs")
+def _render(
+    tokenizer: Any,
+    pattern: str,
+    described: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    generation_prompt: bool = True,
+    is_in_child: bool = False,
+    may_wait: bool = True,
+) -> dict[str, str]:
+    """Return what came of a rendering, as `TemplateProcess.render` does. `pattern` finds control tokens."""
+    try:
+        template = Template(tokenizer.get_chat_template(None, variables.get("tools")), pattern)
+    except ValueError as error:
+        return {"refused": str(error)}
+    chat = {
+        # As transformers gives them to a template.
+        "messages": [{key: value for key, value in one.items() if value is not None} for one in described],
+        "variables": variables,
+        "own": {**tokenizer.special_tokens_map, "add_generation_prompt": generation_prompt},
+    }
+    if is_in_child:
+        return render_within_limits(template, json.dumps(chat).encode(), COMPILE_S)
+    return shared_process.render(template, chat, may_wait=may_wait)
 
 
-def _escape(mark: str) -> str:
-    """Return a mark as JSON of ASCII writes it."""
-    return json.dumps(mark)[1:-1]
+def check_template(tokenizer: Any, where: str) -> None:
+    """Raise `ModelLoadError` for a chat template that exceeds its limits with one short message."""
+    if not tokenizer.chat_template:
+        return
+    try:
+        told = _render(tokenizer, "(?!)", [{"role": "user", "content": "Hello"}], {}).get("over")
+    except InternalError as error:
+        told = str(error)
+    if told:
+        raise ModelLoadError(f"the chat template in {where} takes too much for one short message: {told}")

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoTokenizer
 from penstock.config.settings import EngineSettings
 from penstock.cores import list_usable_cores
 from penstock.engine.accelerate import accelerate_model, can_pack
+from penstock.engine.chat_template import check_template
 from penstock.engine.device import describe_device
 from penstock.engine.dtype import PARTLY_NATIVE, choose_dtype
 from penstock.engine.engine import Engine
@@ -55,6 +56,7 @@ from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpa
 from penstock.engine.response_template import find_response_template
 from penstock.engine.scheduler import MAX_STEP_S
 from penstock.engine.storage import BlockLayout
+from penstock.engine.template_process import shared_process
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
 
@@ -477,7 +479,9 @@ def as_load_errors(name: str) -> Iterator[None]:
         raise  # the first says which model, which was loaded; the second is not about the model
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ModelLoadError(
             f"cannot load model {name!r}: {type(error).__name__}: {to_one_line(error, 400)}"
         ) from error
@@ -485,6 +489,7 @@ def as_load_errors(name: str) -> Iterator[None]:
 
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in a directory. Raises `ModelLoadError` where there is none that can be used."""
+    shared_process.start()  # to be ready when the chat template is tried
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except BaseException as error:
@@ -495,6 +500,7 @@ def load_tokenizer(directory: Path) -> Any:
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):
         raise ModelLoadError(f"no usable tokenizer in {directory}: its vocabulary is empty")
+    check_template(tokenizer, str(directory))
     return tokenizer
 
 

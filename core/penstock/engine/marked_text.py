@@ -6,14 +6,20 @@ found in the rendered text, and each that the template writes is. Without its ma
 where there are none.
 """
 
+import json
 import re
+import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
+_GIVEN = "{{ [messages, tools, documents] | tojson }}"
+"""A template that tells what transformers gives to templates, which differs from what it is given by its version."""
+_RARE = range(0x20000, 0x2A6E0)
+"""Ideographs, of which a text has few: letters without cases, which Python prints as they are."""
 _MARK: ContextVar[str] = ContextVar("mark", default="")
 """The mark of the rendering that is under way."""
 
@@ -168,14 +174,48 @@ def mark_values(value: Any, pattern: "re.Pattern[str]", mark: str) -> Any:
     return value
 
 
-def render_marked(source: str, variables: dict[str, Any], mark: str) -> MarkedText:
-    """Return what a template writes of variables with marks. Raises whatever the template does."""
+def render_marked(source: str, pattern: "re.Pattern[str]", chat: Mapping[str, Any]) -> MarkedText:
+    """Return what a template writes of a chat, with marks in all texts of `messages` and `variables` but the roles.
+
+    `own` are the variables that no caller gives. Raises whatever the template does.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    variables, own = chat["variables"], chat["own"]
+    given = render_jinja_template([chat["messages"]], chat_template=_GIVEN, **{**own, **variables})[0][0]
+    mark = _draw_mark(source, given, json.dumps([variables, own], ensure_ascii=False))
+    messages, tools, documents = json.loads(given)
+    asked = {**variables, "tools": tools, "documents": documents}
+    marked = {name: mark_values(value, pattern, mark) for name, value in asked.items()}
+    marked["messages"] = [
+        {name: item if name == "role" else mark_values(item, pattern, mark) for name, item in turn.items()}
+        for turn in messages
+    ]
     token = _MARK.set(mark)
     try:
-        text = str.__str__(_compile_template(source).render(variables))
+        text = str.__str__(_compile_template(source).render({**own, **marked}))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(str.replace(str(error), mark, "")) from None
     finally:
         _MARK.reset(token)
-    return MarkedText(text, mark)
+    return MarkedText(text.replace(_escape(mark), mark), mark)
+
+
+def _draw_mark(*texts: str) -> str:
+    """Return a character that stands in none of the texts, by itself or as JSON writes it."""
+    for _ in range(64):
+        mark = chr(secrets.choice(_RARE))
+        half = _escape(mark)[-5:]  # behind as many backslashes as there are
+        if not any(mark in text or half in text.lower() for text in texts):
+            return mark
+    raise ValueError("they have too many rare ideographs")
+
+
+def _escape(mark: str) -> str:
+    """Return a mark as JSON of ASCII writes it."""
+    return json.dumps(mark)[1:-1]
 
 
 @lru_cache(maxsize=8)

@@ -32,7 +32,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence import Sequence
 from penstock.engine.trial import compute_tokens, draw_tokens, make_trial_sequence
-from penstock.errors import EngineCheckFailed
+from penstock.errors import EngineCheckFailed, is_failure
 
 NUM_TOKENS = 25
 """Tokens of the sequence that is compared: the last one is an answer's."""
@@ -77,7 +77,9 @@ def as_check_failures(model: LoadedModel) -> Iterator[None]:
         raise
     except Unsupported as error:
         raise EngineCheckFailed(f"{describe_model(model)} cannot be served: {error}") from error
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         text = " ".join(str(error).split())[:300]
         raise EngineCheckFailed(
             f"{describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"

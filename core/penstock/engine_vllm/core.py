@@ -25,7 +25,7 @@ from penstock.engine.rates import PrefillRate
 from penstock.engine.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
-from penstock.errors import ModelError, SequenceFailed
+from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, TokenLogprob
 from penstock.names import CLASSES, PriorityClass
 
@@ -389,9 +389,16 @@ class VllmCore:
         self._rate.record_step(step.num_prompt_tokens, num_tokens, time.perf_counter() - step.begun_s)
 
     def _make_draw(self, seq: Sequence) -> SamplingParams:
-        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on."""
+        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on, or
+        fails.
+        """
         ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
-        return make_sampling_params(seq, compute_masks(seq), ends)[0]
+        try:
+            return make_sampling_params(seq, compute_masks(seq), ends)[0]
+        except BaseException as error:
+            if isinstance(error, SequenceFailed) or not is_failure(error):
+                raise
+            raise SequenceFailed(seq, ModelError(f"{type(error).__name__}: {error}")) from error
 
     @torch.inference_mode()
     def _execute(self, output: Any) -> list[Any]:

@@ -9,6 +9,7 @@ this machine.
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from penstock.config.settings import DEFAULT_CACHE_DIR
 from penstock.engine.chat_template import ChatTokenizer
 from penstock.engine.files import find_model, ignore_progress
-from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage
 
@@ -130,6 +131,8 @@ async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> d
     except (TimeoutError, ValueError):
         line = b""
     if not line.endswith(b"\n"):
+        if process.stdout.at_eof() and await process.wait() == -signal.SIGXCPU:
+            raise InvalidRequest("the chat template takes more than its processor time for these messages")
         message = "the process that tokenizes gave no answer: try again, or with a shorter text"
         raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
     # A long text's tokens are megabytes of JSON.
@@ -161,7 +164,7 @@ def _load_tokenizer(name: str) -> Any:
 
 @lru_cache(maxsize=_MAX_LOADED)
 def _open_chats(tokenizer: Any, model: str, response_template: str) -> ChatTokenizer:
-    return ChatTokenizer(tokenizer, model, json.loads(response_template))
+    return ChatTokenizer(tokenizer, model, json.loads(response_template), is_in_child=True)
 
 
 def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -213,6 +216,11 @@ def main() -> None:
             )
         except InvalidRequest as error:
             _write_line({"error": {"status": 400, "message": str(error), "code": error.code}})
+        except BaseException as error:  # a bug, or a library's panic, is this text's
+            if not is_failure(error):
+                raise
+            message = f"tokenizing fails: {type(error).__name__}: {str(error)[:200]}"
+            _write_line({"error": {"status": 500, "message": message, "code": InternalError.code}})
 
 
 def _write_line(content: dict[str, Any]) -> None:

@@ -22,8 +22,12 @@ class PromptTokenizer:
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
         self._chats = ChatTokenizer(model.tokenizer, self._name, model.response_template)
 
-    def tokenize_prompt(self, request: Request) -> list[int]:
-        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
+    def tokenize_prompt(self, request: Request, *, may_wait: bool = True, is_raw: bool = False) -> list[int]:
+        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`.
+
+        Without `may_wait` a chat whose rendering takes time raises `TakesTime`. Control tokens in texts of a chat are
+        read as such if it `is_raw`, as older versions did.
+        """
         if request.model not in (None, self._name, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
         if request.token_ids is not None:
@@ -33,20 +37,17 @@ class PromptTokenizer:
             token_ids = self._chats.tokenize_text(request.prompt, special=True)
         else:
             # The template writes its special tokens itself.
-            chat = self._chats.render_chat(request.messages or (), request.chat_template_kwargs or {})
+            chat = self._chats.render_chat(
+                request.messages or (), request.chat_template_kwargs or {}, may_wait=may_wait
+            )
             self._refuse_long_text(chat, request.sampling.min_new_tokens)
-            token_ids = self._chats.tokenize_chat(chat)
+            token_ids = self._chats.tokenize_text(strip_marks(chat)) if is_raw else self._chats.tokenize_chat(chat)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         context, max_tokens = self._model.context_length, request.sampling.min_new_tokens
         if len(token_ids) + max_tokens > context:
             raise PromptTooLong(context_exceeded(context, len(token_ids), max_tokens))
         return token_ids
-
-    def tokenize_raw(self, request: Request) -> list[int]:
-        """Return the token ids of a chat as older versions did, which read control tokens in texts of users as such."""
-        chat = self._chats.render_chat(request.messages or (), request.chat_template_kwargs or {})
-        return self._chats.tokenize_text(strip_marks(chat))
 
     def _check_token_ids(self, request: Request) -> list[int]:
         token_ids = list(request.token_ids or ())
