@@ -15,6 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from penstock.engine import hooks
+from penstock.engine.choice import FirstOfEqual
 from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
@@ -161,9 +162,10 @@ def generate_with_transformers(model: LoadedModel, prompts: list[list[int]], num
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        output = model.module.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
-        )
+        with FirstOfEqual():
+            output = model.module.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
+            )
         answers.append(output[0, len(prompt) :].tolist())
     model.module.set_attn_implementation(hooks.ATTENTION_NAME)
     return answers

@@ -30,7 +30,7 @@ MEANT_TO_WORK = (
     "stablelm", "gemma3n_text", "bert", "lfm2", "granitemoehybrid", "bloom", "deepseek_v32", "git", "nemotron_h",
     "mellum",
 )  # fmt: skip
-MEANT_TO_BE_REFUSED = ("mamba", "bart", "deepseek_v4", "xlnet", "doge")
+MEANT_TO_BE_REFUSED = ("mamba", "bart", "deepseek_v4", "xlnet")
 
 
 CHECKPOINTS = (

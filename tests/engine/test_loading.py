@@ -63,7 +63,9 @@ def test_weights_that_are_no_numbers_are_found_before_anything_is_served(copy: P
     tensors = load_file(copy / WEIGHTS)
     tensors[f"model.{name}.weight"].view(-1)[::7] = value
     save_file(tensors, copy / WEIGHTS, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"gives other logits on this engine|not finite"):
+    with pytest.raises(
+        ModelLoadError, match=rf"model.{name}.weight in {WEIGHTS} has values that are no finite numbers"
+    ):
         open_model(EngineSettings(model=str(copy), pool_mb=1))
 
 
@@ -198,8 +200,20 @@ def test_weights_replaced_while_they_are_read(copy: Path) -> None:
         ({"hidden_size": 0}, "by config.json|describes no model"),
         ({"num_key_value_heads": 0}, "describes no model that can be built"),
         ({"hidden_act": "nothing"}, "describes no model that can be built"),
-        ({"vocab_size": 2**40}, r"not enough memory on cpu: the weights take [\d,]{9,} MiB"),
+        ({"vocab_size": 2**40}, r"embed_tokens.weight is \[\d+, 32\] in the weights, and \[1099511627776, 32\]"),
         ({"model_type": "qwen3"}, "the weights lack 4 tensors"),
+        ({"num_hidden_layers": 10**6}, "says num_hidden_layers 1,000,000, and no model has more than 16,384"),
+        ({"num_hidden_layers": 16000}, "more than 1,084 tensors, and the weights have far fewer"),
+        ({"num_attention_heads": 10**12}, "says num_attention_heads 1,000,000,000,000, and no model has more"),
+        ({"num_labels": 10**9}, "says num_labels 1,000,000,000, and no model has more"),
+        ({"text_config": {"num_experts": 10**7}}, "says num_experts 10,000,000, and no model has more"),
+        ({"max_position_embeddings": 2**62}, "is the context of no model"),
+        ({"model_type": "mixtral", "num_local_experts": 16000}, "config.json describes|in the weights"),
+        ({"model_type": "gptj", "max_position_embeddings": 2**24}, "the tables that config.json asks for take"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is of BertForMaskedLM, which generates no"),
+        ({"model_type": "roberta", "architectures": None}, "it is an encoder"),
+        ({"model_type": "its_own", "auto_map": {"AutoConfig": "x.Y"}}, "is code of its authors .*which is never run"),
+        ('{"model_type": "llama", "a": ' + "[" * 200_000, "is not JSON"),
         ({"model_type": "clip"}, "no causal language model of type 'clip'"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": None}, "has no model_type"),
@@ -255,6 +269,24 @@ def test_no_tokenizer(copy: Path, model_type: str) -> None:
         (copy / name).unlink()
     _configure(copy, model_type=model_type)
     _refused(copy, "no usable tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "JSONDecodeError"),
+        ("tokenizer.json", "{}", "has no `model`, so it is none"),
+        ("tokenizer.json", '[{"added_tokens": []}]', "has no `model`, so it is none"),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}',
+            "code of",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_none(copy: Path, name: str, content: str, message: str) -> None:
+    (copy / name).write_text(content)
+    _refused(copy, f"no usable tokenizer in .*{message}.*: use the tokenizer.json that was published")
 
 
 def test_a_tokenizer_at_which_its_library_panics(copy: Path) -> None:
