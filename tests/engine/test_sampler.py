@@ -81,7 +81,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
         {"top_p": 5e-324}, {"top_p": 1e-39}, {"min_p": 1.0}, {"presence_penalty": 5e-324, "temperature": 1e-39},
     ],
 )  # fmt: skip
-def test_the_least_values_still_tell_tokens_apart(given: dict[str, float]) -> None:
+def test_the_least_values_still_tell_tokens_apart(given: dict[str, Any]) -> None:
     """In float32 some are 0 or have no reciprocal. Both tokens have occurred, and the likelier one is drawn."""
     logits = torch.tensor([[-1.0, 30.0, 31.0, 2.0]])
     draws = [SamplingParams(Sampling(**given), 3, 0, TokenCounts([1, 2]))]

@@ -119,9 +119,13 @@ def _hash_program() -> str:
 
 
 def _make_tokens(model: LoadedModel) -> list[int]:
-    """Return the tokens of the sequence that is compared."""
-    windows = [size + NUM_TOKENS for size in find_windows(model.config).values() if size <= MAX_READ_AT_LOAD]
-    return draw_tokens(model.vocab_size, max(2, min(max([NUM_TOKENS, *windows]), model.context_length)), 20)
+    return draw_proof_tokens(model.config, model.vocab_size, model.context_length)
+
+
+def draw_proof_tokens(config: Any, vocab_size: int, context_length: int) -> list[int]:
+    """Return the tokens of the sequence that is compared: more than fit in a window that is short."""
+    windows = [size + NUM_TOKENS for size in find_windows(config).values() if size <= MAX_READ_AT_LOAD]
+    return draw_tokens(vocab_size, max(2, min(max([NUM_TOKENS, *windows]), context_length)), 20)
 
 
 @torch.inference_mode()

@@ -69,7 +69,7 @@ class MappedWeights:
         """Return which stored tensor has values that are no finite numbers, and its file; empty where none has."""
         for name, (part, file_name) in self._stored.items():
             view: Tensor = part[...]
-            pieces = view.flatten().split(_DROP_INTERVAL_BYTES) if view.is_floating_point() else ()
+            pieces = torch.split(view.flatten(), _DROP_INTERVAL_BYTES) if view.is_floating_point() else ()
             if not all(bool(piece.float().isfinite().all()) for piece in pieces):
                 return f"{name} in {file_name}"
         return ""
