@@ -132,6 +132,20 @@ must be within the file.
 """
 """The page's section about quantised weights."""
 
+FILES = """\
+## Files
+
+A model's files may come from anywhere. No code in them is run: only safetensors and GGUF are read, never pickles, and
+neither `auto_map` nor an attention implementation of the hub. A damaged or hostile file is refused by a line that says
+what is wrong and what would work, in less than 10 seconds and 500 MB beyond the import. Before transformers makes
+anything of `config.json`, its numbers of layers, heads, experts, labels and the like are compared with 16,384. While
+the model is built without memory, its tensors are compared with those of the weights, and then the values and tables
+that they take. A tensor of a GGUF file must be within the file and outside of the other tensors, and an index names
+files of its own directory. Weights that are no finite numbers are named with their file. Encoders (BERT) and
+classifiers are refused.
+"""
+"""The page's section about files that are damaged, or made to do harm."""
+
 MIXTURES = """\
 ## Mixtures of experts
 
@@ -400,6 +414,7 @@ where it was read. One with * was rebuilt from the model's report and transforme
 {make_rows(checkpoints)}
 {CONTEXT}
 {QUANTISED}
+{FILES}
 {MIXTURES}
 {STATES}
 {ALONE}

@@ -65,6 +65,15 @@ def save_model(directory: Path, config: Any) -> Path:
     return directory
 
 
+def make_small_model(directory: Path) -> Path:
+    """Write a random model of two layers, with the demo model's tokenizer."""
+    config: Any = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+        vocab_size=1024, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return save_model(directory, config)
+
+
 def copy_tokenizer(directory: Path) -> None:
     """Copy the demo model's tokenizer into a directory."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

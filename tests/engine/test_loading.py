@@ -23,7 +23,9 @@ from penstock.errors import InternalError, InvalidRequest, ModelLoadError, Promp
 from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S
+from tests.draws import draw_cases
 from tests.engine.helpers import sequence
+from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
 
 WEIGHTS = "model.safetensors"
 
@@ -67,6 +69,12 @@ def test_weights_that_are_no_numbers_are_found_before_anything_is_served(copy: P
         ModelLoadError, match=rf"model.{name}.weight in {WEIGHTS} has values that are no finite numbers"
     ):
         open_model(EngineSettings(model=str(copy), pool_mb=1))
+
+
+def test_a_configuration_that_makes_no_numbers_of_good_weights_is_named(copy: Path) -> None:
+    _configure(copy, rms_norm_eps=-1.0)
+    with pytest.raises(ModelLoadError, match=r"though its weights are: a number in config\.json is wrong"):
+        open_model(EngineSettings(model=str(copy), pool_mb=1, dtype="float32"))
 
 
 # Memory and progress
@@ -164,11 +172,13 @@ def test_weights_in_two_files(copy: Path) -> None:
         '{"weight_map": []}',
         '{"weight_map": {"x": 1}}',
         '{"weight_map": {"x": "none.safetensors"}}',
+        '{"weight_map": {"x": "../model/model.safetensors"}}',
+        '{"weight_map": {"x": "/etc/passwd"}}',
     ],
 )
 def test_an_index_that_is_none(copy: Path, content: str) -> None:
     (copy / "model.safetensors.index.json").write_text(content)
-    _refused(copy, "is not a weight index|which is not there")
+    _refused(copy, "is not a weight index|which is not there|which is not in the model's directory")
 
 
 def test_weights_replaced_while_they_are_read(copy: Path) -> None:
@@ -214,6 +224,7 @@ def test_weights_replaced_while_they_are_read(copy: Path) -> None:
         ({"model_type": "roberta", "architectures": None}, "it is an encoder"),
         ({"model_type": "its_own", "auto_map": {"AutoConfig": "x.Y"}}, "is code of its authors .*which is never run"),
         ('{"model_type": "llama", "a": ' + "[" * 200_000, "is not JSON"),
+        ({"attn_implementation": "someone/else"}, "attn_implementation 'someone/else', which is code of the hub"),
         ({"model_type": "clip"}, "no causal language model of type 'clip'"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": None}, "has no model_type"),
@@ -343,6 +354,22 @@ def test_what_is_available(tmp_path: Path, files: dict[str, str], available: int
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert (count_available_bytes(tmp_path), count_total_bytes(tmp_path)) == (available, total)
+
+
+# Files that nobody should trust
+
+
+def _list_cases(model: Path) -> list[str]:
+    return draw_cases(list_hostile_files(model), 12)
+
+
+@pytest.mark.parametrize("name", _list_cases(Path()))
+def test_a_hostile_file_takes_little_and_is_refused_in_words(name: str, tiny_dir: Path, tmp_path: Path) -> None:
+    found = judge_hostile_file(list_hostile_files(tiny_dir)[name], tmp_path)
+    assert found["mib"] < MAX_MIB
+    if found["outcome"] == REFUSED:
+        assert found["words"].startswith("cannot load model ")
+    assert found["outcome"] in (LOADED, REFUSED)
 
 
 # The command line

@@ -144,7 +144,7 @@ def _check_config(directory: Path) -> None:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelLoadError(f"{path} has no model_type")
-    _check_counts(path, config)
+    _check_values(path, config)
     names = config.get("architectures")
     if isinstance(names, list) and names and all(map(_OTHER_TASKS.search, map(str, names))):
         raise ModelLoadError(
@@ -164,12 +164,16 @@ def _check_config(directory: Path) -> None:
         )
 
 
-def _check_counts(path: Path, values: Any) -> None:
-    """Raise `ModelLoadError` for a number of layers, heads or the like that no model has, at any depth."""
+def _check_values(path: Path, values: Any) -> None:
+    """Raise `ModelLoadError` for a number of layers, heads or the like that no model has, and for the name of code."""
     for name, value in values.items() if isinstance(values, dict) else enumerate(values):
         if isinstance(value, dict | list):
             if name != "label2id":  # a classifier's classes have any name
-                _check_counts(path, value)
+                _check_values(path, value)
+        elif str(name).endswith("_implementation") and "/" in str(value):
+            raise ModelLoadError(
+                f"{path} says {name} {value!r}, which is code of the hub, and is never run: take it out"
+            )
         elif isinstance(value, int) and not -_MAX_COUNT <= value <= _MAX_COUNT and _is_count(str(name)):
             raise ModelLoadError(
                 f"{path} says {name} {value:,}, and no model has more than {_MAX_COUNT:,}: use the config.json that "
@@ -197,7 +201,9 @@ def find_weight_files(directory: Path) -> list[Path]:
         raise ModelLoadError(f"{index} is not a weight index: {to_one_line(error)}") from error
     if not files:
         raise ModelLoadError(f"{index} names no file")
-    for file in files:
+    for name, file in zip(names, files, strict=True):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ModelLoadError(f"{index} names {name}, which is not in the model's directory")
         if not file.is_file():
             raise ModelLoadError(f"{index} names {file.name}, which is not there")
     return files

@@ -57,8 +57,11 @@ def prove_model(model: LoadedModel, settings: EngineSettings, report: Progress =
         if where := model.weights.find_not_finite():
             raise ModelLoadError(f"{where} has values that are no finite numbers: the file is damaged, get it anew")
         raise ModelLoadError(
-            f"its logits are no finite numbers in {model.dtype}, though its weights are: set "
-            "PENSTOCK_ENGINE_DTYPE=float32"
+            f"its logits are no finite numbers in {model.dtype}, though its weights are: "
+            "set PENSTOCK_ENGINE_DTYPE=float32"
+            if model.dtype != torch.float32
+            else "its logits are no finite numbers, though its weights are: a number in config.json is wrong, such as "
+            "one of its rope or the epsilon of its norms"
         )
     report("checking the engine", 0.2)
     model = accelerate_model(model, settings.weights)
