@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ MAX_MIB = 500
 MAX_CPU_S = 60
 """Processor time of a load; those that end at all take three seconds."""
 REFUSED, LOADED = "refused", "loaded"
-COUNTS = (
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_labels", "num_experts", "num_local_experts",
-    "n_routed_experts", "num_nextn_predict_layers", "max_window_layers", "num_kv_shared_layers", "num_stack_layers",
-)  # fmt: skip
-SIZES = ("hidden_size", "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings", "sliding_window")
+FIELDS = {
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_labels", "hidden_size",
+                     "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings"), "llama"),
+    "num_local_experts": "mixtral", "num_experts": "qwen3_moe", "moe_intermediate_size": "qwen3_moe",
+    "n_routed_experts": "deepseek_v3", "num_nextn_predict_layers": "deepseek_v3", "max_window_layers": "qwen2",
+    "num_kv_shared_layers": "gemma3n_text", "sliding_window": "mistral", "rotary_dim": "gptj", "n_positions": "gptj",
+    "index_topk": "deepseek_v32", "attention_chunk_size": "llama4_text", "mamba_n_heads": "bamba",
+}  # fmt: skip
+"""By a field of config.json: a type of model that reads it."""
 VALUES: tuple[Any, ...] = (0, -1, 10**6, 2**31, 10**12, 2**62, 1e300, "64", [7], {"a": 7}, True)
 TOKENIZERS: dict[str, Any] = {
     "empty": {}, "a list": [], "a number": 5, "no model": {"model": None}, "a list as model": {"model": []},
@@ -50,16 +55,16 @@ def list_hostile_files(model: Path) -> dict[str, Damage]:
     `model` is a directory with a small good model.
     """
     cases: dict[str, Damage] = {}
-    for name in (*COUNTS, *SIZES):
+    for name, kind in FIELDS.items():
         for value in VALUES:
-            cases[f"config {name}={value}"] = lambda at, name=name, value=value: _change_config(model, at, name, value)
+            cases[f"config {name}={value}"] = partial(_change_config, model, {"model_type": kind, name: value})
     for name, change in TOKENIZERS.items():
-        cases[f"tokenizer {name}"] = lambda at, change=change: _change_tokenizer(model, at, change)
+        cases[f"tokenizer {name}"] = partial(_change_tokenizer, model, change)
     for seed in range(30):
-        cases[f"safetensors {seed}"] = lambda at, seed=seed: _damage_weights(model, at, seed)
-        cases[f"gguf {seed}"] = lambda at, seed=seed: _damage_gguf(at, seed)
+        cases[f"safetensors {seed}"] = partial(_damage_weights, model, seed)
+        cases[f"gguf {seed}"] = partial(_damage_gguf, seed)
     for number in range(6):
-        cases[f"gguf tensor {number} elsewhere"] = lambda at, number=number: _move_tensor(at, number)
+        cases[f"gguf tensor {number} elsewhere"] = partial(_move_tensor, number)
     return cases
 
 
@@ -67,13 +72,13 @@ def _copy(model: Path, at: Path) -> Path:
     return Path(shutil.copytree(model, at / "model"))
 
 
-def _change_config(model: Path, at: Path, name: str, value: Any) -> Path:
+def _change_config(model: Path, changed: dict[str, Any], at: Path) -> Path:
     path = _copy(model, at) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     return path.parent
 
 
-def _change_tokenizer(model: Path, at: Path, change: Any) -> Path:
+def _change_tokenizer(model: Path, change: Any, at: Path) -> Path:
     path = _copy(model, at) / "tokenizer.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), **change} if isinstance(change, dict) and change else change)
@@ -81,20 +86,20 @@ def _change_tokenizer(model: Path, at: Path, change: Any) -> Path:
     return path.parent
 
 
-def _damage_weights(model: Path, at: Path, seed: int) -> Path:
+def _damage_weights(model: Path, seed: int, at: Path) -> Path:
     path = _copy(model, at) / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(damage_header(content, 8 + int.from_bytes(content[:8], "little"), random.Random(seed)))
     return path.parent
 
 
-def _damage_gguf(at: Path, seed: int) -> Path:
+def _damage_gguf(seed: int, at: Path) -> Path:
     path = make_small_gguf(at / "model.gguf")
     path.write_bytes(damage_header(path.read_bytes(), 4096, random.Random(seed)))
     return path
 
 
-def _move_tensor(at: Path, number: int) -> Path:
+def _move_tensor(number: int, at: Path) -> Path:
     """Write a GGUF file with one of its offsets, the last 8 bytes of a tensor's entry, changed."""
     path = make_small_gguf(at / "model.gguf")
     content, rng = bytearray(path.read_bytes()), random.Random(number)

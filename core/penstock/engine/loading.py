@@ -195,7 +195,7 @@ class _Load:
             self.files = find_weight_files(self.directory)
             self._stats = self._stat_files()
             self.device = _parse_device(settings.device)
-            self.config: Any = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+            self.config = load_config(self.directory)
             check_config(self.config)
             self.quantization = take_quantization(self.config)
         with self.measure("tokenizer"):
@@ -484,6 +484,17 @@ def as_load_errors(name: str) -> Iterator[None]:
     except Exception as error:
         raise ModelLoadError(
             f"cannot load model {name!r}: {type(error).__name__}: {to_one_line(error, 400)}"
+        ) from error
+
+
+def load_config(directory: Path) -> Any:
+    """Return transformers' configuration of a model. Raises `ModelLoadError` where config.json has none."""
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(
+            f"config.json is no configuration that transformers reads ({type(error).__name__}: {to_one_line(error)}): "
+            "use the one that was published with the weights"
         ) from error
 
 

@@ -25,10 +25,11 @@ def find_windows(config: Any) -> dict[str, int]:
     text = config.get_text_config(decoder=True)
     layers = " ".join(map(str, getattr(text, "layer_types", None) or ()))
     found = {name: getattr(text, name, None) for name in _NAMES if not layers or _KINDS.get(name, "") in layers}
-    if blocks := getattr(text, "index_topk_blocks", None):
-        found["index_topk_blocks"] = blocks * text.index_block_size
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("llama_4_scaling_beta"):
+    blocks, size = getattr(text, "index_topk_blocks", None), getattr(text, "index_block_size", None)
+    if type(blocks) is int and type(size) is int:
+        found["index_topk_blocks"] = blocks * size
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
         found["original_max_position_embeddings"] = rope.get("original_max_position_embeddings")
     return {name: value for name, value in found.items() if type(value) is int and value > 0}
 

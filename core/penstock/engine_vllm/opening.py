@@ -20,6 +20,7 @@ from penstock.engine.loading import (
     as_load_errors,
     find_context_length,
     find_eos_token_ids,
+    load_config,
     load_tokenizer,
     prepare_transformers,
 )
@@ -128,7 +129,6 @@ def parse_vllm_arguments(text: str) -> dict[str, Any]:
 
 
 def _open_core(settings: EngineSettings, report: Progress, version: str) -> "VllmCore":
-    from transformers import AutoConfig
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
@@ -151,7 +151,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
     files = find_weight_files(directory)
     if files[0].suffix == ".gguf":
         raise ModelLoadError("vLLM is not given GGUF files here: use the model in safetensors")
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = load_config(directory)
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)
     _check_rope(config, context_length)
