@@ -137,12 +137,14 @@ FILES = """\
 
 A model's files may come from anywhere. No code in them is run: only safetensors and GGUF are read, never pickles, and
 neither `auto_map` nor an attention implementation of the hub. A damaged or hostile file is refused by a line that says
-what is wrong and what would work, in less than 10 seconds and 500 MB beyond the import. Before transformers makes
-anything of `config.json`, its numbers of layers, heads, experts, labels and the like are compared with 16,384. While
-the model is built without memory, its tensors are compared with those of the weights, and then the values and tables
-that they take. A tensor of a GGUF file must be within the file and outside of the other tensors, and an index names
-files of its own directory. Weights that are no finite numbers are named with their file. Encoders (BERT) and
-classifiers are refused.
+what is wrong and what would work. Before transformers makes anything of `config.json`, its numbers of layers, heads,
+experts, labels and the like are compared with 4,096. While the model is built without memory, its tensors are compared
+with those of the weights, and then the values and tables that they take. A tensor of a GGUF file must be within the
+file and outside of the other tensors, and an index names files of its own directory. Weights that are no finite numbers
+are named with their file. Encoders (BERT) and classifiers are refused.
+
+The 320 files of `tests/engine/hostile_files.py` each took less than a second and 50 MB beyond the import. What a load
+takes grows with the file itself: one with 300,000 tensors that belong to nothing took 600 MB.
 """
 """The page's section about files that are damaged, or made to do harm."""
 
@@ -197,8 +199,9 @@ hand-over are those of all models. It is not packed, and has no int8 KV. Layers 
 
 An indexer may give several tokens the same score: exactly 0, where none of its heads wants them. Which of those it
 chooses depends in transformers on how long the prompt is, and on the chunks in which it is read, so that even
-`generate()` differs from the model's own pass over all tokens. The engine chooses the first ones: tokens depend neither
-on chunks nor on the batch, and are those of `generate()` where that is made to choose so as well, as for this page.
+`generate()` differs from the model's own pass over all tokens. The engine chooses the first ones: in float32 tokens
+depend neither on chunks nor on the batch, and are those of `generate()` where that is made to choose so as well, as for
+this page.
 """
 """The page's section about models that attend by themselves."""
 

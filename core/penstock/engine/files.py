@@ -26,7 +26,7 @@ _OTHER_TASKS = re.compile(
     "|(Encoder|EncoderModel)$"
 )
 """What the architectures of encoders and classifiers are called."""
-_MAX_COUNT = 2**14
+_MAX_COUNT = 2**12
 _COUNTS = re.compile("layer|head|expert|block|depth|label|stack|stage|group|loop|repeat")
 """What is in the names of numbers of which a configuration makes as many entries, or a model as many modules."""
 _SIZES = re.compile("size|dim|width|len|position|capacity|_id|freq|index")
