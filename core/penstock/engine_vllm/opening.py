@@ -208,11 +208,11 @@ def _check_sinks(weights: MappedWeights, config: Any) -> None:
     """Raise `ModelLoadError` for a model with attention sinks, and windows in some layers, such as gpt-oss.
 
     With the KV of all layers under one name, vLLM was seen to give other tokens than `generate()` from some 100 tokens
-    on, and not each time: a comparison at load need not show it.
+    on, and with other small copies it gave the right ones: a comparison at load need not show it.
     """
     if find_windows(config) and any("sink" in name for name in weights.tensors):
         raise ModelLoadError(
-            f"{config.model_type} has attention sinks and layers with windows, of which vLLM gives wrong tokens where "
+            f"{config.model_type} has attention sinks and layers with windows, of which vLLM was seen to give wrong tokens where "
             "all layers share the names of their blocks: use Penstock's own engine (PENSTOCK_ENGINE_KIND=own)"
         )
 
