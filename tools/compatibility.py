@@ -454,8 +454,8 @@ def main() -> None:
         verdicts.append(judge_architecture(architecture))
         gc.collect()
     file.write_text(make_page(checkpoints, verdicts))
-    proved = {kind: sorted(windows) for kind, windows in sorted(proved_windows.items()) if windows}
-    PROVED.write_text(json.dumps(proved, indent=1) + "\n")
+    lines = [f'"{kind}": {json.dumps(sorted(names))}' for kind, names in sorted(proved_windows.items()) if names]
+    PROVED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     num_served = sum(verdict.is_served for verdict in checkpoints)
     console.print(f"{file}: {num_served} of {len(checkpoints)} published checkpoints are served")
 
