@@ -213,7 +213,7 @@ def _check_sinks(weights: MappedWeights, config: Any) -> None:
     if find_windows(config) and any("sink" in name for name in weights.tensors):
         raise ModelLoadError(
             f"{config.model_type} has attention sinks and layers with windows, of which vLLM was seen to give wrong "
-            "tokens where all layers share the names of their blocks: use Penstock's own engine (PENSTOCK_ENGINE_KIND=own)"
+            "tokens where all layers share the names of their blocks: set PENSTOCK_ENGINE_KIND=own"
         )
 
 
