@@ -198,7 +198,7 @@ class VllmCore:
             params,
             None,
             priority=seq.priority,
-            block_hasher=_make_block_hasher(seq),
+            block_hasher=_make_block_hasher(seq, self.settings.block_size),
         )
         self._sequences[request_id], self._ids[seq] = seq, request_id
         self._core.add_request(request)
@@ -420,11 +420,13 @@ class VllmCore:
         return None if rate is None else num_tokens / rate
 
 
-def _make_block_hasher(seq: Sequence) -> Callable[[Any], list[Any]]:
+def _make_block_hasher(seq: Sequence, block_size: int) -> Callable[[Any], list[Any]]:
     """Return what names the blocks of a request of vLLM: it is asked again after each token."""
 
     def name_blocks(request: Any) -> list[Any]:
-        assert seq.hasher is not None
+        if seq.hasher is None:  # a load compares its logits, and nobody finds its blocks
+            numbers = range(len(request.block_hashes), len(request.all_token_ids) // block_size)
+            return [f"{request.request_id} {number}".encode() for number in numbers]
         seq.hasher.hash_full_blocks(request.all_token_ids)
         return [key.hash for key in seq.hasher.keys[len(request.block_hashes) :]]
 
