@@ -189,12 +189,12 @@ class Rates:
     """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
     autos: float
     """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
+    poison: float
+    """The share of requests whose reading kills their worker, or never ends, each time."""
     delete_s: float = 0.0
     """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
     forget_s: float = 0.0
     """The mean time until Redis forgets a request, or its last tokens; 0 if it forgets nothing."""
-    poison: float
-    """The share of requests whose reading kills their worker, or never ends, each time."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
