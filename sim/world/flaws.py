@@ -188,7 +188,7 @@ FLAWS = (
     ),
     Flaw(
         "a claim does not raise the epoch", f"{RECORD}/lua/claim.lua",
-        "epoch = math.max(epoch + 1, now)\nredis", "epoch = math.max(epoch, 1)\nredis", "streams",
+        "epoch = math.max(epoch + 1, now)\nlocal", "epoch = math.max(epoch, 1)\nlocal", "streams",
     ),
     Flaw(
         "a take-over does not raise the epoch", f"{RECORD}/lua/take.lua",
