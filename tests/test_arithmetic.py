@@ -37,6 +37,7 @@ def client(
         fakeredis = pytest.importorskip("fakeredis")
         server = fakeredis.FakeServer(server_type="valkey")
         monkeypatch.setattr("penstock.worker.heartbeat.redis_client", lambda _: fakeredis.FakeRedis(server=server))
+        monkeypatch.setattr("penstock.worker.heartbeat.learn_pace", lambda client: client.ping())
         yield fakeredis.FakeRedis(server=server)
         return
     url = request.getfixturevalue("redis_url")

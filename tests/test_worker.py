@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -26,17 +28,21 @@ from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import AccessRefused, BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.local.valkey import ValkeyServer
-from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
+from penstock.messages import EndEvent, Job, Logprobs, Request, Result, Sampling, TokenEvent, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
+from penstock.ops.access import check_redis_access
 from penstock.ops.status import check_health, read_worker_status
 from penstock.record import Claim, ClaimEvent, Record, Session
-from penstock.redis.client import is_outage, redis_client
+from penstock.redis.client import is_outage, learn_pace, redis_client
 from penstock.testing.bus import MemoryBus, MemoryMember
+from penstock.worker import heartbeat, loop, worker
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.result import build_result, build_result_message
 from penstock.worker.settler import Settler
+from sim.chaos.proxy import Proxy
+from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.site import hanging
 
@@ -75,7 +81,7 @@ def fetch(bus: Bus, member: Member, pipeline: Pipeline) -> Fetch:
 
 
 def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetch: Fetch, pipeline: Pipeline) -> None:
-    """Others are settled meanwhile."""
+    """Others are settled meanwhile; and it is being settled already, for who asks."""
     woken, written = threading.Event(), Future[float]()
     settler = Settler(member, pipeline, woken.set)
     first, second = fetch(2)
@@ -83,6 +89,7 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     settler.settle(Settlement(second), "second")
     assert woken.wait(PATIENCE_S)
     assert settler.collect() == [("second", True)]
+    assert settler.is_settling(first)
     assert member.is_holding(first)
     written.set_result(0.0)
     settler.wait_settled(PATIENCE_S)
@@ -90,7 +97,7 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     settler.close()
 
 
-def test_of_a_delivery_that_came_again_only_the_last_one_is_settled(
+def test_of_a_delivery_that_came_again_only_the_last_one_is_settled_and_once(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on, bus, jobs = threading.Event(), threading.Event(), MemoryBus(pipeline), pipeline.job_topic("batch")
@@ -111,13 +118,29 @@ def test_of_a_delivery_that_came_again_only_the_last_one_is_settled(
     monkeypatch.setattr(member, "settle", settle_slowly)
     settler.settle(Settlement(other))
     assert begun.wait(PATIENCE_S)
-    for name, delivery in (("lost", lost), ("again", again)):
+    for name, delivery in (("lost", lost), ("again", again), ("twice", again)):
         settler.settle(Settlement(delivery, [Outgoing(jobs, b"job")]), name)
     go_on.set()
     settler.wait_settled(PATIENCE_S)
-    assert settler.collect() == [(None, True), ("lost", False), ("again", True)]
+    assert settler.collect() == [(None, True), ("lost", False), ("again", True), ("twice", False)]
     assert len(bus.read_all(jobs)) == 1
     settler.close()
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_steps_wait_for_answers_to_tokens_only_where_redis_is_near(
+    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, is_near: bool
+) -> None:
+    record, read, most = line.decode.record, line.decode.record.collect_outcomes, 0
+    monkeypatch.setattr(worker, "MAX_UNCONFIRMED_S", 1e9)
+    monkeypatch.setattr(record, "collect_outcomes", lambda *, waits=True: read() if waits else [])
+    monkeypatch.setattr(record, "wait_for_outcome", lambda _: is_near)
+    line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=9, ignore_eos=True)))
+    line.run_prefill(1)
+    while not line.read_results():
+        line.decode.run_once()
+        most = max(most, len({one.at_s for one in line.decode._in_flight}))
+    assert (most == 1) == is_near
 
 
 def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
@@ -483,6 +506,51 @@ def test_an_outage_makes_a_new_worker(addresses: Addresses, pipeline: Pipeline, 
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         Reconnector(make, ask, beat).run_until_stopped(stop, 0.0)
     assert [worker.is_abandoned for worker in made] == [True] * 3
+
+
+def test_a_redis_that_has_become_slow_gets_a_worker_again(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers later than a beat may take, until it is known how late that is."""
+    limit_s, stop, made = 0.3, StopSignal(), list[Failing]()
+
+    def make() -> Failing:
+        made.append(Failing(redis.TimeoutError("no answer")))
+        if len(made) == 2:
+            stop.set()
+            raise BusUnavailable("the last time")
+        return made[-1]
+
+    def pause() -> Iterator[float]:
+        yield from [0.0] * 20
+        stop.set()
+        yield 0.0
+
+    monkeypatch.setattr(heartbeat, "redis_client", partial(redis_client, answer_s=limit_s))
+    monkeypatch.setattr(loop, "backoff_pauses", pause)
+    with Proxy(urlsplit(redis_url).port or 6379) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with redis_client(url, limit_s) as client, Heartbeat(url, pipeline, "prefill", "p-0", 60.0) as beat:
+            proxy.delay_replies(2 * limit_s)
+            Reconnector(make, partial(learn_pace, client, limit_s), beat).run_until_stopped(stop, 0.0)
+            proxy.delay_replies(0.0)
+    assert len(made) == 2
+
+
+def test_all_that_a_role_may_do_is_asked_at_once(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that answers late would otherwise hold up each start by as many answers."""
+    sent, send = list[bytes](), redis.Connection.send_packed_command
+
+    def note_sent(connection: redis.Connection, command: Sequence[bytes], check_health: bool = True) -> None:
+        sent.append(b"".join(command))
+        send(connection, command, check_health)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(redis.Connection, "send_packed_command", note_sent)
+    check_redis_access(addresses, "auto")
+    begun, rest = sent[-2:]
+    assert b"MULTI" in begun
+    assert b"PUBLISH" in rest
+    assert b"DISCARD" in rest
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=repr)

@@ -80,6 +80,19 @@ def test_only_errors_of_injected_exceptions_are_allowed() -> None:
     assert scene.is_injected(UNWRITABLE)
 
 
+def run_and_interrupt_as_it_forks(*words: str) -> None:
+    """Run scenes, and get a signal as soon as their process was forked."""
+    os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+    main(*words)
+
+
+def test_a_run_that_is_told_to_end_as_it_forks_ends(tmp_path: Path) -> None:
+    child = fork_process(
+        "world", tmp_path / "log", run_and_interrupt_as_it_forks, "--seeds", "1000", environment=ENVIRONMENT
+    )
+    assert child.wait(PATIENCE_S) == INTERRUPTED
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_run_that_is_told_to_end_ends_with_its_process_of_scenes(tmp_path: Path, number: signal.Signals) -> None:

@@ -125,10 +125,10 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         history.add_entry("round", seed=plan.seed, bus=plan.bus, load=plan.load)
+        # A group loses a member whose heartbeats are answered later than they are sent: after 0.3 s here, else after 5.
+        timeouts = {} if plan.delays_s else SHORT_TIMEOUTS
         servers = exits.enter_context(
-            ReplicatedServers(directory, SHORT_TIMEOUTS)
-            if plan.is_replicated
-            else Servers(directory, plan.bus, SHORT_TIMEOUTS)
+            ReplicatedServers(directory, timeouts) if plan.is_replicated else Servers(directory, plan.bus, timeouts)
         )
         asked = NUM_ENDPOINTS if plan.load == "endpoint" else 0
         endpoints = [exits.enter_context(CountingEndpoint(pause_s=PIECE_PAUSE_S)) for _ in range(asked)]

@@ -49,15 +49,17 @@ def generate_mishaps(state: State, rules: Rules) -> Steps:
 
 
 def _forget_commits(state: State, rules: Rules) -> Steps:
-    """Generate what happens to a pipeline that is off for long: what was settled and is not noted comes again, but for
-    requests that are among the last results; and the record of the request may have expired.
+    """Generate what happens to a pipeline that is off for long: what was settled and is not noted comes again, and the
+    record of the request may have expired. A worker that reads a message then knows whether the request is among the
+    last results.
     """
     if state.settled:
         yield Step("note"), state._replace(settled=())
     is_off = all(worker == IDLE for worker in state.workers) and state.rec.session == NOBODY
     if state.left.forgets and is_off and all(at in (FREE, GHOST) for _, at in state.bus):
         is_answered = state.results > 0 and rules.flaw != "answers what was forgotten"
-        bus = () if is_answered else (*state.bus, *[(message, FREE) for message in state.settled])
+        found = (*state.bus, *[(message, FREE) for message in state.settled])
+        bus = tuple([(message._replace(is_answered=is_answered), at) for message, at in found])
         after = state._replace(bus=bus, settled=(), left=state.left._replace(forgets=state.left.forgets - 1))
         yield Step("forget commits", call=("forget",)), after
         yield Step("expire", call=("forget",)), after._replace(rec=NEW._replace(epoch=state.clock))

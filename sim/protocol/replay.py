@@ -1,6 +1,7 @@
 """Takes the model's steps with a record, on a real server or in memory, and compares replies and states after each."""
 
 import json
+import math
 from typing import Any
 
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -94,25 +95,21 @@ class Replay:
 
     def _claim_request(self, args: Any, reply: Any) -> None:
         stage, index, message, lives = args
-        session = self._get_session(index, lives)
-        if stage == "prefill":
-            outcome = self.record.claim_prefill(
-                self.id, session, str(message.body), _pack_message(message), str(message.name)
-            )
-            self._check_claim(outcome, reply)
-        else:
-            self._check_claim(
-                self.record.claim_decode(self.id, session, str(message.job), _pack_message(message)), reply
-            )
+        (outcome,) = self.record.claim_all(stage, self._get_session(index, lives), [self._describe_message(message)])
+        self._check_claim(outcome, reply)
 
     def _park_message(self, args: Any, after: RequestRecord) -> None:
         stage, message = args
-        body, name = ("", str(message.job)) if message.job else (str(message.body), str(message.name))
-        self.record.park_messages(stage, [UnclaimedMessage(self.id, body, name, _pack_message(message))])
+        self.record.park_messages(stage, [self._describe_message(message)])
         if after.epoch not in self.epochs:
             epoch = self.keeper.read().epoch
             assert epoch > max(self.epochs.values())
             self.epochs[after.epoch] = epoch
+
+    def _describe_message(self, message: Message) -> UnclaimedMessage:
+        body, name = ("", str(message.job)) if message.job else (str(message.body), str(message.name))
+        since_result_s = 0.0 if message.is_answered else math.inf
+        return UnclaimedMessage(self.id, body, name, _pack_message(message), since_result_s)
 
     def _check_claim(self, outcome: object, reply: Any) -> None:
         match outcome:

@@ -33,6 +33,8 @@ class Message(NamedTuple):
     attempt: int = 0
     error: str = ""
     """In a job: the reason why the request ended in prefill, or nothing."""
+    is_answered: bool = False
+    """Whether its holder found the request among the last results."""
 
 
 class End(NamedTuple):
@@ -49,7 +51,9 @@ NEW: RequestRecord = RequestRecord(bound=0, body=0)
 def park_message(rec: RequestRecord, stage: Stage, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
     """Put a message down."""
     asked = message.job or message.name, _get_body(stage, message), message
-    rec, reply = transitions.claim_request(rec, stage, None, asked, LIVING, _tell_times(clock))
+    rec, reply = transitions.claim_request(
+        rec, stage, None, asked, LIVING, _tell_times(clock), is_answered=message.is_answered
+    )
     return rec, (reply.kind,)
 
 
@@ -62,7 +66,9 @@ def claim_request(
     name = message.job if flaw == "forgets its own message" else message.job or message.name
     asked = name, _get_body(stage, message), message
     living = LIVING if lives else {name: until for name, until in LIVING.items() if name != session}
-    after, reply = transitions.claim_request(before, stage, session, asked, living, _tell_times(clock))
+    after, reply = transitions.claim_request(
+        before, stage, session, asked, living, _tell_times(clock), is_answered=message.is_answered
+    )
     if flaw == "binds behind the end" and reply.kind == "claim" and after.stage == "end":
         after = after._replace(bound=name)
     if flaw == "no binding" or (rebinds and after is before):

@@ -1,6 +1,6 @@
 """`python -m sim.world --seed N --requests M`.
 
-SIGINT and SIGTERM end it at once, with the process in which scenes run. It prints what it had counted then.
+SIGINT and SIGTERM end it, with the process in which scenes run. It prints what it had counted then.
 """
 
 import argparse
@@ -39,6 +39,7 @@ class Tally:
     kills: int = 0
     findings: int = 0
     processor_s: float = 0.0
+    is_interrupted: bool = False
 
 
 def bind_to_parent() -> None:
@@ -83,20 +84,24 @@ def main(*words: str) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "sim.world", *sys.argv[1:]])
     gc.freeze()  # what is imported lives on: looking through it again and again takes a tenth of the time
     load_tokenizer()
+    begun_s, tally = time.monotonic(), Tally()
+
+    def interrupt_run(*_: object) -> None:
+        tally.is_interrupted = True
+        raise KeyboardInterrupt
+
     for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler)
-    begun_s, tally, is_interrupted = time.monotonic(), Tally(), False
+        signal.signal(number, interrupt_run)
     try:
         run_seeds(given, tally)
     except KeyboardInterrupt:
-        is_interrupted = True
         for process in multiprocessing.active_children():
             process.kill()
     per_s = tally.requests / (time.monotonic() - begun_s)
     print(
         f"{tally.requests} requests, {tally.kills} kills, {tally.findings} findings, {per_s:.0f} requests/s", flush=True
     )
-    if is_interrupted:
+    if tally.is_interrupted:
         os._exit(INTERRUPTED)  # the pool would wait for its process
 
 
@@ -104,6 +109,8 @@ def run_seeds(given: argparse.Namespace, tally: Tally) -> None:
     """Run scenes as the command says, and print what was found."""
     exits = contextlib.ExitStack()
     for seed in range(given.seed, given.seed + given.seeds):
+        if tally.is_interrupted:  # Python drops what a signal raises in the hooks of a fork
+            raise KeyboardInterrupt
         if tally.processor_s > given.max_s or (given.until_found and tally.findings):
             break
         plan = Plan.draw(seed, given.requests, given.level)

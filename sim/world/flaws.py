@@ -91,8 +91,12 @@ FLAWS = (
         ),
     ),
     Flaw(
+        "a delivery is worked on that is being settled", f"{WORKER}/worker.py",
+        "if self.settler.is_settling(delivery):", "if False:",
+    ),
+    Flaw(
         "deliveries of others are worked on", f"{WORKER}/worker.py",
-        "if self.member.is_holding(task.delivery):", "if True:",
+        "return self.member.is_holding(delivery)", "return True",
     ),
     Flaw(
         "the engine keeps requests of a worker that was given up", f"{WORKER}/worker.py",
@@ -151,8 +155,8 @@ FLAWS = (
     ),
     Flaw(
         "a request's own message counts as another one", f"{WORKER}/task.py",
-        "self.id, self.body_hash, self.name, serialize",
-        'self.id, self.body_hash, "" if self.body_hash else self.name, serialize',
+        "self.id, self.body_hash, self.name, message",
+        'self.id, self.body_hash, "" if self.body_hash else self.name, message',
         rates=("autos=1",),
     ),
     Flaw(
@@ -268,6 +272,10 @@ FLAWS = (
     Flaw(
         "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/buffer.py",
         "if offset < start.forgotten_end and", "if False and", "kafka", rates=("away_s=3", "delete_s=0"),
+    ),
+    Flaw(
+        "what its record has forgotten is answered again", f"{RECORD}/lua/claim.lua",
+        "if ARGV[12] == '1' then", "if false then", "streams", rates=("away_s=6", "double=0.4", "delete_s=0"),
     ),
     Flaw(
         "deleted messages are not told", f"{BUS}/kafka/member.py",

@@ -259,10 +259,11 @@ class RedisServer:
 
     def connection_pool(self, url: str, **options: Any) -> redis.ConnectionPool:
         """Return a pool as `penstock.redis.client.connection_pool` does."""
-        made: redis.ConnectionPool = redis.ConnectionPool.from_url(
+        made: Any = redis.ConnectionPool.from_url(
             url, connection_class=WorldConnection, make_wire=self._make_wire, **options
         )
-        return made
+        made.url = url
+        return made  # type: ignore[no-any-return]
 
     def _make_wire(self, host: str) -> Wire:
         return Wire(self._world, self._fake, self._find_link(*host.split(".")))

@@ -360,7 +360,8 @@ class Scene:
         findings = [one for one in findings if one.id not in self.hurt or "internal_error" not in one.description]
         lost = {one.id for one in findings if one.kind == "lost" and one.id in self.deleted}
         findings = [one for one in findings if one.id not in lost]
-        if len(lost) > self.servers.count_lost():
+        # Who is killed in the moment after they were told in its log counts them nowhere.
+        if not self.num_kills and len(lost) > self.servers.count_lost():
             self.failures.append(f"deleted, and not told: {sorted(lost)}")
         failures = self.failures + self.servers.list_breaches()
         findings += [Finding("failed", "", text) for text in failures]

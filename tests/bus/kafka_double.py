@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from confluent_kafka import KafkaError, Message, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.bus import KafkaBus
@@ -229,7 +229,10 @@ class DoubleOutputs:
 
 class DoubleTransactions:
     def __init__(self, bus: DoubleBus) -> None:
-        self.bus = bus
+        self.bus, self.slowness = bus, bus.pace.slowness
+
+    def is_late(self, raised: KafkaException) -> bool:
+        return False
 
     def clear_doubt(self, timeout_s: float = 0.0) -> bool:
         return False

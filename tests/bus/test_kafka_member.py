@@ -199,7 +199,8 @@ def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
     """A partition that went and came back is begun where the member between stopped."""
     bus = DoubleBus()
     bus.commits[ONE] = TopicPartition(*ONE, 10)
-    questions = PositionLookup(bus.create_consumer({}), threading.Condition(), PlaceKeeper(bus.pipeline, {}, ""))
+    places = PlaceKeeper(bus.pipeline, {}, "", bus.pace)
+    questions = PositionLookup(bus.create_consumer({}), threading.Condition(), places, bus.pace)
 
     def answer_late(places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         found = [bus.commits[ONE]]

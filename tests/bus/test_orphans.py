@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from unittest.mock import patch
 
 import pytest
 
@@ -40,9 +41,8 @@ def test_a_member_says_what_it_reads_of_what_is_interactive(kafka_bus: KafkaBus,
         assert isinstance(member, KafkaMember)
         take_deliveries(member, 1)
         assert member.list_partitions() == [f"{pipeline.request_topic('interactive')}:0"]
-        member._away = "cut off"
-        assert member.list_partitions() == []
-        member._away = ""
+        with patch.object(member._pace, "describe_silence", lambda: "cut off"):
+            assert member.list_partitions() == []
         member.stop_consuming()
         assert member.list_partitions() == []
 

@@ -22,7 +22,7 @@ from tests.bus.test_doctor import set_topic_settings
 class Forgetful:
     """A member whose first settlement succeeds, though its reply is lost."""
 
-    current_problem = ""
+    current_problem, slowness = "", 1
 
     def __init__(self, member: Member) -> None:
         self._member, self._has_forgotten = member, False
@@ -104,7 +104,7 @@ def test_what_its_topic_does_not_take_ends_alone_with_an_error(kafka: str, pipel
         with settler._lock:  # all are there before the first is settled
             for one in taken:
                 again = partial(lambda one: Settlement(one, make(one.key or "", "again")), one)
-                settler._num_open += 1
+                settler._open[one.address] += 1
                 settler._pending.put(_PendingSettlement(Settlement(one, make(one.key or "")), one.key, again))
         wait_for(lambda: settled.update(settler.collect()) or len(settled) == 3, "all are settled")
         settler.close()

@@ -3,15 +3,18 @@
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+from penstock import pace
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
-from penstock.bus.kafka import position_lookup
+from penstock.bus.kafka import places, position_lookup
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import FETCH_LIMITS
+from penstock.bus.kafka.writers import Transactions
 from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import KafkaServer
@@ -19,11 +22,14 @@ from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
 from sim.chaos.proxy import Proxy
 from sim.servers import start_or_skip
+from sim.waiting import wait_for
 from tests.bus.buses import (
     CAPACITY,
     SETTINGS,
     SHORT_TIMEOUT_SETTINGS,
+    list_values,
     make_messages,
+    make_settlement,
     publish_messages,
     take_deliveries,
 )
@@ -31,6 +37,8 @@ from tests.bus.buses import (
 LARGE_BYTES = 4_000_000
 """At least 61 of the proxy's pieces."""
 DELAY_S = 0.05
+LATE_S = 0.5
+"""How late brokers answer. A write in a transaction takes three answers, and has 1.2 s."""
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +102,74 @@ def test_a_message_that_takes_long_is_answered_and_so_are_those_behind_it_and_be
     link.forward_normally()
     assert came == {large, b"behind", b"beside"}
     assert bus.read_all(pipeline.dead_letter_topic) == []
+
+
+@pytest.mark.parametrize(("is_slow_at_first", "late_s", "timeout_s"), [(True, LATE_S, 2.0), (False, 0.3, 5.0)])
+def test_brokers_that_answer_late_are_waited_for(
+    link: Proxy,
+    pipeline: Pipeline,
+    is_slow_at_first: bool,
+    late_s: float,
+    timeout_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A transaction takes longer than it usually may: each settlement succeeds the first time, and once, nothing counts
+    as away, and each new producer has longer limits than the one before. Limits are short when brokers are quick again.
+    """
+    settings = SETTINGS.model_copy(update={"transaction_timeout_s": timeout_s})
+    bus, made = KafkaBus(pipeline, f"127.0.0.1:{link.port}", settings), list[Transactions]()
+    bus.create_topics()
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
+    create = bus.create_transactions
+
+    def create_transactions(transactional_id: str) -> Transactions:
+        made.append(create(transactional_id))
+        return made[-1]
+
+    monkeypatch.setattr(bus, "create_transactions", create_transactions)
+    link.delay_replies(late_s * is_slow_at_first)
+    with bus.join_group("decode", "a") as member:
+        held = take_deliveries(member, 3)
+        link.delay_replies(late_s)
+        for delivery in held[:2]:
+            member.settle([make_settlement(pipeline, delivery)])
+            assert member.current_problem == ""
+            wait_for(lambda: member.slowness > 1, "it is known that they are slow")
+        rates = [one.slowness for one in made]
+        assert rates == sorted(set(rates))
+        assert rates[-1] > 1
+        link.delay_replies(0.0)
+        monkeypatch.setattr(pace, "QUICK_S", 0.5)
+        monkeypatch.setattr(kafka_member, "PROBE_INTERVAL_S", 0.1)
+        wait_for(lambda: member.slowness == 1, "brokers are quick again")
+        member.settle([make_settlement(pipeline, held[2])])
+        assert made[-1].slowness == member.slowness
+    assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
+
+
+def test_notes_of_commits_are_made_though_brokers_are_late_to_tell_a_topics_id(
+    link: Proxy, pipeline: Pipeline, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "TOPIC_TIMEOUT_S", LATE_S)
+    bus, topic = KafkaBus(pipeline, f"127.0.0.1:{link.port}", SETTINGS), pipeline.job_topic("interactive")
+    bus.create_topics()
+    for slowness in (1, 2, 4, 8):
+        bus.pace.note_too_short(slowness, 0.0)
+    keeper = places.PlaceKeeper(pipeline, bus.clients, redis_url, bus.pace)
+    link.delay_replies(LATE_S)
+    keeper.note_commits({(topic, 0): (1, "")})
+    link.delay_replies(0.0)
+    assert set(keeper._topic_ids) == {topic}
+
+
+def test_transactions_grow_no_longer_than_brokers_allow(pipeline: Pipeline, tmp_path: Path) -> None:
+    with start_or_skip(KafkaServer(tmp_path, timeouts={"transaction.max.timeout.ms": "15000"}).start) as server:
+        bus = KafkaBus(pipeline, server.bootstrap, SETTINGS.model_copy(update={"transaction_timeout_s": 5.0}))
+        assert [bus.pace.note_too_short(slowness, 0.0) for slowness in (1, 2)] == [True, True]
+        with pytest.raises(BusUnavailable):
+            bus.create_transactions("x")
+        bus.create_transactions("x").close()
+        assert (bus.pace.slowness, bus.pace.note_too_short(2, 0.0)) == (2, False)
 
 
 def test_a_large_result_is_settled_over_a_link_that_takes_longer_than_redis_may(

@@ -247,3 +247,8 @@ def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -
     fill(alone)
     assert read(alone) == []
     alone.lease_blocks("job", names_of(alone))
+
+
+def test_each_tier_has_as_many_mebibytes_as_its_setting_says(make_store: MakeStore) -> None:
+    store = make_store(shared_mb=1, disk_mb=2, redis_mb=3)
+    assert [tier.read_usage().budget for tier in store.tiers] == [2**20, 2 * 2**20, 3 * 2**20]

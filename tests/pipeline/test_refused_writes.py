@@ -1,5 +1,6 @@
 """A record or a log of one request that Redis refuses to change ends that request alone."""
 
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,11 +16,12 @@ from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent, Request, Sampling
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Record
+from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import is_outage, redis_client
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers
 from tests.gateways import ScriptedPipeline
 from tests.record.play import alive, end, prefill, say
@@ -137,8 +139,20 @@ def test_a_server_that_takes_no_end_is_an_outage_and_no_requests_fault(
 
 @pytest.mark.parametrize("how", ["a right", "scripts", "the login"])
 def test_a_gateway_that_is_refused_for_a_while_says_503_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """It is refused before it has read anything of the stream that it accepted."""
+    is_denied, has_looked = threading.Event(), threading.Event()
+    read = AsyncTokenLog.read_events
+
+    async def read_once_denied(*given: Any) -> Any:
+        assert is_denied.wait(PATIENCE_S)
+        try:
+            return await read(*given)
+        finally:
+            has_looked.set()
+
+    monkeypatch.setattr(AsyncTokenLog, "read_events", read_once_denied)
     with (
         start_or_skip(ValkeyServer(tmp_path).start) as server,
         redis_client(server.url) as admin,
@@ -150,6 +164,8 @@ def test_a_gateway_that_is_refused_for_a_while_says_503_and_goes_on(
         before = http.send(http.build_request("POST", "/v1/completions", json=body), stream=True)
         deny(admin, *{"a right": ["-@write"], "scripts": ["-@scripting"], "the login": ["resetpass", ">new"]}[how])
         close_others(admin)
+        is_denied.set()
+        assert has_looked.wait(PATIENCE_S)
         for path in ("completions", "chat/completions"):
             asked = body | {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else body
             if "chat" in path:

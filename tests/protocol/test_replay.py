@@ -109,7 +109,7 @@ def _make_first_call(
     index = rng.randint(0, 3)
     stage = stage_of(index)
     name, job = rng.randint(3, 5), rng.randint(1, 2) * (stage == "decode")
-    message = Message(name, job, rng.choice([1, 1, 1, 2]))
+    message = Message(name, job, rng.choice([1, 1, 1, 2]), is_answered=rng.random() < 0.1)
     reply: Reply | int | None = None
     match kind:
         case "claim":

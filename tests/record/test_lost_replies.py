@@ -1,6 +1,7 @@
 """Connections that break after a script was run and before its reply came: nothing is done twice, or passed over."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -8,9 +9,10 @@ import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline, Stage
-from penstock.record import Claim, Record, UnclaimedMessage
-from penstock.redis.client import redis_client
+from penstock.record import AppendOutcome, Claim, Record, UnclaimedMessage
+from penstock.redis.client import learn_pace, redis_client
 from sim.chaos.proxy import Proxy
+from sim.waiting import wait_for
 from tests.record.play import alive, decode, die
 
 pytestmark = pytest.mark.proof
@@ -45,6 +47,38 @@ def test_a_claim_is_not_made_twice(stage: Stage, proxy: Proxy, distant: Record, 
     status = record.read_status("r1")
     assert status is not None
     assert (status.session, status.attempts) == (session, 1)
+
+
+def test_tokens_travel_without_being_waited_for(proxy: Proxy, distant: Record, record: Record) -> None:
+    """Others are sent behind them, and the outcomes come in the order of sending."""
+    claim = decode(distant)
+    assert distant.append_tokens([(claim, claim.next_event(1, "a"))]) == [AppendOutcome.OK]
+    proxy.stop_forwarding()
+    for token in (2, 3):
+        distant.send_tokens([(claim, claim.next_event(token, "b"))])
+        assert distant.collect_outcomes(waits=False) == []
+    proxy.forward_normally()
+    wait_for(lambda: distant.wait_for_outcome(0.0), "an answer has come")
+    found = distant.collect_outcomes(waits=False)
+    assert [*found, *distant.collect_outcomes()] == [AppendOutcome.OK] * 2
+    assert found
+    assert len(record.read_log("r1")) == 3
+
+
+def test_leases_and_limits_are_longer_while_redis_is_slow(proxy: Proxy, distant: Record) -> None:
+    """A server that answers later than its limit is asked with longer ones, until it is known how late it answers."""
+    limit_s = 0.3
+    proxy.delay_replies(2 * limit_s)
+    with redis_client(f"redis://127.0.0.1:{proxy.port}/0", limit_s) as client:
+        with pytest.raises(redis.TimeoutError):
+            client.ping()
+        while distant.pace.slowness == 1:
+            with suppress(redis.TimeoutError):
+                learn_pace(client, limit_s)
+        assert distant.lease_s > distant.settings.lease_s
+        assert distant.pace.stretch(limit_s) > 2 * limit_s
+        client.ping()
+    proxy.delay_replies(0.0)
 
 
 def test_requests_are_not_taken_twice(proxy: Proxy, distant: Record, record: Record) -> None:

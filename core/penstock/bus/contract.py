@@ -12,6 +12,7 @@ a result, for a job that is published twice is harmless: the first one claimed i
 result on it settles as all others do. Work finishes out of order.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -110,6 +111,8 @@ class Delivery:
     is_held: bool = True
     """False where the request was taken over from a dead worker: another member has the delivery, or will get it, and
     finishes it. The `position` is still the message's."""
+    since_result_s: float = math.inf
+    """How long after the newest result of its key that the bus found among the last ones the message was published."""
 
     @property
     def address(self) -> tuple[str, str]:
@@ -174,6 +177,10 @@ class Member(Protocol):
         though the bus answers. With the second kind `poll` raises `BusUnavailable` a moment later, and the caller has
         to join the group with a new member.
         """
+
+    @property
+    def slowness(self) -> int:
+        """By how many times longer than usual its settlements may take, as the bus is slow to answer."""
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return at most `capacity[klass]` deliveries of each class, interactive first. Wait up to `timeout_s` for any.

@@ -51,6 +51,11 @@ class JoinedMember:
         """Why one of the members cannot work now; see `contract.Member.current_problem`."""
         return self._requests.current_problem or self._jobs.current_problem
 
+    @property
+    def slowness(self) -> int:
+        """By how many times longer than usual settlements may take; see `contract.Member.slowness`."""
+        return max(self._requests.slowness, self._jobs.slowness)
+
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s

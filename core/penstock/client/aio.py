@@ -140,11 +140,11 @@ class AsyncClient(BaseClient):
                         with translate_outages():
                             reply = await self._run_step(step, request_id, mailbox)
                     except BusUnavailable as outage:
-                        if not (self._is_let_in or is_away(outage)):
+                        if not (self.is_let_in or is_away(outage)):
                             raise
                         step = steps.throw(outage)
                     else:
-                        self._is_let_in = self._is_let_in or not isinstance(step, TakeLive)
+                        self.is_let_in = self.is_let_in or not isinstance(step, TakeLive)
                         step = steps.send(reply)
         finally:
             self._mailboxes.remove(mailbox)

@@ -154,7 +154,7 @@ class BaseClient(ABC):
         self._publisher: Publisher | None = None
         self._places: dict[str, str] = {}
         """Where the bus has the messages of the requests that were submitted last, by id."""
-        self._is_let_in = False
+        self.is_let_in = False
         """Redis has answered: from now on a refusal may be over soon, and streams wait for that."""
         self._open_logs()
 

@@ -51,7 +51,7 @@ class BusSettings(BaseSettings):
     `group.consumer.session.timeout.ms` decides.)"""
     transaction_timeout_s: float = Field(default=5.0, ge=1)
     """Kafka: how long the open transaction of a dead worker may hold up readers. A write in a transaction may take 0.6
-    of it: raise it, for example to 30, where brokers answer late."""
+    of it. Where brokers answer late, workers make it longer by themselves, up to 80 s."""
 
 
 EvictionChoice = Literal["refuse", "warn"]

@@ -8,6 +8,7 @@ the middle of a change of its passwords: that is an outage like any other.
 import contextlib
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import redis
 
@@ -152,18 +153,19 @@ def _find_master(url: str, variable: str) -> str | None:
 
 def _find_denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Command, str]]:
     """Yield the commands that the user may not send. They are queued in a transaction, which is then discarded."""
-    connection = client.connection_pool.get_connection()
+    connection: Any = client.connection_pool.get_connection()
     try:
-        for command in [("MULTI",), *commands, ("DISCARD",)]:
-            connection.send_command(*command)  # type: ignore[no-untyped-call]
-            try:
-                connection.read_response()
-            except redis.exceptions.NoPermissionError as error:
-                yield command, str(error)
-            except redis.ResponseError:
-                continue  # of another kind: not a matter of rights
+        for together in ([("MULTI",)], [*commands, ("DISCARD",)]):  # were MULTI refused, the others would be executed
+            connection.send_packed_command(connection.pack_commands(together))
+            for command in together:
+                try:
+                    connection.read_response()
+                except redis.exceptions.NoPermissionError as error:
+                    yield command, str(error)
+                except redis.ResponseError:
+                    continue  # of another kind: not a matter of rights
     finally:
-        connection.disconnect()  # type: ignore[no-untyped-call]
+        connection.disconnect()
         client.connection_pool.release(connection)
 
 

@@ -59,18 +59,23 @@ class TokenAppender:
             except _GONE:
                 self._broken = True
 
-    def collect_outcomes(self) -> list[AppendOutcome]:
-        """Return the outcomes of all tokens sent since the last call, in that order. Open a broken connection once."""
+    def collect_outcomes(self, *, waits: bool = True) -> list[AppendOutcome]:
+        """Return the outcomes of all tokens sent since the last call, in that order; unless it `waits`, only those that
+        have come. Open a broken connection once.
+        """
         try:
-            self._read_replies()
+            self._read_replies(waits=waits)
         except _GONE:
-            self._read_replies()
+            self._read_replies(waits=waits)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
-        return self._broken or not self._in_flight or self._can_read(timeout_s)
+        """Return whether `collect_outcomes` finds a reply within a time, or a connection to open again."""
+        try:
+            return self._broken or not self._in_flight or self._can_read(timeout_s)
+        except _GONE:
+            return True
 
     def forget_sent(self) -> None:
         """Give up the tokens that were sent, and their outcomes."""
@@ -84,7 +89,7 @@ class TokenAppender:
             connection.disconnect()
             self._pool.release(connection)
 
-    def _read_replies(self) -> None:
+    def _read_replies(self, *, waits: bool) -> None:
         if self._broken:
             self.close()
             self._write_commands(self._in_flight)
@@ -92,6 +97,8 @@ class TokenAppender:
         num_read = 0
         try:
             for sent in self._in_flight:
+                if not waits and not self._can_read(0.0):
+                    break
                 self._note_outcome(sent, self._read_outcome(sent.claim))
                 num_read += 1
         finally:

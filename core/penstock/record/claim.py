@@ -90,7 +90,7 @@ class Busy:
 
     wait_s: float
     epoch: int = 0
-    """Of the last claim of the request; 0 if there is none, or its server is away."""
+    """The epoch of the last claim of the request. It is 0 where no worker has claimed it, or its server is away."""
 
 
 @dataclass(frozen=True)

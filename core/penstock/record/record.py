@@ -1,6 +1,7 @@
 """The workers' side of the record. Each method runs one of the scripts under `lua/`, which explain what they do."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from penstock.names import STAGES, START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
-from penstock.redis.client import execute_all, execute_pipeline, raise_outage
+from penstock.redis.client import execute_all, execute_pipeline, find_pace, raise_outage
 from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_together
 
 log = logging.getLogger(__name__)
@@ -35,14 +36,15 @@ Args = list[str | int | bytes]
 @dataclass(frozen=True)
 class UnclaimedMessage:
     """A message that no worker has claimed yet: the request's id, its body's hash (empty of a job), the name that is
-    bound to the request if this message settles its result, and the delivery as a worker needs it that takes the
-    request over.
+    bound to the request if this message settles its result, the delivery as a worker needs it that takes the request
+    over, and how long after the newest result of its id it was sent, as far as that is known.
     """
 
     id: str
     body_hash: str
     name: str
     message: bytes
+    since_result_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Record:
         self._client = client
         self._pipeline = pipeline
         self._settings = settings
-        self._lease_ms = round(settings.lease_s * 1000)
-        self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
+        self.pace = find_pace(client)
+        """How late the server answers."""
+        self._longest_ms = round((settings.retry_cap_s + settings.lease_s) * 1000)
         """No request has to wait for longer than this."""
         self._keep_ms = round(settings.keep_s * 1000)
         self._pending_ms = round(settings.pending_keep_s * 1000)
@@ -81,8 +84,12 @@ class Record:
 
     @property
     def lease_s(self) -> float:
-        """How long a session lasts without a renewal."""
-        return self._settings.lease_s
+        """How long a session lasts without a renewal: longer where the server is slow to answer one."""
+        return self.pace.stretch(self._settings.lease_s)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self.lease_s * 1000)
 
     @property
     def current_problem(self) -> str:
@@ -124,7 +131,7 @@ class Record:
         # A second claim of the session that holds a request would find it busy for as long as that lives.
         commands: list[Sequence[Any]] = []
         for one in waiting:
-            call = self._claim_call(one.id, stage, [session, one.name, one.body_hash], one.message)
+            call = self._claim_call(stage, session, one)
             commands.append(CLAIM.command(*call))
             if stage == "decode":
                 commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
@@ -161,10 +168,12 @@ class Record:
                 return Conflict()
         return self._parse_claim(request_id, stage, reply, log)
 
-    def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Call:
-        keys = [*self._request_keys(request_id), self._pipeline.sessions_key, self._pipeline.free_key(stage)]
+    def _claim_call(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Call:
+        keys = [*self._request_keys(asked.id), self._pipeline.sessions_key, self._pipeline.free_key(stage)]
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
-        return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
+        who = [asked.id, stage, session, asked.name, asked.body_hash]
+        is_answered = asked.since_result_s < self._settings.keep_s
+        return keys, [*who, *times, START_HASH, asked.message, self._held, int(is_answered)]
 
     def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.
@@ -172,7 +181,7 @@ class Record:
         Any worker that read a message may park it; the one that holds its delivery settles it. Return the messages
         that cannot be parked now, as their server of several is away.
         """
-        calls = [self._claim_call(one.id, stage, ["", one.name, one.body_hash], one.message) for one in waiting]
+        calls = [self._claim_call(stage, "", one) for one in waiting]
         for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):
             self._note_refusal(one.id, reply)
         return []
@@ -231,17 +240,18 @@ class Record:
         """
         self._appends.send_tokens(entries)
 
-    def collect_outcomes(self) -> list[AppendOutcome]:
-        """Return the outcomes of all tokens sent since the last call, in that order.
+    def collect_outcomes(self, *, waits: bool = True) -> list[AppendOutcome]:
+        """Return the outcomes of all tokens sent since the last call, in that order; unless it `waits`, only those of
+        the first that have come.
 
         A lost connection is opened again, and tokens without a reply are sent again: the script recognises a token that
         was written. If that fails too, raise `redis.ConnectionError` or `redis.TimeoutError` and keep the tokens, so
         that this may be called again.
         """
-        return self._appends.collect_outcomes()
+        return self._appends.collect_outcomes(waits=waits)
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
+        """Return whether `collect_outcomes` finds a reply within a time, or a connection to open again."""
         return self._appends.wait_for_outcome(timeout_s)
 
     def forget_sent_tokens(self) -> None:

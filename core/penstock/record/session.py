@@ -156,6 +156,7 @@ class Session:
         Raises nothing: after an outage the next call tries again, any other error is raised by `collect_events`. Does
         nothing while the worker's loop stands still: the next renewal after that learns that the session is over.
         """
+        begun_s = time.monotonic()
         try:
             with self._renewing:
                 if not self.is_stopped and not self._is_stalled():
@@ -164,7 +165,7 @@ class Session:
             if not (isinstance(error, redis.RedisError) and is_outage(error)):
                 self._failure = error
                 self._stop.set()
-        self.due_s = time.monotonic() + self.interval_s
+        self.due_s = begun_s + self.interval_s
 
     def renew_until_stopped(self) -> None:
         """Renew the session whenever that is due, on the calling thread."""
@@ -205,7 +206,8 @@ class Session:
     ) -> Renewed | None:
         """Renew a session as `Record.renew_session` does, and compare the clocks."""
         before_s, begun_s = now_s(), time.monotonic()
-        renewed = self._record.renew_session(session, until_ms, partitions, dropped, beside)
+        with self._record.pace.ask(0.0):
+            renewed = self._record.renew_session(session, until_ms, partitions, dropped, beside)
         if renewed is not None:
             was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
             # Monotonic, as the host's clock may be set between two renewals.
@@ -230,7 +232,7 @@ class Session:
         """
         monotonic_s, lease_s = time.monotonic(), self._record.lease_s
         gap_s = max(monotonic_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
-        if gap_s > lease_s / 2:
+        if gap_s > self._record.settings.lease_s / 2:  # others may not have seen that the server is slow
             self._grace_s, self._grace_until_s = gap_s, monotonic_s + lease_s
         self._renewed_s, self._last = monotonic_s, renewed
         if renewed.cancelled:

@@ -12,6 +12,7 @@ A crash at any of these steps costs what the death of a worker costs, on that se
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -25,7 +26,7 @@ from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent,
 from penstock.record.log import RequestStatus
 from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
 from penstock.record.session import Session, renew_on_own_thread
-from penstock.redis.client import is_outage, redis_client
+from penstock.redis.client import is_outage, learn_pace, redis_client
 from penstock.redis.scripts import ScriptCall
 from penstock.redis.servers import Sharded, choose_server, store_server_list
 from penstock.redis.urls import split_urls
@@ -52,7 +53,7 @@ class _Server:
         self.name, self.record, self.store_list = name, record, keep
         self.is_away = False
         self.reason = ""
-        self._num_sent = 0
+        self._num_sent, self._has_missed = 0, False
 
     def call_or_default(self, call: Callable[[], T], otherwise: T) -> T:
         """Return what `call` returns; `otherwise` where the server is away. Raise errors that are no outage."""
@@ -82,26 +83,34 @@ class _Server:
         """Send tokens to their logs."""
         self._num_sent += len(entries)
         self.call_or_default(partial(self.record.send_tokens, entries), None)
+        self._has_missed |= self.is_away
 
-    def collect_outcomes(self) -> list[AppendOutcome]:
-        """Return the outcomes of all tokens sent since the last call.
+    def collect_outcomes(self, *, waits: bool) -> list[AppendOutcome]:
+        """Return the outcomes of all tokens sent since the last call; unless it `waits`, of the first that have come.
 
         They are all `FENCED` if the server was away meanwhile: it may be unknown which of them were written. The next
         claim of a request reads its log and finds that out.
         """
         if not self._num_sent:
             return []
-        num_sent, self._num_sent = self._num_sent, 0
-        outcomes: list[AppendOutcome] = self.call_or_default(self._collect_soon, [])
-        if len(outcomes) == num_sent:
+        outcomes: list[AppendOutcome] = self.call_or_default(partial(self._collect_soon, waits=waits), [])
+        if not self.is_away and not self._has_missed and (len(outcomes) == self._num_sent or not waits):
+            self._num_sent -= len(outcomes)
             return outcomes
+        num_sent, self._num_sent, self._has_missed = self._num_sent, 0, False
         self.record.forget_sent_tokens()
         return [AppendOutcome.FENCED] * num_sent
 
-    def _collect_soon(self) -> list[AppendOutcome]:
-        if not self.record.wait_for_outcome(SERVER_TIMEOUT_S):
+    def _collect_soon(self, *, waits: bool) -> list[AppendOutcome]:
+        if waits and not self.record.wait_for_outcome(self.record.pace.stretch(SERVER_TIMEOUT_S)):
             raise redis.TimeoutError("no answer to tokens that were sent")
-        return self.record.collect_outcomes()
+        return self.record.collect_outcomes(waits=waits)
+
+
+def _store_list(client: "redis.Redis", pipeline: Pipeline, names: Sequence[str]) -> None:
+    """Store the list of all servers on one, once it is known how late it answers."""
+    learn_pace(client, SERVER_TIMEOUT_S)
+    store_server_list(client, pipeline, names)
 
 
 class _ShardedRecord(Record):
@@ -117,10 +126,12 @@ class _ShardedRecord(Record):
 
         def server(name: str, client: "redis.Redis") -> _Server:
             record = Record(client, pipeline, settings)
-            return _Server(name, record, partial(store_server_list, client, pipeline, clients.names))
+            return _Server(name, record, partial(_store_list, client, pipeline, clients.names))
 
         self.servers = Sharded(clients.names, list(map(server, clients.names, clients.parts)))
-        self._sent_to: list[_Server] = []
+        self._sent_to: deque[str] = deque()
+        """Where each token was sent whose outcome was not returned."""
+        self._arrived: dict[str, deque[AppendOutcome]] = {name: deque() for name in clients.names}
         self._turn = 0
 
     @property
@@ -163,13 +174,23 @@ class _ShardedRecord(Record):
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         for server, mine in self._group_by_server(entries, lambda entry: entry[0].id):
             server.send_tokens(mine)
-        self._sent_to += [self.servers[claim.id] for claim, _ in entries]
+        self._sent_to += [self.servers[claim.id].name for claim, _ in entries]
 
-    def collect_outcomes(self) -> list[AppendOutcome]:
+    def collect_outcomes(self, *, waits: bool = True) -> list[AppendOutcome]:
         """Return the outcomes as `Record.collect_outcomes` does, but raise nothing for an outage."""
-        sent_to, self._sent_to = self._sent_to, []
-        outcomes = {server.name: iter(server.collect_outcomes()) for server in self.servers.parts}
-        return [next(outcomes[server.name]) for server in sent_to]
+        for server in self.servers.parts:
+            self._arrived[server.name] += server.collect_outcomes(waits=waits)
+        outcomes = []
+        while self._sent_to and self._arrived[self._sent_to[0]]:
+            outcomes.append(self._arrived[self._sent_to.popleft()].popleft())
+        return outcomes
+
+    def wait_for_outcome(self, timeout_s: float) -> bool:
+        """Return whether each server that is not away has an answer, or none to give, within a time for each."""
+        return all(
+            server.call_or_default(partial(server.record.wait_for_outcome, timeout_s), True)
+            for server in self.servers.parts
+        )
 
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent, str]]) -> list[AppendOutcome]:
         return self._note_on_servers(ends, lambda end: end[0].id, Record.finish_all, AppendOutcome.FENCED)

@@ -1,12 +1,12 @@
 """Redis clients with time limits, the errors that count as an outage, and the pauses between attempts."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import hiredis
@@ -25,10 +25,13 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from penstock.errors import BusUnavailable
+from penstock.pace import NUM_STEADY, ServerPace
 from penstock.redis.sentinel import AsyncMasterPool, MasterPool, is_sentinel
 
 REDIS_TIMEOUT_S = 2.0
-"""A Redis server that does not answer within this time counts as away."""
+"""A Redis server that does not answer within this time counts as away. Workers measure how late it answers, and wait
+for longer where it is slow, see `find_pace`.
+"""
 MAX_ASYNC_CONNECTIONS = 16
 """The most connections that one asyncio client opens."""
 CONNECTION_WAIT_S = 30.0
@@ -47,6 +50,8 @@ _REFUSED_ERRORS = (redis.AuthenticationError, AuthorizationError)
 REPEAT_S = 60.0
 """How long a line about an outage is not repeated."""
 _said_at: dict[str, float] = {}
+_paces: dict[str, ServerPace] = {}
+"""How late each server answers, by its address."""
 _AWAY_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
 """Outages for which redis-py has no class: the disk is full, replicas are gone, all data is gone, a script does not
 end, the server became a replica while we waited."""
@@ -70,8 +75,49 @@ def async_redis_client(url: str) -> "redis.asyncio.Redis":
 
 
 def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
-    """Return a pool of connections to the server at an address, or to the master that Sentinels name."""
-    return MasterPool(url, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(url, **options)
+    """Return a pool of connections to the server at an address, or to the master that Sentinels name. The time limits
+    of its answers grow with the server's pace.
+    """
+    options["driver_info"] = None  # telling a driver's name takes two round trips for each connection
+    pool: Any = MasterPool(url, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(url, **options)
+    pool.url, pool.pace = url, _paces.setdefault(url, ServerPace())
+    pace: ServerPace = pool.pace
+
+    class PatientConnection(pool.connection_class):  # type: ignore[misc]
+        """A connection whose time limit is as long as the pace demands, from when it is opened or opened again."""
+
+        @property
+        def socket_timeout(self) -> float | None:
+            usual_s: float | None = super().socket_timeout
+            return None if usual_s is None else pace.stretch(usual_s)
+
+        @socket_timeout.setter
+        def socket_timeout(self, usual_s: float | None) -> None:
+            self._socket_timeout = usual_s
+
+    pool.connection_class = PatientConnection
+    return pool  # type: ignore[no-any-return]
+
+
+def find_pace(client: "redis.Redis") -> ServerPace:
+    """Return how late a client's server answers, as all workers of this process have seen it."""
+    pace: ServerPace = getattr(client.connection_pool, "pace", None) or ServerPace()
+    return pace
+
+
+def learn_pace(client: "redis.Redis", limit_s: float = REDIS_TIMEOUT_S) -> None:
+    """Ask a server as often as it takes to know that it is slow. Raise `redis.RedisError` where it does not answer: the
+    next call waits for longer.
+    """
+    pool: Any = client.connection_pool
+    pace = find_pace(client)
+    with pace.ask(limit_s) as longest_s:
+        asking = redis_client(pool.url, longest_s / pace.slowness)
+        asking.ping()
+    with contextlib.closing(asking):
+        for _ in range(NUM_STEADY - 1):
+            with pace.ask(limit_s):
+                asking.ping()
 
 
 def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
@@ -101,7 +147,7 @@ def _keep_cancellation(connection_class: Any) -> Any:
 
 
 def _timeout_options(answer_s: float = REDIS_TIMEOUT_S) -> dict[str, Any]:
-    return {"socket_timeout": answer_s, "socket_connect_timeout": answer_s}
+    return {"socket_timeout": answer_s, "socket_connect_timeout": min(answer_s, REDIS_TIMEOUT_S)}
 
 
 def is_away(error: BaseException) -> bool:
@@ -137,7 +183,7 @@ def log_outage(log: logging.Logger, line: str) -> None:
         log.warning("%s", line)
 
 
-@contextmanager
+@contextlib.contextmanager
 def translate_outages() -> Iterator[None]:
     """Raise `BusUnavailable` instead of an error that means that Redis is away, or refuses this client."""
     try:

@@ -157,7 +157,7 @@ class MemoryMember:
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
         self._held: dict[tuple[str, str], tuple[Entry, Delivery]] = {}
         self._is_consuming, self._is_dead = True, False
-        self.current_problem = ""
+        self.current_problem, self.slowness = "", 1
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""

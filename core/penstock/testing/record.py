@@ -9,6 +9,7 @@ from itertools import groupby
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import STAGES, START_HASH, Stage
+from penstock.pace import ServerPace
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import TakenOver
 from penstock.record.record import Renewed
@@ -86,8 +87,8 @@ class MemoryRecord(Record):
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
         self._records, self._settings = records, settings
         self._lock: AbstractContextManager[object] = records.lock
-        self._lease_ms = round(settings.lease_s * 1000)
-        self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
+        self.pace = ServerPace()
+        self._longest_ms = round((settings.retry_cap_s + settings.lease_s) * 1000)
         self._keep_ms = round(settings.keep_s * 1000)
         self._pending_ms = round(settings.pending_keep_s * 1000)
         self._sent: list[tuple[Claim, int, str, AppendOutcome]] = []
@@ -113,7 +114,10 @@ class MemoryRecord(Record):
         """Claim a request, or park it where `session` is empty; then the outcome is None."""
         before, living = self._records.find(asked.id) or NEW, self._records.sessions
         told = asked.name, asked.body_hash, asked.message
-        rec, reply = transitions.claim_request(before, stage, session or None, told, living, self._read_times())
+        is_answered = asked.since_result_s < self._settings.keep_s
+        rec, reply = transitions.claim_request(
+            before, stage, session or None, told, living, self._read_times(), is_answered=is_answered
+        )
         if rec is not before:
             self._records.put(asked.id, rec, None if rec.stage == "end" else self._pending_ms)
         match reply.kind:
@@ -178,7 +182,7 @@ class MemoryRecord(Record):
                 self._sent += [(claim, position, claim.rolling_hash, outcome)] * len(events)
                 claim.num_tokens, claim.rolling_hash = position + len(events), rolled
 
-    def collect_outcomes(self) -> list[AppendOutcome]:
+    def collect_outcomes(self, *, waits: bool = True) -> list[AppendOutcome]:
         sent, self._sent = self._sent, []
         for claim, position, hash_before, outcome in sent:
             if outcome is AppendOutcome.CANCELLED and position < claim.num_tokens:

@@ -65,17 +65,27 @@ Rec = TypeVar("Rec", bound=RequestRecord[Any, Any, Any, Any])
 
 
 def claim_request(
-    rec: Rec, stage: Stage, session: Any, asked: tuple[Any, Any, Any], living: Mapping[Any, int], times: Times
+    rec: Rec,
+    stage: Stage,
+    session: Any,
+    asked: tuple[Any, Any, Any],
+    living: Mapping[Any, int],
+    times: Times,
+    *,
+    is_answered: bool = False,
 ) -> tuple[Rec, ClaimReply]:
     """Claim a request for a session, or with None put its message down so that any worker may take it over.
 
     `asked` are the name that would be bound to it (a job's, in prefill the request's own message's), the body's hash
-    and the message. `living` has the sessions and until when each lasts.
+    and the message. `living` has the sessions and until when each lasts. `is_answered` says that the id had a
+    result already, and was not forgotten again, when the message was sent.
     """
     (name, body, message), prefill = asked, stage == "prefill"
     epoch = max(rec.epoch + 1, times.epoch_ms)
     if (refusal := _find_other_message(rec, stage, name, body)) is not None:
         return rec, refusal
+    if is_answered:
+        return rec, ClaimReply("bound")
     if session is None and (rec.stage == "end" or (rec.stage == stage and rec.message)):
         return rec, ClaimReply("down")
     if rec.stage == "end":

@@ -25,7 +25,7 @@ import redis
 from penstock.errors import ArithmeticDiffers, NameTaken, PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
 from penstock.record import Session
-from penstock.redis.client import is_away, redis_client
+from penstock.redis.client import is_away, learn_pace, redis_client
 from penstock.redis.scripts import ScriptCall, load_script
 from penstock.worker.watch import DEFAULT_STALL_LIMIT_S, LoopWatch
 
@@ -193,7 +193,7 @@ class Heartbeat:
         is_told = False
         while True:
             try:
-                self._redis.ping()
+                learn_pace(self._redis)
                 return
             except redis.RedisError as error:
                 if not is_away(error):

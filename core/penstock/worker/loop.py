@@ -149,8 +149,8 @@ class Reconnector:
         begun_s = time.monotonic()
         while not stop.wait(next(waits)):
             try:
+                self._ask_bus()  # first: it learns how late they answer, which gives the beat its time limit
                 self._beat.write_beat()
-                self._ask_bus()
             except (redis.RedisError, BusUnavailable, AccessRefused) as error:
                 if not self._is_outage(error):
                     raise

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
+from penstock.bus.contract import Member
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -37,7 +38,7 @@ from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access, check_redis_access
 from penstock.ops.eviction import watch_eviction
 from penstock.record import check_key_types, connect_servers, open_record
-from penstock.redis.client import REDIS_TIMEOUT_S
+from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
 from penstock.redis.servers import store_server_lists
 from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
@@ -82,6 +83,8 @@ class WorkerProcess:
             )
         self.pipeline = Pipeline(self.addresses.pipeline)
         self.name = choose_worker_name(self.settings.worker.name)
+        self.member: Member | None = None
+        """The place in the group, once it has one."""
         self.exits = contextlib.ExitStack()
         """Closes what was opened for the process, at its end."""
 
@@ -158,6 +161,12 @@ class WorkerProcess:
             max_step_s = load_settings(SloSettings).interactive_itl_s
             return partial(open_engine, only_prompts=only_prompts, max_step_s=max_step_s)
 
+    def may_hand_off(self) -> bool:
+        """Return whether an answer may go on in another worker: one decodes, as far as is known, and the bus is not so
+        slow that the answer would rather wait for its job than for prompts that are computed here.
+        """
+        return self.beat.num_decoding > 0 and (self.member is None or self.member.slowness == 1)
+
     def make_metrics(self, model_name: str) -> StageMetrics:
         """Return what a worker of this kind counts and measures."""
         return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name)
@@ -172,7 +181,7 @@ class WorkerProcess:
 
         def make_worker() -> Worker:
             check_key_types(clients, self.pipeline)
-            member = bus.join_group(self.kind, self.name)
+            member = self.member = bus.join_group(self.kind, self.name)
             try:
                 record = open_record(clients, self.pipeline, settings.record)
                 worker = Worker(role, self.pipeline, self.name, record, member, metrics, self.beat, job_role)
@@ -200,6 +209,7 @@ class WorkerProcess:
         check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
 
         def ask_servers() -> None:
+            learn_pace(clients.parts[0])
             check_redis_access(self.addresses, self.kind)
             check_bus()
 

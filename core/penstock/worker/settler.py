@@ -4,12 +4,13 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.bus.contract import Member, Outgoing, Settlement
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
@@ -22,11 +23,13 @@ log = logging.getLogger(__name__)
 
 MAX_RETRY_S = 60.0
 """How long a settlement is retried. Then the member is given up, as it may be at fault itself."""
-MAX_RETRY_ALONE_S = 5.0
-"""How long a settlement is retried while the bus answers the member otherwise: then the member is at fault."""
+MAX_RETRY_ALONE_S = 20.0
+"""How long a settlement is retried while the bus answers the member otherwise: then the member is at fault. The brokers
+of a cluster need less to replace one of them that does not answer.
+"""
 SLOW_CALL_S, HUNG_CALL_S = 10.0, 45.0
 """A settlement call that takes longer is reported as trouble (`SLOW_CALL_S`), or counts as never returning
-(`HUNG_CALL_S`). A member's own time limits are shorter.
+(`HUNG_CALL_S`). A member's own time limits are shorter. All of these are longer where the bus is slow to answer.
 """
 CLOSE_TIMEOUT_S = 5.0
 """How long a worker that leaves waits for its settlements. Other workers settle the rest from the log."""
@@ -39,6 +42,14 @@ class _PendingSettlement:
     settlement: Settlement
     ticket: Any
     again: Callable[[], Settlement] | None
+    name: object = field(default_factory=object)
+    """It stays when the settlement is made anew."""
+
+    @property
+    def address(self) -> object:
+        """The delivery's topic and position, or the name where no delivery is settled."""
+        delivery = self.settlement.delivery
+        return delivery.address if delivery.is_held else self.name
 
 
 class Settler:
@@ -58,7 +69,7 @@ class Settler:
         """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
         self._pending: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
-        self._num_open = 0
+        self._open: Counter[object] = Counter()
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
         self._has_ended = False
@@ -67,7 +78,12 @@ class Settler:
     def __len__(self) -> int:
         """Return how many settlements are under way or not collected."""
         with self._lock:
-            return self._num_open + len(self._outcomes)
+            return self._open.total() + len(self._outcomes)
+
+    def is_settling(self, delivery: Delivery) -> bool:
+        """Return whether the message is being settled, with this delivery or with one that was lost before."""
+        with self._lock:
+            return self._open[delivery.address] > 0
 
     def settle(
         self,
@@ -83,7 +99,7 @@ class Settler:
         """
         pending = _PendingSettlement(settlement, ticket, again)
         with self._lock:
-            self._num_open += 1
+            self._open[pending.address] += 1
         if after is None:
             self._pending.put(pending)
         else:
@@ -102,14 +118,15 @@ class Settler:
     def raise_failure(self) -> None:
         """Raise the error that made settling impossible, if there was one."""
         self._thread.raise_failure()
-        if (called_s := self._seconds_in_call()) > HUNG_CALL_S:
+        if (called_s := self._seconds_in_call()) > HUNG_CALL_S * self._member.slowness:
             raise BusUnavailable(f"the bus is at one settlement for {called_s:.0f} s")
 
     @property
     def trouble(self) -> str:
         """Why the last attempt failed, while it is retried, or that it takes long; else empty."""
         called_s = self._seconds_in_call()
-        return f"settling takes {called_s:.0f} s so far" if called_s > SLOW_CALL_S else self._trouble
+        is_slow = called_s > SLOW_CALL_S * self._member.slowness
+        return f"settling takes {called_s:.0f} s so far" if is_slow else self._trouble
 
     def _seconds_in_call(self) -> float:
         called_s = self._called_s
@@ -118,7 +135,7 @@ class Settler:
     def wait_settled(self, timeout_s: float) -> None:
         """Wait until everything is settled or cannot be settled now, for at most `timeout_s`."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._num_open or bool(self.trouble) or self._has_ended, timeout_s)
+            self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._has_ended, timeout_s)
 
     def close(self) -> None:
         """Settle what is pending as far as that is possible now, and end the thread."""
@@ -141,13 +158,23 @@ class Settler:
                         more = False
                     else:
                         batch.append(following)
-                self._settle_all(batch)
+                self._settle_batch(batch)
                 if not more:
                     return
         finally:
             with self._lock:
                 self._has_ended = True
                 self._lock.notify_all()
+
+    def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
+        """Settle a batch. A delivery that is there twice is settled once; one that came again is another delivery."""
+        once, again = dict[int, _PendingSettlement](), list[_PendingSettlement]()
+        for pending in batch:
+            delivery = pending.settlement.delivery
+            if once.setdefault(id(delivery) if delivery.is_held else id(pending), pending) is not pending:
+                again.append(pending)
+        self._settle_all(list(once.values()))
+        self._record_outcomes(again, settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
@@ -177,7 +204,9 @@ class Settler:
                     self._member.current_problem or not troubled_s
                 ):  # a first failure may have taken longer than `MAX_RETRY_ALONE_S`
                     troubled_s = now_s
-                if not is_outage(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
+                slowness = self._member.slowness
+                end_s = min(begun_s + MAX_RETRY_S * slowness, troubled_s + MAX_RETRY_ALONE_S * slowness)
+                if not is_outage(error) or now_s > end_s:
                     raise
                 batch = [_make_anew(pending) for pending in batch]
                 log.warning("settling failed, trying again: %s", error)
@@ -204,7 +233,7 @@ class Settler:
     def _record_outcomes(self, settlements: list[_PendingSettlement], *, settled: bool) -> None:
         with self._lock:
             self._outcomes += [(pending.ticket, settled) for pending in settlements]
-            self._num_open -= len(settlements)
+            self._open -= Counter(pending.address for pending in settlements)
             self._lock.notify_all()
         self._wake()
 

@@ -68,8 +68,8 @@ class Task:
     output: "Detokenizer | None" = None
     log_events: list[TokenEvent] = field(default_factory=list)
     """The token events of the log: those that were read, and those sent to it since."""
-    is_in_flight: bool = False
-    """Whether a token is on its way to the log."""
+    num_in_flight: int = 0
+    """How many tokens are on their way to the log."""
     parent_context: Context = field(default_factory=Context)
     """The trace context that its own span is in."""
     span: Span = INVALID_SPAN
@@ -132,9 +132,13 @@ class Task:
         The message is left out where it is too large to keep. Then only its delivery can bring the request back.
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
-        return UnclaimedMessage(
-            self.id, self.body_hash, self.name, serialize_delivery(self.delivery) if is_kept else b""
-        )
+        message = serialize_delivery(self.delivery) if is_kept else b""
+        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a token is on its way to the log."""
+        return self.num_in_flight > 0
 
     @property
     def hands_off(self) -> bool:

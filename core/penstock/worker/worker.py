@@ -17,7 +17,7 @@ claim of a request in place of a job's:
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
                     several that it has guessed. Blocks that became full go to the KV store, some at once
-    4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
+    4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next steps are computed;
                     a hand-off waits for its token's. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended. A request's own message is bound with it, if its
                     delivery is here
@@ -36,10 +36,12 @@ its messages is bound, and the others are stale. Leases that nobody ends run out
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import redis
 
@@ -102,14 +104,32 @@ from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
-LAST_SETTLING_S = 0.05
-"""How long a worker that stops waits for settlements under way, before the bus gives its deliveries to others."""
+SETTLING_DEFERRAL_S = 0.05
+"""Wait before a delivery is tried again that is being settled."""
 BUSY_POLL_S = 0.01
 """How long an idle worker polls for messages while loads, stores or settlements are under way."""
 
 
 MAX_CAPACITY_TURNS = 8
 """The capacities are counted anew after so many turns in which no request came or went, as answers grow meanwhile."""
+
+
+MAX_UNCONFIRMED_S = 1.0
+"""How long steps go on without an answer to a token that was sent, where Redis answers in its usual time."""
+NEAR_ANSWER_S = 0.005
+"""How long a step waits for the answers to the tokens of the one before, where those to earlier ones have come. A short
+step would outrun a Redis that is near: requests would end, and make room, later by one step or more.
+"""
+
+
+class _SentToken(NamedTuple):
+    """A token that was sent to its log."""
+
+    task: Task
+    sent_s: float
+    """The time of day."""
+    at_s: float
+    """By the monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +196,8 @@ class Worker:
         """Claimed requests that are begun in this turn, and whether they are to be read before."""
         self._handing_off: set[Task] = set()
         """Requests whose hand-off is being settled."""
-        self._tasks_in_flight: list[Task] = []
-        """The request of each token that is on its way to the log."""
-        self._sent_s = 0.0
+        self._in_flight: deque[_SentToken] = deque()
+        """The tokens that are on their way to their logs."""
         self._preempted: list[Task] = []
         """Requests with tokens that wait since the step was begun: their blocks went to others."""
 
@@ -187,7 +206,7 @@ class Worker:
         self.watch.note_turn()
         num_polled = self._claim(accept=accept)
         has_run, sampled, failed = self._compute()
-        self._confirm_tokens()
+        self._confirm_tokens(waits=not has_run)
         self._hand_off_preempted()
         self._end(failed)
         self._append(sampled)
@@ -385,7 +404,7 @@ class Worker:
         """Claim all requests that this worker may claim, in one round trip."""
         asked: list[tuple[Task, UnclaimedMessage]] = []
         for task in tasks:
-            if self.member.is_holding(task.delivery):
+            if self._is_claimable(task.delivery):
                 with self._confine_message(task.delivery):
                     asked.append((task, task.to_claim_request()))
         for task, claimed in self._ask_for_claims(asked):
@@ -414,6 +433,16 @@ class Worker:
             mine = [(task, message) for task, message in asked if task.role.stage == stage]
             claims = self.record.claim_all(stage, self.session.id, [message for _, message in mine]) if mine else []
             yield from zip([task for task, _ in mine], claims, strict=True)
+
+    def _is_claimable(self, delivery: Delivery) -> bool:
+        """Return whether the delivery is still this worker's and is not being settled.
+
+        A message that came again while the delivery that was lost is being settled is deferred: the outcome decides.
+        """
+        if self.settler.is_settling(delivery):
+            self.queue.defer(delivery, SETTLING_DEFERRAL_S)
+            return False
+        return self.member.is_holding(delivery)
 
     def _find_undelivered_task(self, task: Task, epoch: int) -> Task | None:
         """Return the running request of this message if it holds no delivery, and its claim is the one of `epoch`.
@@ -633,12 +662,12 @@ class Worker:
     def _append(self, sampled: Sequence[SampledToken]) -> None:
         """Send each token to its log, and have the blocks stored that became full.
 
-        The answers are read while the next step is computed, if one is and no hand-off waits for them.
+        The answers are read after the next step, as many as have come, if there is one and no hand-off waits for them.
         """
         is_storing = self._send_tokens(sampled)
         if self.engine.store_full_blocks() or is_storing:
             stage_failpoint(self.role.kind, "prefill.3.shipping", "decode.7.shipping")
-        if not self.engine.has_work() or any(task.hands_off for task in self._tasks_in_flight):
+        if not self.engine.has_work() or any(one.task.hands_off for one in self._in_flight):
             self._confirm_tokens()
         self.load.throughput.record_step(self.role.count_done(sampled), is_busy=bool(self.running))
 
@@ -651,14 +680,13 @@ class Worker:
         mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
         entries: list[tuple[Claim, TokenEvent]] = []
         failed: dict[Task, RequestError] = {}
-        self._tasks_in_flight = []
+        sent_s, at_s = now_s(), time.monotonic()
         for task, item in mine:
             if task not in failed and task.outcome is None:
                 with confine_error(task.id, partial(failed.__setitem__, task)):
                     if (event := self._make_event(task, item)) is not None:
                         entries.append((task.claim, event))
-                        self._tasks_in_flight.append(task)
-        self._sent_s = now_s()
+                        self._in_flight.append(_SentToken(task, sent_s, at_s))
         if entries:
             self.record.send_tokens(entries)
             stage_failpoint(self.role.kind, "prefill.4.sent", "decode.7.sent")
@@ -689,21 +717,32 @@ class Worker:
         if event is not None:
             event.check_writable()
             task.log_events.append(event)
-            task.is_in_flight = True
+            task.num_in_flight += 1
         return event
 
-    def _confirm_tokens(self) -> None:
-        """Read whether the tokens sent last were appended, and act on the answers."""
-        if not self._tasks_in_flight:
+    def _read_outcomes(self, *, waits: bool) -> dict[Task, tuple[float, list[AppendOutcome]]]:
+        """Return the outcomes of tokens that were sent, and when the first one was, for each request."""
+        found: dict[Task, tuple[float, list[AppendOutcome]]] = {}
+        outcomes = self.record.collect_outcomes(waits=waits)
+        left = next(islice(self._in_flight, len(outcomes), None), None)
+        if left and left.at_s == self._in_flight[-1].at_s and self.record.wait_for_outcome(NEAR_ANSWER_S):
+            outcomes += self.record.collect_outcomes()
+        for outcome in outcomes:
+            sent = self._in_flight.popleft()
+            found.setdefault(sent.task, (sent.sent_s, []))[1].append(outcome)
+            sent.task.num_in_flight -= 1
+        return found
+
+    def _confirm_tokens(self, *, waits: bool = True) -> None:
+        """Read whether the tokens that were sent were appended, and act on the answers: on those that have come, unless
+        it `waits` for all, or one is awaited for long.
+        """
+        if not self._in_flight:
             return
-        outcomes, written_s, ended = self.record.collect_outcomes(), time.monotonic(), []
-        sent, self._tasks_in_flight = self._tasks_in_flight, []
-        by_task: dict[Task, list[AppendOutcome]] = {}
-        for task, outcome in zip(sent, outcomes, strict=True):
-            by_task.setdefault(task, []).append(outcome)
-        for task, found in by_task.items():
+        is_late = time.monotonic() > self._in_flight[0].at_s + self.record.pace.stretch(MAX_UNCONFIRMED_S)
+        by_task, written_s, ended = self._read_outcomes(waits=waits or is_late), time.monotonic(), []
+        for task, (sent_s, found) in by_task.items():
             stage_failpoint(task.role.kind, "prefill.4.appended", "decode.7.confirmed", "endpoint.3.appended")
-            task.is_in_flight = False
             if task is not self.running.get(task.id):
                 continue
             if AppendOutcome.FENCED in found:
@@ -712,14 +751,15 @@ class Worker:
             num_written = found.count(AppendOutcome.OK)
             with confine_error(task.id):
                 for _ in range(num_written):
-                    task.role.record_token(task, self._sent_s, written_s, self.metrics)
+                    task.role.record_token(task, sent_s, written_s, self.metrics)
             if num_left := len(found) - num_written:
                 del task.log_events[-num_left:]
                 is_cancelled = AppendOutcome.CANCELLED in found
                 error = Cancelled("the request was cancelled") if is_cancelled else InternalError(UNWRITABLE)
                 task.outcome = Outcome.of_error(error)
-                ended.append(task)
-            elif task.outcome is not None:
+            if task.is_in_flight:
+                continue  # its later tokens, which are refused too where one of these was
+            if task.outcome is not None:
                 ended.append(task)
             elif task.hands_off:
                 self._hand_off(task)
@@ -730,6 +770,7 @@ class Worker:
     def _end(self, failed: SequenceFailed | None) -> None:
         """End the request that makes engine steps fail, or have it tried again, and those whose deadline has passed."""
         if failed is not None:
+            self._confirm_tokens()
             self._fail_task(failed)
         self._end_overdue()
 
@@ -743,8 +784,11 @@ class Worker:
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
         overdue, server_now_s = [], self.session.server_now_s()
-        for task in self.running.values():
-            if (error := deadline_error(task.deadline, server_now_s)) is not None:
+        late = {one: found for one in self.running.values() if (found := deadline_error(one.deadline, server_now_s))}
+        if late:
+            self._confirm_tokens()
+        for task, error in late.items():
+            if task is self.running.get(task.id):
                 task.outcome = Outcome.of_error(error)
                 overdue.append(task)
                 with confine_error(task.id):
@@ -816,6 +860,8 @@ class Worker:
     def _hand_off_preempted(self) -> None:
         """Hand off what leaves between two tokens, as its blocks went to others."""
         preempted, self._preempted = self._preempted, []
+        if preempted:
+            self._confirm_tokens()
         for task in preempted:
             if task is self.running.get(task.id) and task.role.leaves_preempted(task):
                 self._hand_off(task)
@@ -936,7 +982,7 @@ class Worker:
 
         The bus gives their deliveries to other workers, which settle them from the log.
         """
-        self.settler.wait_settled(LAST_SETTLING_S)
+        self.settler.wait_settled(SETTLING_DEFERRAL_S)
         self.rescuer.close()
         # Else others read what was read here, until the bus has given it away.
         with contextlib.suppress(redis.RedisError):

@@ -13,7 +13,7 @@ def run_auto_worker() -> None:
             from penstock.prefill_worker.role import PrefillRole
             from penstock.prefill_worker.stay import StayPolicy
         name = process.settings.engine.find_served_name()
-        stays = StayPolicy(process.settings.stay, lambda: process.beat.num_decoding > 0)
+        stays = StayPolicy(process.settings.stay, process.may_hand_off)
         role = PrefillRole(process.pipeline, engine, None, name, stays)
         job_role = DecodeRole(process.pipeline, engine, name)
         job_role.grammars = role.grammars

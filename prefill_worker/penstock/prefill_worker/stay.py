@@ -9,7 +9,7 @@ long as it lasts. So where another worker decodes, a request leaves for one of t
     itl      later: prompts that were computed here have kept its tokens for longer than they may, on the mean
     blocks   at any time: its blocks went to others, so that it would wait for blocks and be computed again
 
-Where no other worker decodes, all requests stay: a worker hands nothing to itself.
+Where no other worker decodes, or the bus is slow to answer, all requests stay: a worker hands nothing to itself.
 """
 
 import time
@@ -22,7 +22,7 @@ MIN_JUDGED_TOKENS = 16
 
 
 class StayPolicy:
-    """Decides for one worker. `has_others` returns whether another worker decodes, as far as is known."""
+    """Decides for one worker. `has_others` returns whether another worker may go on with an answer now."""
 
     def __init__(self, settings: StaySettings, has_others: Callable[[], bool]) -> None:
         self._settings, self._has_others = settings, has_others

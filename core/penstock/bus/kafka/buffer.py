@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets, StartPosition
@@ -108,9 +109,7 @@ class PrefetchBuffer:
             return
         start = self._starts[partition]
         if offset < start.forgotten_end and delivery.key in start.answered:
-            offsets.finish_offsets([offset])
-            self._uncommitted.add(partition)
-            return
+            delivery = replace(delivery, since_result_s=0.0)
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
 

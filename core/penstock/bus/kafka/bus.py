@@ -132,8 +132,8 @@ class KafkaBus(KafkaClientFactory):
         """Return one line about the brokers. Raise `BusUnavailable`."""
         with self._lock:
             admin = self._admin = self._admin or AdminClient(self.clients)
-        with bus_errors():
-            metadata = admin.list_topics(timeout=timeout_s)
+        with bus_errors(), self.pace.ask(timeout_s) as limit_s:  # brokers that are slow answer one of the next calls
+            metadata = admin.list_topics(timeout=limit_s)
         return f"Kafka at {self.bootstrap}, brokers: {len(metadata.brokers)}, cluster {metadata.cluster_id}"
 
     def close(self) -> None:

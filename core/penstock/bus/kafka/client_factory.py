@@ -10,6 +10,7 @@ from penstock.bus.kafka.position_lookup import FetchAttempts
 from penstock.bus.kafka.writers import OutputWriter, Transactions
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
+from penstock.pace import ServerPace
 
 
 class KafkaClientFactory:
@@ -26,6 +27,8 @@ class KafkaClientFactory:
         """Where heartbeats are, by which requests are placed, and notes of what is finished; empty: there are none."""
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
+        self.pace = ServerPace(settings.transaction_timeout_s)
+        """How late brokers answer, as members and look-ups have seen it."""
         self.fetch_attempts = FetchAttempts()
         """What members learned about messages that take long to fetch, for those that are made after them."""
 
@@ -35,7 +38,7 @@ class KafkaClientFactory:
 
     def create_transactions(self, transactional_id: str) -> Transactions:
         """Return a transactional writer of outputs. An older one of the same id is fenced."""
-        return Transactions(self.clients, transactional_id, self.settings.transaction_timeout_s)
+        return Transactions(self.clients, transactional_id, self.pace)
 
     def create_output_writer(self) -> OutputWriter:
         """Return a writer of outputs without transactions."""

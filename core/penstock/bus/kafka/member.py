@@ -35,7 +35,14 @@ from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.bus.kafka.position_lookup import LookupThread, PositionLookup, ReadProgress
-from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputWriter, Transactions, to_topic_partitions
+from penstock.bus.kafka.writers import (
+    INIT_TIMEOUT_S,
+    GroupRebalanced,
+    OffsetCommitter,
+    OutputWriter,
+    Transactions,
+    to_topic_partitions,
+)
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
 from penstock.names import PriorityClass, WorkerKind
@@ -50,7 +57,9 @@ COUNT_INTERVAL_S = 0.25
 PAUSED_INTERVAL_S = 2.0
 """How often the brokers are asked where paused partitions end."""
 PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
-"""How often the brokers are probed, while they answer and while they do not."""
+"""How often the brokers are probed, while they answer as expected, and while they do not answer. While they answer more
+slowly than before they are probed at once.
+"""
 LEAVE_TIMEOUT_S = 2.0
 """How long leaving may take. Brokers that do not answer notice it after the session timeout."""
 REVOKE_TIMEOUT_S = 30.0
@@ -58,22 +67,27 @@ REVOKE_TIMEOUT_S = 30.0
 MAX_POLLER_PAUSE_S = 2.0
 """A poller whose turn takes longer counts as not reading its partitions."""
 MAX_SETTLEMENT_S = 45.0
-"""A settlement that takes longer counts as hung: the time limits of its steps add up to less."""
+"""A settlement that takes longer counts as hung: the time limits of its steps add up to less. It grows as they do where
+brokers are slow.
+"""
 STALL_PATIENCE_S = 5.0
 """How long a member may stand still before the worker has to make a new one. A process may be paused for a moment."""
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
 EOF = KafkaError._PARTITION_EOF  # noqa: SLF001 - that is its name
 MARKER_COMMIT_INTERVAL_S = 1.0
-"""How often offsets of markers that were passed over are committed while nothing is settled."""
+"""How often offsets of markers that were passed over are committed while nothing is settled. Where brokers are slow it
+is seldom: it takes a transaction, which holds up the next settlement.
+"""
 
 
 class KafkaMember:
     """Consumes a stage's topics. It settles in transactions; in prefill it does so from its first result on.
 
     Three threads use it. The poller reads, and runs the callbacks for partitions that are assigned or revoked. The
-    lookup thread makes the calls that take time: where an assigned partition begins, and where a quiet one ends. It
-    does so for both members of a worker that is in two groups. The third thread is the caller's, which settles.
+    lookup thread makes the calls that take time: where an assigned partition begins, where a quiet one ends, and how
+    late the brokers answer. It does so for both members of a worker that is in two groups. The third thread is the
+    caller's, which settles.
 
     The broker checks that a settling member is in the group, but not that it owns the partition. So there are two
     locks. `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
@@ -102,10 +116,9 @@ class KafkaMember:
         thread of the worker's other member; None where there is none.
         """
         lookups = lookups or LookupThread(name)
-        self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
+        self._pipeline, self._stage, self._clients, self._pace = bus.pipeline, stage, bus.clients, bus.pace
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
-        self._places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url)
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
@@ -121,51 +134,64 @@ class KafkaMember:
         self._progress = ReadProgress(bus.fetch_attempts)
         self._passing: dict[Partition, int] = {}
         """Partitions that are read on behind a message that could not be fetched, with its offset."""
-        self._refresh_at = 0.0
+        self._refresh_at = self._count_at = self._ask_paused_at = 0.0
         self._turned_at = time.monotonic()
-        self._probe_at = self._turned_at + PROBE_INTERVAL_S
-        self._count_at = 0.0
+        self._is_losing = False
+        """Whether it waits for a settlement of partitions that go."""
         self._unread: dict[Partition, int] = {}
         """How many messages of each partition were not read when they were counted last."""
         self._told_ends: dict[Partition, int] = {}
         """Where paused partitions end, as the brokers said last."""
-        self._ask_paused_at = 0.0
-        self._topic_parts: list[str] = []
-        """All partitions of the interactive topic, as the brokers told last."""
         # The problems that `current_problem` describes, each kind by itself.
-        self._away = ""
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
         self._membership: object = None
+        # The lookup thread's.
+        self._places = places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url, bus.pace)
+        settings = _lookup_settings(self._group)
+        self._lookup = PositionLookup(bus.create_consumer(settings), lookups.requested, places, self._pace)
+        self._topic_parts: list[str] = []
+        """All partitions of the interactive topic, as the brokers told last."""
+        self._commit_at = 0.0
+        """When offsets of markers that were passed over are to be committed, if nothing is settled before."""
         self._open_transactions = partial(bus.create_transactions, f"{self._group}.{name}")
-        self._transactions = self._open_transactions() if stage != "prefill" else None
+        self._transactions = self._begin_transactions() if stage != "prefill" else None
         self._outputs = bus.create_output_writer() if self._transactions is None else None
         """Writes hand-offs of prefill; None where transactions alone commit offsets, and the consumer none. `_state`
         guards it.
         """
         self._commits = OffsetCommitter()
-        consumer = bus.create_consumer(_lookup_settings(self._group))
-        self._lookup = PositionLookup(consumer, lookups.requested, self._places)
-        self._commit_at = 0.0
-        """When the lookup thread commits again what was passed over."""
+        self._probe_at = time.monotonic() + PROBE_INTERVAL_S
         settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
         # A response that takes longer than the time limit of a socket is dropped, and asked for again from its start.
         timeout_s = min(MAX_SOCKET_TIMEOUT_S, max(SOCKET_TIMEOUT_S, bus.fetch_attempts.longest_patience_s))
         self._consumer = bus.create_consumer(settings | {"socket.timeout.ms": int(timeout_s * 1000)})
+        self._turned_at = time.monotonic()
         lookups.serve(self)
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
+
+    def _begin_transactions(self) -> Transactions:
+        """Return the member's first producer with transactions, whose limits suit the brokers' pace."""
+        with bus_errors():
+            self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
+        return self._open_transactions()
 
     @property
     def current_problem(self) -> str:
         """Why this member cannot work now; see `contract.Member.current_problem`."""
         return (
-            self._away
+            self._pace.describe_silence()
             or self._describe_stall()
             or next(iter(self._refused.values()), "")
             or self._lookup.current_problem
             or next(iter(self._progress.standing_partitions.values()), "")
         )
+
+    @property
+    def slowness(self) -> int:
+        """By how many times longer than usual its calls may take; see `contract.Member.slowness`."""
+        return self._pace.slowness
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
@@ -192,7 +218,7 @@ class KafkaMember:
         if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):
             self._publish_then_finish(writer, deliveries, outputs)
         elif settlements:
-            self._settle_together(self._transactions or self._change_over(), deliveries, outputs)
+            self._settle_together(deliveries, outputs)
 
     def _publish_then_finish(self, writer: OutputWriter, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """Make a settlement of the prefill stage, in this order.
@@ -231,8 +257,8 @@ class KafkaMember:
         on there. Where no broker will answer a commit any more this member has to be made anew.
         """
         with self._time_settlement(), self._state:
-            self._outputs = None  # 1
-            is_over = self._state.wait_for(lambda: self._failure or not self._commits.may_come_late, BROKER_TIMEOUT_S)
+            self._outputs, limit_s = None, self._pace.stretch(BROKER_TIMEOUT_S)  # 1
+            is_over = self._state.wait_for(lambda: self._failure or not self._commits.may_come_late, limit_s)
             self._raise_failure()
             if not is_over:  # 2
                 raise BusUnavailable("Kafka: a commit of offsets may come late, as no broker has answered it")
@@ -243,24 +269,47 @@ class KafkaMember:
             self._transactions = self._transactions or self._open_transactions()  # 3
             return self._transactions
 
-    def _settle_together(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+    def _settle_together(self, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """Make a settlement in a transaction.
 
-        If the group is rebalanced meanwhile (another member joined or left), try again with what is still held.
+        If the group is rebalanced meanwhile (another member joined or left), try again with what is still held. If the
+        brokers are slow, and the producer's limits too short for that, try again with a producer that has longer ones.
         """
-        end = time.monotonic() + BROKER_TIMEOUT_S
+        end = time.monotonic() + self._pace.stretch(BROKER_TIMEOUT_S)
         while True:
+            writer = self._transactions or self._change_over()
             with self._settling, self._time_settlement(), bus_errors():
+                begun_s, slowness = time.monotonic(), self._pace.slowness
                 try:
                     self._run_transaction(writer, deliveries, outputs)
                     return
-                except MemberFenced as fenced:
-                    self._note_failure(fenced)
-                    raise
                 except GroupRebalanced as moved:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
+                except (KafkaException, MemberFenced) as raised:
+                    if not self._is_too_short(raised, slowness, begun_s):
+                        if isinstance(raised, MemberFenced):
+                            self._note_failure(raised)
+                        raise
             self._closing.wait(0.02)  # the callbacks run meanwhile
+
+    def _is_too_short(self, raised: KafkaException | MemberFenced, slowness: int, begun_s: float) -> bool:
+        """Return whether a transaction failed as its limits were too short, and longer ones hold by now. It began at
+        `begun_s`, and its limits were chosen by `slowness`.
+
+        The brokers also end the transaction of a member that was away. Then limits follow only from what the lookup
+        thread has measured.
+        """
+        writer = self._transactions
+        if writer is None or not writer.is_late(raised):
+            return False
+        log.info("Kafka: a transaction took too long: %s", raised)
+        if not isinstance(raised, MemberFenced):
+            return self._pace.note_too_short(slowness, begun_s)
+        if self._pace.slowness > writer.slowness:
+            self._transactions = None  # it is of no more use: the next settlement opens them
+            writer.close()
+        return self._transactions is None
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
@@ -286,7 +335,7 @@ class KafkaMember:
         return [format_partition(one) for one in self._list_read() if one[0] == self._topics["interactive"]]
 
     def _list_read(self) -> list[Partition]:
-        if self._away or self._describe_stall():
+        if self._pace.describe_silence() or self._describe_stall():
             return []
         with self._state:
             partitions = self._holdings.partitions
@@ -365,7 +414,8 @@ class KafkaMember:
     def _run_transaction(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """Make a settlement, in this order.
 
-        1. Clear what an earlier settlement left unclear: repeat its commit, or abort its transaction. 2. Check that the
+        1. Clear what an earlier settlement left unclear: repeat its commit, or abort its transaction. Then change the
+        producer if the brokers' pace has changed since it was made: its limits are fixed. 2. Check that the
         deliveries are still held; if not, nothing is done. 3. Write the outputs, and flush them: otherwise the next
         step waits for librdkafka's own interval. 4. Add the offsets to the transaction. 5. Commit the transaction. 6.
         Finish the deliveries here too.
@@ -376,7 +426,11 @@ class KafkaMember:
         """
         if self._closing.is_set():
             raise BusUnavailable("Kafka: this member has left its group")
-        self._clear_doubt(writer)  # 1
+        self._clear_doubt(writer, self._pace.stretch(BROKER_TIMEOUT_S))  # 1
+        if writer.slowness != self._pace.slowness:
+            self._transactions = None  # the next settlement opens them where this fails
+            writer.close()
+            self._transactions = writer = self._open_transactions()
         with self._state:  # 2
             self._raise_failure()
             lost = self._holdings.find_lost(deliveries)
@@ -385,12 +439,13 @@ class KafkaMember:
             raise DeliveryLost(lost)
         self._doubtful = commits, deliveries
         writer.run_transaction(outputs, to_topic_partitions(commits, epochs), self._membership)  # 3, 4, 5
+        self._commit_at = time.monotonic() + MARKER_COMMIT_INTERVAL_S * self.slowness**2
         with self._state:  # 6
             self._raise_failure()  # `_on_lost` does not wait for a step that does not end
             self._holdings.finish_deliveries(deliveries)
             self._holdings.note_committed(commits)
 
-    def _clear_doubt(self, writer: Transactions, timeout_s: float = BROKER_TIMEOUT_S) -> None:
+    def _clear_doubt(self, writer: Transactions, timeout_s: float) -> None:
         if writer.clear_doubt(timeout_s):
             with self._state:
                 commits, deliveries = self._doubtful
@@ -427,7 +482,6 @@ class KafkaMember:
                 self._refresh_membership()
                 self._count_unread()
                 self._watch_progress()
-                self._probe_brokers()
         except Exception as error:  # the member cannot go on: its methods raise the error
             self._note_failure(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
         finally:
@@ -448,6 +502,8 @@ class KafkaMember:
             self._refused.pop(partition[0], None)
             self._bury_unfetched(partition, message.offset() or 0)
             self._note_deleted(partition, message.offset() or 0)
+            if error is None:  # its end is counted later, perhaps after this member's last note
+                self._places.note_read(partition, message.offset() or 0)
 
     def _note_deleted(self, partition: Partition, offset: int) -> None:
         """Tell of messages that were deleted before they were read: the log begins behind what was to be read next."""
@@ -528,7 +584,10 @@ class KafkaMember:
         consumer.pause([TopicPartition(*partition) for partition in came])
         self._paused.update(came)
         self._starting.update(came)
-        self._places.topic_ids.clear()
+        with self._state:  # what was committed is read again, and may be another topic's
+            for partition in came:
+                self._holdings.commits.pop(partition, None)
+        self._places.begin_partitions(came)
         self._lookup.request_starts(came)
 
     def _begin_partitions(self) -> None:
@@ -578,18 +637,20 @@ class KafkaMember:
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         """Forget partitions. They stay assigned until this returns, so it waits for a transaction under way.
 
-        It waits no longer than `REVOKE_TIMEOUT_S`. After that the member fails, and the brokers refuse what it still
-        settles, as it is not in the group any more.
+        It waits no longer than `REVOKE_TIMEOUT_S`, or more where brokers are slow. After that the member fails, and the
+        brokers refuse what it still settles, as it is not in the group any more.
         """
         gone = {(old.topic, old.partition) for old in partitions}
         self._lookup.cancel_requests(gone)
         self._starting -= gone
         self._paused -= gone
         self._passing = {one: offset for one, offset in self._passing.items() if one not in gone}
-        is_over = self._settling.acquire(timeout=REVOKE_TIMEOUT_S)
+        limit_s, self._is_losing = self._pace.stretch(REVOKE_TIMEOUT_S), True
+        is_over = self._settling.acquire(timeout=limit_s)
+        self._turned_at, self._is_losing = time.monotonic(), False
         if not is_over:
             self._note_failure(
-                BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {REVOKE_TIMEOUT_S:g} s")
+                BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {limit_s:g} s")
             )
         try:
             with self._state:
@@ -635,7 +696,8 @@ class KafkaMember:
         for partition, position in positions.items():
             with contextlib.suppress(KafkaException):
                 _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-                self._places.ends[partition] = end = max(end, self._told_ends.get(partition, 0))
+                end = max(end, self._told_ends.get(partition, 0))
+                self._places.note_end(partition, end)
                 unread[partition] = max(0, end - position)
         self._unread = unread
         self._told_ends = {one: self._told_ends[one] for one in self._told_ends if one in self._paused}
@@ -657,19 +719,6 @@ class KafkaMember:
         if quiet:
             self._lookup.request_ends(quiet)
 
-    def _probe_brokers(self) -> None:
-        """Check whether the brokers answer: librdkafka reports neither that they hang, nor that they are back."""
-        if time.monotonic() < self._probe_at:
-            return
-        try:
-            topic = self._topics["interactive"]
-            known = self._consumer.list_topics(topic, PROBE_RETRY_S).topics.get(topic)
-            self._topic_parts = [format_partition((topic, number)) for number in (known.partitions if known else ())]
-            self._away = ""
-        except KafkaException as error:
-            self._away = f"Kafka: {error.args[0].str()}"
-        self._probe_at = time.monotonic() + (PROBE_RETRY_S if self._away else PROBE_INTERVAL_S)
-
     # The lookup thread.
 
     @property
@@ -688,15 +737,28 @@ class KafkaMember:
             return False
         try:
             if self._failure is None:
+                self._probe_brokers()
                 self._lookup.answer_requests()
                 self._places.note_commits(self._holdings.commits)
                 writer, now_s = self._transactions, time.monotonic()
                 if writer and self._holdings.has_uncommitted and now_s >= self._commit_at:
-                    self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S
+                    self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S * self.slowness**2
                     self._commit_passed(writer)
         except Exception as error:
             self._note_failure(error)
         return True
+
+    def _probe_brokers(self) -> None:
+        """Check whether the brokers answer, and how soon: librdkafka reports neither that they hang, nor that they are
+        back.
+        """
+        if (asked_s := time.monotonic()) < self._probe_at:
+            return
+        self._probe_at = asked_s + PROBE_RETRY_S
+        with contextlib.suppress(KafkaException):
+            known = self._lookup.list_partitions(self._topics["interactive"])
+            self._topic_parts = [format_partition(one) for one in known]
+            self._probe_at = time.monotonic() + (PROBE_INTERVAL_S if self._pace.is_steady else 0.0)
 
     def _commit_passed(self, writer: Transactions) -> None:
         """Commit the offsets of markers that were passed over, unless a settlement runs, which commits them too.
@@ -707,7 +769,11 @@ class KafkaMember:
             return
         try:
             with self._time_settlement(), bus_errors():  # the consumer's own commit could wait without end
-                self._run_transaction(writer, [], [])
+                try:
+                    self._run_transaction(writer, [], [])
+                except MemberFenced as fenced:
+                    if not self._is_too_short(fenced, writer.slowness, 0.0):
+                        raise
         except (BusUnavailable, GroupRebalanced) as error:
             log.debug("offsets are committed later: %s", error)
         finally:
@@ -721,12 +787,12 @@ class KafkaMember:
             return str(self._failure)
         if self._leaving.is_set():
             return ""
-        now, since = time.monotonic(), self._settling_since
-        if now - self._turned_at > MAX_POLLER_PAUSE_S:
+        now, since, limit_s = time.monotonic(), self._settling_since, self._pace.stretch(MAX_SETTLEMENT_S)
+        if not self._is_losing and now - self._turned_at > MAX_POLLER_PAUSE_S:
             return f"Kafka: nothing was read for {now - self._turned_at:.0f} s"
-        if since is not None and now - since > MAX_SETTLEMENT_S:
+        if since is not None and now - since > limit_s:
             return f"Kafka: a settlement takes {now - since:.0f} s"
-        return self._progress.current_problem or self._commits.describe_problem(now, MAX_SETTLEMENT_S)
+        return self._progress.current_problem or self._commits.describe_problem(now, limit_s)
 
     def _check_alive(self) -> None:
         """Raise `BusUnavailable` if the member has stood still for `STALL_PATIENCE_S`, and has to be made anew."""

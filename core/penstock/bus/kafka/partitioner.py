@@ -20,8 +20,10 @@ LEADERS_REFRESH_S = 2.0
 known this soon."""
 LEADERS_RETRY_S = 1.0
 """How soon the leaders are looked up again if the brokers did not answer, or do not know the topic."""
-LEADERS_TIMEOUT_S = 1.0
-"""How long a lookup may take. Without an answer the last one holds; without any, the message goes by its key."""
+LEADERS_TIMEOUT_S, MAX_LEADERS_TIMEOUT_S = 1.0, 8.0
+"""How long a lookup may take: twice as long after each without an answer, as brokers may be slow. The last answer holds
+meanwhile; without any, the message goes by its key.
+"""
 BEATS_REFRESH_S = 1.0
 """How often heartbeats are read while requests are sent."""
 
@@ -40,11 +42,17 @@ class _TopicLeaders:
 class Partitioner:
     """Chooses partitions for one producer. Thread-safe."""
 
-    def __init__(self, producer: Producer, read_beats: Callable[[], list[WorkerBeat]] | None = None) -> None:
+    def __init__(
+        self,
+        producer: Producer,
+        read_beats: Callable[[], list[WorkerBeat]] | None = None,
+        timeout_s: float = LEADERS_TIMEOUT_S,
+    ) -> None:
         """`read_beats` returns the workers' heartbeats, or raises `redis.RedisError`; it is called on a thread, once a
         second as long as requests are sent. Without it, and until it has returned some, a hash places requests.
+        `timeout_s` is how long the first lookup may take.
         """
-        self._producer, self._read_beats = producer, read_beats
+        self._producer, self._read_beats, self._timeout_s = producer, read_beats, timeout_s
         self._placer = Placer()
         self._beats_at_s = 0.0
         self._is_reading = False
@@ -120,8 +128,11 @@ class Partitioner:
 
     def _fetch_leaders(self, topic: str) -> dict[int, bool]:
         """Return whether each partition has a leader; empty if the brokers do not answer, or do not know the topic."""
+        begun_s = time.monotonic()
         try:
-            known = self._producer.list_topics(topic, LEADERS_TIMEOUT_S).topics[topic].partitions
-        except (KafkaException, KeyError):
+            known = self._producer.list_topics(topic, self._timeout_s).topics.get(topic)
+        except KafkaException:
+            self._timeout_s = min(2 * self._timeout_s, MAX_LEADERS_TIMEOUT_S)
             return {}
-        return {number: partition.leader >= 0 for number, partition in known.items()}
+        self._timeout_s = max(LEADERS_TIMEOUT_S, 2 * (time.monotonic() - begun_s))
+        return {number: one.leader >= 0 for number, one in known.partitions.items()} if known else {}

@@ -1,14 +1,15 @@
 """Keeps in Redis how far each partition is finished: brokers forget what a group committed if it is empty for long.
 
 A member notes each commit a moment after it was made, and once more when it leaves. A partition without a committed
-offset goes on at the note, without requests that are among the last results: a crash may have come between a commit and
-its note, and the other members have lived on until the brokers gave its partitions to them, which notes the commit.
+offset goes on at the note, and knows which requests are among the last results: a crash may have come between a commit
+and its note, and the other members have lived on until the brokers gave its partitions to them, which notes the commit.
 """
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import redis
@@ -19,9 +20,10 @@ from penstock.bus.kafka.client import bus_errors
 from penstock.bus.kafka.follower import read_topic
 from penstock.bus.kafka.offsets import Partition, StartPosition, decode_ranges
 from penstock.bus.kafka.orphans import format_partition
-from penstock.bus.lost import count_lost
+from penstock.bus.lost import LOST_KEPT_S, count_lost
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
+from penstock.pace import ServerPace
 from penstock.redis.client import redis_client
 from penstock.redis.scripts import load_script
 
@@ -42,16 +44,18 @@ class PlaceKeeper:
     A note is about a topic's id: one that is made anew under its name begins without any.
     """
 
-    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str) -> None:
-        """`clients`: the settings of all clients. Without an address of Redis nothing is noted."""
-        self._pipeline, self._clients = pipeline, dict(clients)
+    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any], redis_url: str, pace: ServerPace) -> None:
+        """`clients`: the settings of all clients. Without an address of Redis nothing is noted. `pace` stretches
+        the time limit of questions.
+        """
+        self._pipeline, self._clients, self._pace = pipeline, dict(clients), pace
         self._redis = redis_client(redis_url) if redis_url else None
         self._admin: AdminClient | None = None
         self._answered: frozenset[str] | None = None
-        self.topic_ids: dict[str, str] = {}
-        """Is cleared as partitions come: their topics may have been made anew."""
-        self.ends: dict[Partition, int] = {}
+        self._topic_ids: dict[str, str] = {}
+        self._ends: dict[Partition, int] = {}
         """Where partitions end, or ended when this member read them last."""
+        self._lock = threading.Lock()  # held while notes are written: a member that leaves writes its last ones itself
         self._noted: dict[Partition, tuple[int, int, str]] = {}
         self._retry_s = 0.0
         self._uncounted = deque[tuple[str, int]]()
@@ -65,7 +69,7 @@ class PlaceKeeper:
         note: Any = self._redis and self._redis.hget(self._pipeline.finished_key, format_partition(partition))
         topic_id, offset, _, ranges = note.decode().split(" ") if note else ("", "", "", "")
         answered = self._read_answered() if low < high else frozenset[str]()
-        if topic_id and topic_id == self._find_topic_id(partition[0]):
+        if topic_id and topic_id == self._find_topic_id(partition[0], self._topic_ids):
             log.warning("Kafka: %s partition %d has no committed offset, and goes on at %s as noted in Redis",
                         *partition, offset)  # fmt: skip
             return StartPosition(int(offset), ranges, None, high, answered)
@@ -92,22 +96,30 @@ class PlaceKeeper:
 
     def note_commits(self, commits: Mapping[Partition, tuple[int, str]], *, is_last: bool = False) -> None:
         """Note in Redis what was committed since, and count there what is lost. While Redis is away try again later."""
+        with self._lock:
+            self._note_commits(commits, is_last=is_last)
+
+    def _note_commits(self, commits: Mapping[Partition, tuple[int, str]], *, is_last: bool) -> None:
+        known = self._topic_ids  # taken before the commits: a topic's newer id is not noted with older ones
         notes = {
-            one: (offset, max(offset, self.ends.get(one, 0)), ranges) for one, (offset, ranges) in list(commits.items())
+            one: (offset, max(offset, self._ends.get(one, 0)), ranges)
+            for one, (offset, ranges) in list(commits.items())
         }
         changed = {one: note for one, note in notes.items() if self._noted.get(one) != note}
         is_due = is_last or time.monotonic() >= self._retry_s
         if self._redis is None or not (is_due and (changed or self._uncounted)):
             return
-        words: list[str | int] = []
+        words, keys = list[str | int](), [self._pipeline.finished_key, self._pipeline.lost_key]
         try:
-            for one, note in changed.items():
-                words += [format_partition(one), self._find_topic_id(one[0]), *note]
-            replaced = NOTE.run(self._redis, [self._pipeline.finished_key], words) if changed else ()
+            for one, (offset, end, ranges) in changed.items():
+                finished = sum(high + 1 - low for low, high in decode_ranges(ranges, offset))
+                words += [format_partition(one), one[0], self._find_topic_id(one[0], known), offset]
+                words += [max(0, end - offset - finished), ranges]
+            lost = NOTE.run(self._redis, keys, [LOST_KEPT_S, *words]) if changed else ()
             self._noted |= changed
-            for one, other in zip(changed, replaced, strict=True):
-                if other:
-                    self._tell_made_anew(one, other.decode())
+            for one, count in zip(changed, lost, strict=True):
+                if count:
+                    log.warning("Kafka: %s partition %d: %d messages are gone: their topic was made anew", *one, count)
             while self._uncounted:
                 count_lost(self._redis, self._pipeline, *self._uncounted[0])
                 self._uncounted.popleft()
@@ -115,17 +127,25 @@ class PlaceKeeper:
             log.debug("Kafka: what is finished is noted later: %s", error)
             self._retry_s = time.monotonic() + NOTE_RETRY_S
 
-    def _tell_made_anew(self, partition: Partition, note: str) -> None:
-        """Tell of what the topic still had whose name another one has now."""
-        _, offset, end, ranges = note.split(" ")
-        finished = sum(high + 1 - low for low, high in decode_ranges(ranges, int(offset)))
-        if (count := int(end) - int(offset) - finished) > 0:
-            self.tell_lost(partition, int(offset), int(end), count, "are gone: their topic was made anew")
+    def begin_partitions(self, came: Iterable[Partition]) -> None:
+        """Forget what is known of partitions that come: their topics may have been made anew."""
+        self._topic_ids = {}
+        for one in came:
+            self._ends.pop(one, None)
 
-    def _find_topic_id(self, topic: str) -> str:
+    def note_end(self, partition: Partition, end: int) -> None:
+        """Note where a partition ends, as far as that is known."""
+        self._ends[partition] = end
+
+    def note_read(self, partition: Partition, offset: int) -> None:
+        """Note that a partition has a message at an offset."""
+        self._ends[partition] = max(self._ends.get(partition, 0), offset + 1)
+
+    def _find_topic_id(self, topic: str, known: dict[str, str]) -> str:
         self._admin = self._admin or AdminClient(self._clients)
-        if topic not in self.topic_ids:
+        if topic not in known:
+            limit_s = self._pace.stretch(TOPIC_TIMEOUT_S)
             with bus_errors():
-                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=TOPIC_TIMEOUT_S)
-                self.topic_ids[topic] = str(asked[topic].result(TOPIC_TIMEOUT_S).topic_id)
-        return self.topic_ids[topic]
+                asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=limit_s)
+                known[topic] = str(asked[topic].result(limit_s).topic_id)
+        return known[topic]

@@ -4,6 +4,7 @@ A partition that brings nothing for a while is either at its end or not read, fo
 can say which. If it has more messages, is not paused, and stands still all the same, its member is at fault.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,11 +17,13 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from penstock.bus.kafka.offsets import Partition, StartPosition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.errors import BusUnavailable
+from penstock.pace import NUM_STEADY, ServerPace
 
 log = logging.getLogger(__name__)
 
 COMMITTED_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 1.0
+TOPIC_TIMEOUT_S = 3.0
 LOOKUP_INTERVAL_S, LOOKUP_RETRY_S = 0.25, 0.05
 UNKNOWN_START_S = 5.0
 """A partition whose last commit is not known for this long is a problem that is told."""
@@ -42,9 +45,11 @@ class PositionLookup:
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper) -> None:
-        """`changed` guards the requests, and is notified of each. `places` has what the brokers may have forgotten."""
-        self._consumer, self._lock, self._places = consumer, changed, places
+    def __init__(self, consumer: Consumer, changed: threading.Condition, places: PlaceKeeper, pace: ServerPace) -> None:
+        """`changed` guards the requests, and is notified of each. `places` has what the brokers may have forgotten.
+        `pace` stretches the time limits of questions.
+        """
+        self._consumer, self._lock, self._places, self._pace = consumer, changed, places, pace
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -59,7 +64,7 @@ class PositionLookup:
 
         It is not told while a transaction that is just being committed may be the reason.
         """
-        latest_s = time.monotonic() - UNKNOWN_START_S
+        latest_s = time.monotonic() - self._pace.stretch(UNKNOWN_START_S)
         with self._lock:
             late = ((one, why) for one, (since_s, why) in self._unknown_starts.items() if since_s <= latest_s)
             found = next(late, None)
@@ -119,6 +124,23 @@ class PositionLookup:
                     del self._ends[partition]
                     self._found_ends[partition] = end
 
+    def learn_pace(self, topic: str, connect_timeout_s: float) -> None:
+        """Find out how late brokers answer now, before anything is made whose limits follow from that. Raise
+        `KafkaException` where none can be reached.
+
+        The first answer does not count, as it may come behind those that a new connection waits for.
+        """
+        self._consumer.list_topics(topic, connect_timeout_s)
+        for _ in range(NUM_STEADY):
+            with contextlib.suppress(KafkaException):  # the next question has more time
+                self.list_partitions(topic)
+
+    def list_partitions(self, topic: str) -> list[Partition]:
+        """Return a topic's partitions; none where the brokers do not know it. Raise `KafkaException`."""
+        with self._pace.ask(TOPIC_TIMEOUT_S) as limit_s:
+            known = self._consumer.list_topics(topic, limit_s).topics.get(topic)
+        return [(topic, number) for number in (known.partitions if known else ())]
+
     def close(self) -> None:
         """Free the connection."""
         self._consumer.close()
@@ -142,7 +164,7 @@ class PositionLookup:
         """Return where partitions begin; None where that cannot be found out now, as one may have no stable offset."""
         places = [TopicPartition(*one) for one in wanted]
         try:
-            found = self._consumer.committed(places, timeout=COMMITTED_TIMEOUT_S)
+            found = self._consumer.committed(places, timeout=self._pace.stretch(COMMITTED_TIMEOUT_S))
             return {(place.topic, place.partition): self._find_start(place) for place in found}
         except KafkaException as raised:
             error: KafkaError = raised.args[0]
@@ -179,15 +201,15 @@ class PositionLookup:
 
     def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
         """Return where a partition begins and ends. Raise `KafkaException` or `BusUnavailable`."""
-        place = TopicPartition(*partition)
+        place, limit_s = TopicPartition(*partition), self._pace.stretch(END_TIMEOUT_S)
         try:
-            found = self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+            found = self._consumer.get_watermark_offsets(place, timeout=limit_s)
         except KafkaException as error:
             if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
                 raise
             # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
-            self._consumer.list_topics(partition[0], END_TIMEOUT_S)
-            found = self._consumer.get_watermark_offsets(place, timeout=END_TIMEOUT_S)
+            self._consumer.list_topics(partition[0], limit_s)
+            found = self._consumer.get_watermark_offsets(place, timeout=limit_s)
         if found is None:
             raise BusUnavailable("no leader answers")
         return found
@@ -207,7 +229,8 @@ class LookingUp(Protocol):
 class LookupThread:
     """Looks up what one member has to know, or both members of a worker that is in two groups.
 
-    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`.
+    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`, or more
+    where they are slow.
     """
 
     def __init__(self, name: str) -> None:

@@ -19,9 +19,10 @@ from penstock.bus.kafka.client import (
     producer_settings,
 )
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
-from penstock.bus.kafka.partitioner import Partitioner
+from penstock.bus.kafka.partitioner import LEADERS_TIMEOUT_S, Partitioner
 from penstock.errors import MemberFenced, NameShared
 from penstock.failpoints import failpoint
+from penstock.pace import ServerPace
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def _flush_producer(producer: Producer, timeout_s: float) -> int:
 
 INIT_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 3.0
+LATE_ERRORS = (KafkaError._TIMED_OUT, KafkaError._MSG_TIMED_OUT)  # noqa: SLF001 - that is their name
 REBALANCE_ERRORS = (
     KafkaError.STALE_MEMBER_EPOCH,
     KafkaError.UNKNOWN_MEMBER_ID,
@@ -98,7 +100,9 @@ class Transactions:
     # moment, and a client that believes it would never find one again. Where that happens to this producer nothing
     # settles any more, and the worker makes a new member.
 
-    def __init__(self, clients: Mapping[str, Any], transactional_id: str, timeout_s: float) -> None:
+    def __init__(self, clients: Mapping[str, Any], transactional_id: str, pace: ServerPace) -> None:
+        """The brokers' present pace decides how long a transaction may last."""
+        self._pace, self.slowness, timeout_s = pace, pace.slowness, pace.transaction_timeout_s
         write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences the producer
         self._flush_s, self._timeout_s = write_s + 1, timeout_s
         self._id, self._brokers = transactional_id, clients["bootstrap.servers"]
@@ -113,13 +117,24 @@ class Transactions:
                 "message.timeout.ms": int(write_s * 1000),
             }
         )
-        self._partitions = Partitioner(self._producer)
+        self._partitions = Partitioner(self._producer, timeout_s=pace.stretch(LEADERS_TIMEOUT_S))
         self._open = False
         self._in_doubt = False
-        with bus_errors():  # this ends a transaction that an older member of the same name left open
-            self._producer.init_transactions(INIT_TIMEOUT_S)
+        with bus_errors():
+            try:  # this ends a transaction that an older member of the same name left open
+                self._producer.init_transactions(pace.stretch(INIT_TIMEOUT_S))
+            except KafkaException as raised:
+                if raised.args[0].code() == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+                    pace.note_refused(self.slowness)
+                raise
 
-    def clear_doubt(self, timeout_s: float = BROKER_TIMEOUT_S) -> bool:
+    def is_late(self, raised: KafkaException | MemberFenced) -> bool:
+        """Return whether a transaction failed by its time limits, and left no doubt that it was not committed."""
+        if isinstance(raised, MemberFenced):  # the brokers have ended it
+            return not (isinstance(raised, NameShared) or self._in_doubt)
+        return raised.args[0].code() in LATE_ERRORS and not self._in_doubt
+
+    def clear_doubt(self, timeout_s: float) -> bool:
         """Repeat a commit whose outcome is unknown, or abort an open transaction.
 
         Return whether a transaction was committed. Raise `KafkaException` or `MemberFenced`.
@@ -147,9 +162,10 @@ class Transactions:
             write_and_flush(self._producer, self._partitions, outputs, self._flush_s)  # 3
             failpoint("kafka.3.written")
             if offsets:  # else the membership may not be known yet
-                self._producer.send_offsets_to_transaction(offsets, membership, BROKER_TIMEOUT_S)  # 4
+                limit_s = self._pace.stretch(BROKER_TIMEOUT_S)
+                self._producer.send_offsets_to_transaction(offsets, membership, limit_s)  # 4
             failpoint("kafka.4.offsets")
-            self._commit()  # 5
+            self._commit(self._pace.stretch(BROKER_TIMEOUT_S))  # 5
             failpoint("kafka.5.committed")
         except KafkaException as raised:
             self._handle_error(raised)
@@ -159,14 +175,15 @@ class Transactions:
         """Free the producer. A transaction that was not committed is left to the brokers."""
         del self._producer, self._partitions
 
-    def _commit(self, timeout_s: float = BROKER_TIMEOUT_S) -> None:
+    def _commit(self, timeout_s: float) -> None:
         self._in_doubt = True
         self._producer.commit_transaction(timeout_s)
         self._in_doubt = self._open = False
+        self._pace.note_heard()
 
     def _abort(self) -> None:
         try:
-            self._producer.abort_transaction(ABORT_TIMEOUT_S)
+            self._producer.abort_transaction(self._pace.stretch(ABORT_TIMEOUT_S))
         except KafkaException as raised:
             error: KafkaError = raised.args[0]
             if error.retriable():

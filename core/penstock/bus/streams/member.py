@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import uuid
@@ -26,11 +27,12 @@ from penstock.bus.streams.client import (
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
-from penstock.redis.client import REDIS_TIMEOUT_S, raise_first_error
+from penstock.redis.client import REDIS_TIMEOUT_S, find_pace, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
 
+ANSWERED = load_script("penstock.bus.streams", "answered")
 READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
 LOST = load_script("penstock.bus.streams", "lost")
@@ -38,8 +40,14 @@ SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
+SLOW_LOOK_S, LOOK_PAUSES, MAX_LOOK_PAUSE_S = 0.05, 8, 10.0
+"""The loop waits for each look at the server. So where one takes longer than `SLOW_LOOK_S`, the pause before the next
+is so many times as long, up to `MAX_LOOK_PAUSE_S`, unless the worker is idle.
+"""
 LOST_CHECK_S = 5.0
 """How often a member looks whether somebody has deleted entries."""
+NUM_LAST_RESULTS = 1000
+"""So many results are looked through for requests that were answered, when a member joins."""
 MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
@@ -81,6 +89,11 @@ class StreamsMember:
         self._join_group()
         self._reader = StreamsReader([self], url)
 
+    @property
+    def slowness(self) -> int:
+        """By how many times longer than usual settlements may take; see `contract.Member.slowness`."""
+        return find_pace(self.client).slowness
+
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
         return self._reader.poll(timeout_s, capacity)
@@ -107,7 +120,7 @@ class StreamsMember:
             lost = [one for one in deliveries if self._held.get(one.address, one) is not one]
         if lost:
             raise DeliveryLost(lost)
-        places = [_position_of(delivery) for delivery in deliveries]
+        places = [delivery.address for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
@@ -136,7 +149,7 @@ class StreamsMember:
         lost = [deliveries[index] for index in refused]
         with self._lock:
             for gone in lost or deliveries:
-                self._held.pop(_position_of(gone), None)
+                self._held.pop(gone.address, None)
         if lost:
             raise DeliveryLost(lost)
 
@@ -163,7 +176,7 @@ class StreamsMember:
         As long as this member renews its key in time no other member takes its deliveries. The server is asked about
         those that it held when a renewal was late.
         """
-        where = _position_of(delivery)
+        where = delivery.address
         with self._lock:
             is_held, is_sure = delivery.is_held and self._held.get(where) is delivery, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._renewed_s < self._lasts_s):
@@ -225,7 +238,10 @@ class StreamsMember:
     def _join_group(self) -> None:
         with bus_errors():
             create_groups(self.client, self._pipeline, self._stage)
-            self._find_lost()  # before it finishes anything: what older versions had finished is not counted
+            self._find_lost(time.monotonic())  # before it finishes anything: older versions counted nothing
+            results = self._pipeline.stream_key(self._pipeline.results_topic)
+            found = ANSWERED.run(self.client, [results], [NUM_LAST_RESULTS])
+            self._answered_ms = {key: _read_time(entry_id) for entry_id, key in reversed(found)}
             self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
@@ -249,7 +265,7 @@ class StreamsMember:
         Capacity goes to them in this order. 1. Deliveries of this member whose reply was lost. 2. Those of members that
         are gone.
         """
-        if time.monotonic() - self._renewed_s >= self._timeout_s / 3:  # no session has renewed it
+        if time.monotonic() - self._renewed_s >= self._lasts_s / 3:  # no session has renewed it
             renewal = self._build_renewal()
             renewal.run(self.client)
             renewal.read_reply()
@@ -257,21 +273,22 @@ class StreamsMember:
         found: list[Delivery] = []
         if self._recovering:  # 1
             found += self._recover_lost_replies(left)
-        if time.monotonic() >= self._lost_check_at:
-            self._find_lost()
-        if time.monotonic() >= self._reclaim_at:  # 2
+        if (begun_s := time.monotonic()) >= self._lost_check_at:
+            self._find_lost(begun_s)
+        if (begun_s := time.monotonic()) >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
-            self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
+            pause_s = max(min(MAX_BLOCK_S, self._timeout_s / 3), 4 * _find_pause(begun_s))
+            self._reclaim_at = time.monotonic() + min(pause_s, MAX_LOOK_PAUSE_S)
         return found
 
-    def _find_lost(self) -> None:
+    def _find_lost(self, begun_s: float) -> None:
         """Tell of entries that somebody deleted before they were finished."""
         names, topics = self._pipeline, list(self._topics.values())
         keys = [names.finished_key, names.lost_key, *map(names.stream_key, topics)]
         for topic, count in zip(topics, LOST.run(self.client, keys, [LOST_KEPT_S, *topics]), strict=True):
             if count:
                 log.warning("Redis Streams: %d messages of %s were deleted before they were answered", count, topic)
-        self._lost_check_at = time.monotonic() + LOST_CHECK_S
+        self._lost_check_at = time.monotonic() + max(LOST_CHECK_S, 4 * _find_pause(begun_s))
 
     def list_reads(self) -> list[tuple[str, str, str, int]]:
         """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""
@@ -333,8 +350,11 @@ class StreamsMember:
             position = entry_id.decode()
             klass = next(klass for klass in CLASSES if topic == self._topics[klass])
             value, key, headers = decode_entry(fields)
-            published_s = int(position.partition("-")[0]) / 1000
-            found.append(Delivery(topic, position, value, key, headers, klass, published_s))
+            published_ms = _read_time(entry_id)
+            since_result_s = (published_ms - self._answered_ms.get(fields.get(b"key", b""), -math.inf)) / 1000
+            found.append(
+                Delivery(topic, position, value, key, headers, klass, published_ms / 1000, True, since_result_s)
+            )
         if passed:
             self.client.xack(self._pipeline.stream_key(topic), self._group, *passed)
         self._note_held(found, left)
@@ -343,7 +363,7 @@ class StreamsMember:
     def _note_held(self, found: Sequence[Delivery], left: Left) -> None:
         with self._lock:
             for delivery in found:
-                self._held[_position_of(delivery)] = delivery
+                self._held[delivery.address] = delivery
                 left[delivery.klass] -= 1
 
 
@@ -355,6 +375,7 @@ class StreamsReader:
     def __init__(self, members: Sequence[StreamsMember], url: str) -> None:
         self._members, self._bell, self._closing = members, StreamsBell(url), threading.Event()
         self._reads = [stream for member in members for stream in member.list_reads()]
+        self._read_at = 0.0
         self._taken: list[Delivery] = []
         """Deliveries that were not returned yet, as something failed after they were taken."""
 
@@ -364,7 +385,7 @@ class StreamsReader:
         while True:
             with bus_errors():
                 try:
-                    self._take(capacity)
+                    self._take(capacity, is_idle=timeout_s > 0)
                     left_s = end - time.monotonic()
                     if not self._taken and left_s > 0:
                         self._wait(min(MAX_BLOCK_S, left_s))
@@ -378,7 +399,7 @@ class StreamsReader:
                 found, self._taken = self._taken, []
                 return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
 
-    def _take(self, capacity: Mapping[PriorityClass, int]) -> None:
+    def _take(self, capacity: Mapping[PriorityClass, int], *, is_idle: bool) -> None:
         """Add what can be had without waiting to what was taken. The server is asked for new messages only if the bell
         does not know that there are none.
         """
@@ -387,17 +408,18 @@ class StreamsReader:
         for member in self._members:
             self._taken += member.take_known(left)
         wanted = [key for key, _, _, number in self._reads if left[CLASSES[number - 1]]]
-        if wanted and not self._bell.is_watching(wanted):
+        if wanted and (is_idle or time.monotonic() >= self._read_at) and not self._bell.is_watching(wanted):
             self._take_new(left)
 
     def _take_new(self, left: Left) -> None:
         """Read the members' streams in one round trip. Where nothing is left, the bell watches them from now on."""
-        words: list[Any] = [left[klass] for klass in CLASSES]
+        words, begun_s = list[Any](left[klass] for klass in CLASSES), time.monotonic()
         for _, *about in self._reads:
             words += about
         keys = [key for key, *_ in self._reads]
         command = READ.command(keys, words)
         [(found, after)] = raise_first_error(READ.run_once(self._members[0].client, [command]))
+        self._read_at = time.monotonic() + _find_pause(begun_s)
         per_member = len(CLASSES)
         for number, member in enumerate(self._members):
             self._taken += member.accept_new(found[number * per_member :][:per_member], left)
@@ -416,10 +438,17 @@ class StreamsReader:
         self._bell.close()
 
 
+def _find_pause(begun_s: float) -> float:
+    """Return how long to wait after a look at the server that began at `begun_s`."""
+    took_s = time.monotonic() - begun_s
+    return min(LOOK_PAUSES * took_s, MAX_LOOK_PAUSE_S) if took_s > SLOW_LOOK_S else 0.0
+
+
 def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry]:
     """Return entries as a script replies them, with their fields by name."""
     return [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
 
 
-def _position_of(delivery: Delivery) -> tuple[str, str]:
-    return delivery.topic, delivery.position
+def _read_time(entry_id: bytes) -> int:
+    """Return when an entry was added, in ms."""
+    return int(entry_id.partition(b"-")[0])

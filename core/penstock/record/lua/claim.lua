@@ -7,7 +7,8 @@
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
 -- ARGV     id, stage ('prefill' or 'decode'), session, the name that is bound (a job's, or that of the request's own
 --          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
---          message, what `held` keys look like (a set for each session: ids of requests)
+--          message, what `held` keys look like (a set for each session: ids of requests), 1 if the id had a result already, and was not
+--          forgotten again, when the message was sent
 --
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made, reading}; ended: 1
 --                           where the message settles the result, 2 where a job has to; reading: 0 where the log was
@@ -15,7 +16,7 @@
 --          {'busy', ms, epoch}  a session holds it, by the claim of that epoch, or it is to be left alone: ask again after
 --                           that time. Also where the session that asks is over: the worker opens another one soon
 --          {'down'}         without a session: it can be taken, or nobody has to
---          {'bound'}        another message settles this request, and is durable
+--          {'bound'}        another message settles this request, and is durable, or it has settled it
 --          {'conflict'}     the id was used for another body
 --
 -- A worker that reads requests knows one that is bound to its own message (`finish.lua` binds it): it settles the
@@ -63,6 +64,8 @@ end
 if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
 -- 2. Another message that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
+--    A record may have expired that had the binding of a request with a result.
+if ARGV[12] == '1' then return {'bound'} end
 if prefill and was == 'handed' then return {'bound'} end
 if bound ~= '' and bound ~= name then return {'bound'} end
 

@@ -149,6 +149,7 @@ class Gateway:
         """
         client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
         settings = self.settings.gateway
+        client.is_let_in = True  # Redis took or gave the stream's meta data: a refusal from now on may be over soon
         return [
             client.stream_batches(
                 request_id,
