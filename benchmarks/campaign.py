@@ -290,6 +290,21 @@ def _read_status(output: str, status: int) -> Told:
     return Told(counts, failed or [_last_line(output)] if status else [])
 
 
+def _read_templates(seed: int, output: str, status: int) -> Told:
+    found = re.search(r"^(\d+) chats of \d+ templates, (\d+) with a fault", output, re.MULTILINE)
+    if found is None:
+        return Told(findings=[f"the templates ended with status {status}: {_last_line(output)}"])
+    faults = re.findall(r"^fault: (.*)$", output, re.MULTILINE)
+    told = [*faults[:4], f"and {len(faults) - 4} more"] if len(faults) > 5 else faults
+    return Told({"chats": int(found[1])}, told, [seed])
+
+
+def _make_templates(figures: Figures) -> list[Task]:
+    seed = figures.find_next_seed("templates")
+    words = ["--seed", str(seed), "--chats", "2000"]
+    return [Task("templates", [PYTHON, "-m", "benchmarks.templates", *words], partial(_read_templates, seed), seed)]
+
+
 def _make_sanitize(figures: Figures) -> list[Task]:
     from tools.sanitize import list_supported_sets
 
@@ -309,6 +324,7 @@ PARTS = (
     Part("flaws", "Flaws planted in the product, which the world must find", _make_flaws, 60),
     Part("mutants", "Small changes drawn by a new seed, which the world or the tests must notice", _make_mutants, 90),
     Part("weighed", "The listed mutants, against each test file of their room", _make_weighed, 120),
+    Part("templates", "Published chat templates, with texts that look like control tokens", _make_templates, 400),
     Part("sanitize", "The kernels' tests under AddressSanitizer and UBSan", _make_sanitize, 400),
     Part("slow", "`make test` on half a core", _make_whole("slow", "tools/slow.sh", "make", "test"), 1200),
     Part(

@@ -81,10 +81,12 @@ BAD_PROMPTS: dict[str, list[Any]] = {
 }
 BAD_SAMPLING: dict[str, list[Any]] = {
     "beams": [4], "max_tokens": [0, "5", 2**31], "fit_context": [False], "top_k": [10**400, -1], "top_p": [0, 1.01],
-    "temperature": [-0.1, math.nan, math.inf], "min_p": [-0.1, 1.01], "presence_penalty": [2.01],
-    "frequency_penalty": [-2.01, math.nan], "repetition_penalty": [0],
+    "temperature": [-0.1, math.nan, math.inf], "min_p": [-0.1, 1.01], "presence_penalty": [2.01, -1e308],
+    "frequency_penalty": [-2.01, math.nan],
+    "repetition_penalty": [0, 5e-324, 1e-39, 0.0099, 100.5, 1e308, math.nan, math.inf],
     "logit_bias": [
-        [[1, 2]], {"1": 100.5}, {"1": "2"}, {"the": 1}, {"-1": 1}, {str(token): 1 for token in range(1025)},
+        [[1, 2]], {"1": 100.5}, {"1": math.nan}, {"1": -math.inf}, {"1": "2"}, {"the": 1}, {"-1": 1},
+        {str(token): 1 for token in range(1025)},
     ],
     "logprobs": [21, -1, True], "seed": [-1, 2**63], "stop": [[""], ["x" * 257], ["x"] * 17], "prompt_logprobs": [21],
     "min_tokens": [-1], "stop_token_ids": [[1] * 65],
@@ -201,7 +203,7 @@ PROMPT_TOKENS = st.builds(
 SAMPLINGS = st.builds(
     Sampling, temperature=st.floats(0, 100), top_k=TOKENS, top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1), presence_penalty=st.floats(-2, 2), frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 100),
     logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100), max_size=5), seed=st.none() | st.integers(0, 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=256), max_size=16), stop_token_ids=st.lists(TOKENS, max_size=64),
     max_tokens=st.integers(1, 2**31 - 1), fit_context=st.sampled_from([None, True]), min_tokens=st.none() | st.just(1),

@@ -1,12 +1,13 @@
 """Which published checkpoints and which architectures of transformers the engine serves, found by trying all of them.
 
 `python -m tools.compatibility docs/models.md` builds a tiny random model from each configuration, proves it next to
-`generate()` (`proof.py`), and writes the page.
+`generate()` (`proof.py`), and writes the page, and which windows were proved (`engine/proved.json`).
 """
 
 import argparse
 import copy
 import gc
+import json
 import platform
 import warnings
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.module import build_skeleton
 from penstock.engine.probe import check_config, probe_layout
 from penstock.engine.storage import BlockLayout
+from penstock.engine.windows import PROVED, find_windows
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
 from tools.handover import export_blocks, export_state
 from tools.proof import (
     MIN_DISTINCT_TOKENS,
+    PROMPT_LENGTHS,
     Inconclusive,
     ReferenceAnswers,
     generate_references,
@@ -129,6 +132,22 @@ must be within the file.
 """
 """The page's section about quantised weights."""
 
+FILES = """\
+## Files
+
+A model's files may come from anywhere. No code in them is run: only safetensors and GGUF are read, never pickles, and
+neither `auto_map` nor an attention implementation of the hub. A damaged or hostile file is refused by a line that says
+what is wrong and what would work. Before transformers makes anything of `config.json`, its numbers of layers, heads,
+experts, labels and the like are compared with 4,096. While the model is built without memory, its tensors are compared
+with those of the weights, and then the values and tables that they take. A tensor of a GGUF file must be within the
+file and outside of the other tensors, and an index names files of its own directory. Weights that are no finite numbers
+are named with their file. Encoders (BERT) and classifiers are refused.
+
+The 320 files of `tests/engine/hostile_files.py` each took less than a second and 50 MB beyond the import. What a load
+takes grows with the file itself: one with 300,000 tensors that belong to nothing took 600 MB.
+"""
+"""The page's section about files that are damaged, or made to do harm."""
+
 MIXTURES = """\
 ## Mixtures of experts
 
@@ -178,9 +197,11 @@ layers and norms run on the native kernels. The log says so at load. A batch sav
 hand-over are those of all models. It is not packed, and has no int8 KV. Layers that compress several tokens to one
 (DeepSeek-V4) are refused.
 
-Not proved are prompts with more tokens than an indexer chooses (`index_topk`). A small copy of DeepSeek-V3.2 that
-chooses 24 tokens gave other tokens than `generate()` for such prompts, since transformers' own cached computation
-differs there from that of a whole prompt.
+An indexer may give several tokens the same score: exactly 0, where none of its heads wants them. Which of those it
+chooses depends in transformers on how long the prompt is, and on the chunks in which it is read, so that even
+`generate()` differs from the model's own pass over all tokens. The engine chooses the first ones: in float32 tokens
+depend neither on chunks nor on the batch, and are those of `generate()` where that is made to choose so as well, as for
+this page.
 """
 """The page's section about models that attend by themselves."""
 
@@ -230,6 +251,10 @@ _proved: dict[str, str | Exception] = {}
 """What was found out about the small models so far, by class and configuration: many checkpoints have the same."""
 
 
+proved_windows: dict[str, set[str]] = {}
+"""By type of model: which windows the small models have that were proved so far."""
+
+
 def _prove_small_model(kind: type[Any], config: Any) -> str:
     key = f"{kind.__name__} {config.to_json_string(use_diff=False)}"
     if key not in _proved:
@@ -269,8 +294,12 @@ def _prove_architecture(architecture: str) -> None:
 def _prove_config(kind: type[Any], config: Any) -> LoadedModel:
     """Prove a tiny model of the configuration, on torch's operators and on the native kernels; return the latter's.
 
-    Raises `ModelLoadError`, `CannotShrink` or `Inconclusive`.
+    Raises `ModelLoadError`, `CannotShrink` or `Inconclusive`, the last if a window is longer than the prompts, too.
     """
+    windows = find_windows(config)
+    for name, size in windows.items():
+        if size >= max(PROMPT_LENGTHS):
+            raise Inconclusive(f"its {name} of {size} is longer than the prompts of the proof")
     for seed in range(NUM_SEEDS):
         reference = build_tiny_model(kind, config, seed, _CPU)
         model = make_loaded_model(config.model_type, copy.deepcopy(reference))
@@ -285,6 +314,7 @@ def _prove_config(kind: type[Any], config: Any) -> LoadedModel:
             break
     model = accelerate_model(model)
     prove_engine(model, EngineSettings(), references)
+    proved_windows.setdefault(config.get_text_config(decoder=True).model_type, set()).update(windows)
     return model
 
 
@@ -371,8 +401,10 @@ are computed one after the other.
 **refused**: the model cannot be served, or could not be proved, for the reason in the last column.
 
 **At each load** the engine compares the model itself with the plain transformers model: the logits of one prompt must
-agree, also when its cache is handed over and computed beside another sequence. A model that is not on this page is
-served if they do; its windows and long answers are unproved then.
+agree, also when its cache is handed over and computed beside another sequence. The prompt is longer than the model's
+windows, chunks and choices of an indexer (`index_topk`) of up to 512 tokens. Longer ones are proved for this page, with
+small models whose windows are shorter than the prompts; the load logs their names. A model of a type that is not on
+this page is served if the logits agree, and up to its shortest window that was proved neither way, with a warning.
 
 A model that sees or hears is served for texts. No code of a model's authors is run, not even for its tokenizer.
 Published weights were not loaded for this page, only configurations: `tools/configurations/` has each of them, and says
@@ -385,6 +417,7 @@ where it was read. One with * was rebuilt from the model's report and transforme
 {make_rows(checkpoints)}
 {CONTEXT}
 {QUANTISED}
+{FILES}
 {MIXTURES}
 {STATES}
 {ALONE}
@@ -421,6 +454,8 @@ def main() -> None:
         verdicts.append(judge_architecture(architecture))
         gc.collect()
     file.write_text(make_page(checkpoints, verdicts))
+    lines = [f'"{kind}": {json.dumps(sorted(names))}' for kind, names in sorted(proved_windows.items()) if names]
+    PROVED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     num_served = sum(verdict.is_served for verdict in checkpoints)
     console.print(f"{file}: {num_served} of {len(checkpoints)} published checkpoints are served")
 

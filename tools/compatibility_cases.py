@@ -36,7 +36,6 @@ REASONS: dict[str, str] = {
     "gemma4_assistant": "It drafts for another model and cannot run alone.",
     "gemma4_unified_assistant": "It drafts for another model and cannot run alone.",
     "cpmant": "It puts tokens of its own before every prompt.",
-    "doge": "Its random model chooses what it sees among equal scores, which proves nothing.",
     "mamba2": "It caches no keys and values.",
     "minimax": "Its linear attention has a cache of its own.",
     "moshi": "`generate()` gives other tokens than the model's own forward pass, which the engine equals.",

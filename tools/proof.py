@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.choice import FirstOfEqual
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import as_check_failures, describe_model
@@ -70,9 +71,10 @@ def generate_references(
 @torch.inference_mode()
 def _generate_greedily(reference: Any, prompt: list[int], device: torch.device) -> list[int]:
     ids = torch.tensor([prompt], device=device)
-    output = reference.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
-    )
+    with FirstOfEqual():  # as the engine chooses, where an indexer has equal scores
+        output = reference.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
+        )
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
 

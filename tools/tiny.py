@@ -63,9 +63,9 @@ _NAMES_BY_MAXIMUM = {
         query_pre_attn_scalar local_attention mamba_d_state ssm_state_size mamba_head_dim linear_head_dim""",
     WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
         keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
-        zero_expert_num index_topk index_n_heads mamba_num_heads""",
-    2: """index_topk_blocks n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group
-        num_expert_group encoder_layers num_encoder_layers""",
+        zero_expert_num index_topk mamba_num_heads""",
+    2: """index_topk_blocks index_n_heads n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k
+        top_k_experts n_group num_expert_group encoder_layers num_encoder_layers""",
     4: """mamba_dt_rank index_block_size linear_num_heads""",
     1: """topk_group mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts moe_num_shared_experts""",
 }
@@ -264,8 +264,9 @@ def _rope_parameters(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shrink_rope(rope: dict[str, Any], old_head: int) -> None:
-    """Cut lists of factors to the smaller head size, and let scaling by position begin within the short window."""
-    if rope.get("llama_4_scaling_beta") and "original_max_position_embeddings" in rope:
+    """Cut lists of factors to the smaller head size, and let the original context be a short window."""
+    # Of these a sequence may be longer; other kinds are served up to their original context.
+    if rope.get("rope_type") in ("yarn", "llama3") and rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = WINDOW
     for key in ("short_factor", "long_factor"):
         if isinstance(rope.get(key), list) and old_head:

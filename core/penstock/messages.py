@@ -59,6 +59,8 @@ MAX_SOURCE_BYTES = 256 * 1024
 """The largest schema, regular expression, grammar or list of choices."""
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice", "tools"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+MIN_REPETITION_PENALTY = 0.01
+"""As far from 1 as the largest. Scores that are divided by much less are infinite, and all equal."""
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -176,7 +178,7 @@ class Sampling(Wire):
     """Subtracted from the score of each token that the answer already has."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's score once for each time that the answer has it."""
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION_PENALTY, le=100)
     """Divides the scores of the tokens in prompt and answer, and multiplies negative ones; 1 is off."""
     logit_bias: LogitBias = {}
     """Added to the scores of these tokens."""

@@ -175,11 +175,12 @@ FLAWS = (
     ),
     Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
-        "self.record.release_all(\n            [*((one.claim", "list(\n            [*((one.claim",
+        "self.record.release_all([*((one.claim", "list([*((one.claim",
     ),
     Flaw(
         "a message being read is forgotten by a worker that leaves", f"{WORKER}/message_reader.py",
-        "claims = [reading.claim for reading in self._open if reading.claim is not None]", "claims = []",
+        "claims = [(reading.claim, reading.delivery.is_held) for reading in self._open if reading.claim is not None]",
+        "claims = []",
     ),
     Flaw(
         "a settler whose thread died is not noticed", f"{WORKER}/settler.py",
@@ -191,7 +192,7 @@ FLAWS = (
     ),
     Flaw(
         "a claim does not raise the epoch", f"{RECORD}/lua/claim.lua",
-        "epoch = math.max(epoch + 1, now)\nredis", "epoch = math.max(epoch, 1)\nredis", "streams",
+        "epoch = math.max(epoch + 1, now)\nlocal", "epoch = math.max(epoch, 1)\nlocal", "streams",
     ),
     Flaw(
         "a take-over does not raise the epoch", f"{RECORD}/lua/take.lua",
@@ -291,7 +292,16 @@ FLAWS = (
     ),
     Flaw(
         "a loop that stands still keeps its claims", f"{WORKER}/watch.py",
-        "return self._stood_s > self.limit_s", "return False",
+        "return bool(stalled)", "return False",
+    ),
+    Flaw(
+        "what ends workers is read again for ever", f"{WORKER}/worker.py",
+        "(claim.num_tokens > 0 or not is_over)", "True", rates=("poison=0.2", "endpoint=0", "gateways=0"),
+    ),
+    Flaw(
+        "a reading that stands still is not watched", f"{WORKER}/watch.py",
+        "for one in (self._turn, self._reading) if", "for one in (self._turn,) if",
+        rates=("poison=0.3", "endpoint=0", "gateways=0"),
     ),
     Flaw(
         "an error in a heartbeat ends its thread", f"{WORKER}/heartbeat.py",

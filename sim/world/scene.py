@@ -112,6 +112,14 @@ HOSTILE = (
 POLL_S = 0.5
 
 
+POISON_ATTEMPTS = 12
+"""After how many attempts a request is given up where some are poison: more than mishaps take from one that is not."""
+POISON_S = 1000.0
+"""How long those attempts may take, each ended by the watch, and the worker started again."""
+HANGING = 0.3
+"""The share of poison whose reading never ends."""
+
+
 class InjectedError(Exception):
     """What no code expects."""
 
@@ -181,6 +189,8 @@ class Rates:
     """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
     autos: float
     """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
+    poison: float
+    """The share of requests whose reading kills their worker, or never ends, each time."""
     delete_s: float = 0.0
     """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
     forget_s: float = 0.0
@@ -209,6 +219,7 @@ class Rates:
             autos=chance.choice([0.0, 0.0, 0.5, 0.5, 1.0]),
             delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
             forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
+            poison=0.05 if chance.random() < 0.2 else 0.0,
         )  # fmt: skip
 
 
@@ -265,6 +276,8 @@ class Scene:
         self.failures: list[str] = []
         self.hurt: set[str] = set()
         """The requests that ended with an error which an injected exception explains."""
+        self.poison: set[str] = set()
+        """The requests whose reading kills their worker, or never ends."""
         self.num_clients_left = 0
         self.deleted: set[str] = set()
         """The requests whose messages were deleted: those that no worker has are lost."""
@@ -331,7 +344,7 @@ class Scene:
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.ways.is_calm = True
-        is_over = self.world.run(self._is_all_answered, CALM_S)
+        is_over = self.world.run(self._is_all_answered, CALM_S + POISON_S * len(self.poison))
         if is_over:
             is_over = self.world.run(self._is_all_settled, CALM_S)
         if not is_over:
@@ -369,9 +382,13 @@ class Scene:
     def _run_worker(self, place: Place, process: Process) -> None:
         assert place.stage is not None
         kind, chance = place.stage, random.Random(self.chance.random())
-        settings, name = RecordSettings(max_attempts=1000), place.name
+        settings, name = RecordSettings(max_attempts=POISON_ATTEMPTS if self.rates.poison else 1000), place.name
         beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         role, job_role = self._make_roles(kind, name, settings, chance, beat)
+        if isinstance(role, PrefillRole):
+            role.prompt_reader.tokenize_prompt = partial(  # type: ignore[method-assign]
+                self._tokenize, place, role.prompt_reader.tokenize_prompt
+            )
         lie: dict[str, Any] = random.Random(f"{self.seed}/{name}/lie").choice(LIES)
         stop = StopSignal()
         place.stop = stop.set
@@ -430,6 +447,20 @@ class Scene:
             return watch.read_latest()
 
         return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__()), None
+
+    def _tokenize(self, place: Place, read: Callable[..., list[int]], request: Request, **how: Any) -> list[int]:
+        """Tokenize a prompt, which kills the worker or never ends where it is poison."""
+        drawn = self._draw_poison(request.id)
+        if request.id in self.poison:
+            self._note({"what": "poison", "id": request.id, "worker": place.name})
+            if drawn < self.rates.poison * HANGING:
+                self.world.sleep(1e9)
+            self._kill(place, "poison")
+            self.world.yield_turn()
+        return read(request, **how)
+
+    def _draw_poison(self, request_id: str) -> float:
+        return random.Random(f"{self.seed}/poison/{request_id}").random()
 
     def _raise_sometimes(self) -> None:
         """Raise what no code expects, where threads of their own collect figures."""
@@ -673,6 +704,9 @@ class Scene:
         self._note({"what": "accepted", "id": request_id})
 
     def _produce(self, request: Request, may: list[str], chance: random.Random) -> None:
+        if self._draw_poison(request.id) < self.rates.poison:
+            self.poison.add(request.id)
+            may = [*may, "attempts_exhausted"]
         self._note_submitted(request, may)
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request)

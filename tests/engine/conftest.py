@@ -4,17 +4,15 @@ import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels import build
 from penstock.engine.kernels.library import Library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
-from tests.engine.helpers import save_model, use_instruction_set
+from tests.engine.helpers import make_small_model, use_instruction_set
 
 HEADER = Path(__file__).parent / "emulated_tiles.h"
 EMULATED = "emulated tiles"
@@ -30,11 +28,7 @@ def demo() -> LoadedModel:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer model on disk, with the demo model's tokenizer."""
-    config: Any = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
-        vocab_size=1024, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return save_model(tmp_path_factory.mktemp("tiny"), config)
+    return make_small_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=list(build.instruction_sets()))

@@ -15,6 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from penstock.engine import hooks
+from penstock.engine.choice import FirstOfEqual
 from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
@@ -62,6 +63,15 @@ def save_model(directory: Path, config: Any) -> Path:
     auto.from_config(config).save_pretrained(directory)
     copy_tokenizer(directory)
     return directory
+
+
+def make_small_model(directory: Path) -> Path:
+    """Write a random model of two layers, with the demo model's tokenizer."""
+    config: Any = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+        vocab_size=1024, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return save_model(directory, config)
 
 
 def copy_tokenizer(directory: Path) -> None:
@@ -161,9 +171,10 @@ def generate_with_transformers(model: LoadedModel, prompts: list[list[int]], num
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        output = model.module.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
-        )
+        with FirstOfEqual():
+            output = model.module.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
+            )
         answers.append(output[0, len(prompt) :].tolist())
     model.module.set_attn_implementation(hooks.ATTENTION_NAME)
     return answers

@@ -1,17 +1,20 @@
 """The engine's proof of itself: it lets good architectures through and refuses what it cannot run."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import causal_mask_function
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.packed import PackedLinear
 from penstock.engine.latent import LatentHeads
 from penstock.engine.loading import load_model, open_engine
+from penstock.engine.masks import MaskRule
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.states import StateStorage
@@ -46,6 +49,10 @@ ALONE: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.GPTJConfig, {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8}
     ),
     "glm_moe_dsa": (transformers.GlmMoeDsaConfig, {**MLA, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 32}),
+    # With three heads an indexer gives many tokens the same score.
+    "deepseek_v32": (
+        transformers.DeepseekV32Config, {**MLA, "index_topk": 24, "index_n_heads": 3, "index_head_dim": 32}
+    ),
     "minimax_m3_vl_text": (
         transformers.MiniMaxM3VLTextConfig,
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "index_topk_blocks": 2,
@@ -65,7 +72,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 """The proof is held against transformers itself. `test_compatibility.py` proves more architectures."""
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mamba": (transformers.MambaConfig, {"state_size": 8}, "it caches no keys and values"),
-    "bert": (transformers.BertConfig, {}, "not causal"),
+    "bert": (transformers.BertConfig, {}, "it is an encoder"),
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
             "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}  # fmt: skip
@@ -163,6 +170,30 @@ def test_models_that_also_see_are_served_for_texts(name: str, tmp_path: Path) ->
     expected = generate_with_transformers(model, prompts, 10)
     settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
     assert run_sequences(Engine(prove_model(model, settings), settings), [sequence(p, 10) for p in prompts]) == expected
+
+
+def test_the_proof_reads_past_a_short_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in a window of 40 tokens shows at none of the 25 tokens that are read of other models."""
+    model = _load(tmp_path, transformers.MistralConfig, {"sliding_window": 40})
+    right = MaskRule.__init__
+    monkeypatch.setattr(MaskRule, "__init__", lambda mask, rule: right(mask, causal_mask_function))
+    with pytest.raises(EngineCheckFailed, match="other logits"):
+        prove_model(model, EngineSettings())
+
+
+def test_a_longer_window_is_told_and_ends_the_context_of_a_class_it_was_not_proved_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"sliding_window": 1024, "max_position_embeddings": 2048}
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        proved = _load(tmp_path / "proved", transformers.MistralConfig, long)
+        unproved = {**long, "use_sliding_window": True, "max_window_layers": 1}
+        other = _load(tmp_path / "other", transformers.Qwen2Config, unproved)
+    assert (proved.context_length, other.context_length) == (2048, 1024)
+    assert f"the proof of {proved.name} at load does not reach its sliding_window 1024" in caplog.text
+    assert f"{other.name} is served with 1024 of its 2048 tokens: for longer sequences of models of type qwen2" in (
+        caplog.text
+    )
 
 
 @pytest.mark.proof

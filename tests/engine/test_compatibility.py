@@ -14,6 +14,7 @@ from penstock.engine import masks
 from penstock.engine.model import LoadedModel
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
+from penstock.engine.windows import read_proved_windows
 from penstock.errors import EngineCheckFailed
 from tests.draws import draw_cases
 from tests.engine.helpers import make_tiny
@@ -30,7 +31,7 @@ MEANT_TO_WORK = (
     "stablelm", "gemma3n_text", "bert", "lfm2", "granitemoehybrid", "bloom", "deepseek_v32", "git", "nemotron_h",
     "mellum",
 )  # fmt: skip
-MEANT_TO_BE_REFUSED = ("mamba", "bart", "deepseek_v4", "xlnet", "doge")
+MEANT_TO_BE_REFUSED = ("mamba", "bart", "deepseek_v4", "xlnet")
 
 
 CHECKPOINTS = (
@@ -50,6 +51,13 @@ def test_the_page_says_what_works(architecture: str) -> None:
     assert verdict.works, verdict.reason
     assert make_architectures([verdict]).split("** ")[0] in PAGE.read_text()
     assert find_line(architecture).startswith("- **Work")
+    check_proved_windows()
+
+
+def check_proved_windows() -> None:
+    """The file that loads read has the windows of the small models that were proved."""
+    for kind, windows in compatibility.proved_windows.items():
+        assert windows <= {*read_proved_windows().get(kind, ())}, kind
 
 
 @pytest.mark.parametrize("architecture", MEANT_TO_BE_REFUSED)
@@ -83,6 +91,7 @@ def test_the_page_says_what_becomes_of_a_published_checkpoint(name: str) -> None
     verdict = judge_checkpoint(read_checkpoints()[name])
     row = next(line for line in read_page() if name in list_checkpoints(line))
     assert row.split("|")[2:] == make_rows([verdict]).splitlines()[-1].split("|")[2:]
+    check_proved_windows()
 
 
 def list_checkpoints(line: str) -> list[str]:

@@ -23,7 +23,9 @@ from penstock.errors import InternalError, InvalidRequest, ModelLoadError, Promp
 from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S
+from tests.draws import draw_cases
 from tests.engine.helpers import sequence
+from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
 
 WEIGHTS = "model.safetensors"
 
@@ -63,8 +65,16 @@ def test_weights_that_are_no_numbers_are_found_before_anything_is_served(copy: P
     tensors = load_file(copy / WEIGHTS)
     tensors[f"model.{name}.weight"].view(-1)[::7] = value
     save_file(tensors, copy / WEIGHTS, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"gives other logits on this engine|not finite"):
+    with pytest.raises(
+        ModelLoadError, match=rf"model.{name}.weight in {WEIGHTS} has values that are no finite numbers"
+    ):
         open_model(EngineSettings(model=str(copy), pool_mb=1))
+
+
+def test_a_configuration_that_makes_no_numbers_of_good_weights_is_named(copy: Path) -> None:
+    _configure(copy, rms_norm_eps=-1.0)
+    with pytest.raises(ModelLoadError, match=r"though its weights are: a number in config\.json is wrong"):
+        open_model(EngineSettings(model=str(copy), pool_mb=1, dtype="float32"))
 
 
 # Memory and progress
@@ -162,11 +172,13 @@ def test_weights_in_two_files(copy: Path) -> None:
         '{"weight_map": []}',
         '{"weight_map": {"x": 1}}',
         '{"weight_map": {"x": "none.safetensors"}}',
+        '{"weight_map": {"x": "../model/model.safetensors"}}',
+        '{"weight_map": {"x": "/etc/passwd"}}',
     ],
 )
 def test_an_index_that_is_none(copy: Path, content: str) -> None:
     (copy / "model.safetensors.index.json").write_text(content)
-    _refused(copy, "is not a weight index|which is not there")
+    _refused(copy, "is not a weight index|which is not there|which is not in the model's directory")
 
 
 def test_weights_replaced_while_they_are_read(copy: Path) -> None:
@@ -198,8 +210,21 @@ def test_weights_replaced_while_they_are_read(copy: Path) -> None:
         ({"hidden_size": 0}, "by config.json|describes no model"),
         ({"num_key_value_heads": 0}, "describes no model that can be built"),
         ({"hidden_act": "nothing"}, "describes no model that can be built"),
-        ({"vocab_size": 2**40}, r"not enough memory on cpu: the weights take [\d,]{9,} MiB"),
+        ({"vocab_size": 2**40}, r"embed_tokens.weight is \[\d+, 32\] in the weights, and \[1099511627776, 32\]"),
         ({"model_type": "qwen3"}, "the weights lack 4 tensors"),
+        ({"num_hidden_layers": 10**6}, "says num_hidden_layers 1,000,000, and no model has more than 4,096"),
+        ({"num_hidden_layers": 4000}, "more than 1,084 tensors, and the weights have far fewer"),
+        ({"num_attention_heads": 10**12}, "says num_attention_heads 1,000,000,000,000, and no model has more"),
+        ({"num_labels": 10**9}, "says num_labels 1,000,000,000, and no model has more"),
+        ({"text_config": {"num_experts": 10**7}}, "says num_experts 10,000,000, and no model has more"),
+        ({"max_position_embeddings": 2**62}, "is the context of no model"),
+        ({"model_type": "mixtral", "num_local_experts": 4000}, "config.json describes|in the weights"),
+        ({"model_type": "gptj", "max_position_embeddings": 2**24}, "the tables that config.json asks for take"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is of BertForMaskedLM, which generates no"),
+        ({"model_type": "roberta", "architectures": None}, "it is an encoder"),
+        ({"model_type": "its_own", "auto_map": {"AutoConfig": "x.Y"}}, "is code of its authors .*which is never run"),
+        ('{"model_type": "llama", "a": ' + "[" * 200_000, "is not JSON"),
+        ({"attn_implementation": "someone/else"}, "attn_implementation 'someone/else', which is code of the hub"),
         ({"model_type": "clip"}, "no causal language model of type 'clip'"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": None}, "has no model_type"),
@@ -257,6 +282,24 @@ def test_no_tokenizer(copy: Path, model_type: str) -> None:
     _refused(copy, "no usable tokenizer")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "JSONDecodeError"),
+        ("tokenizer.json", "{}", "has no `model`, so it is none"),
+        ("tokenizer.json", '[{"added_tokens": []}]', "has no `model`, so it is none"),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}',
+            "code of",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_none(copy: Path, name: str, content: str, message: str) -> None:
+    (copy / name).write_text(content)
+    _refused(copy, f"no usable tokenizer in .*{message}.*: use the tokenizer.json that was published")
+
+
 def test_a_tokenizer_at_which_its_library_panics(copy: Path) -> None:
     """A panic is no `Exception` in Python."""
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
@@ -311,6 +354,22 @@ def test_what_is_available(tmp_path: Path, files: dict[str, str], available: int
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert (count_available_bytes(tmp_path), count_total_bytes(tmp_path)) == (available, total)
+
+
+# Files that nobody should trust
+
+
+def _list_cases(model: Path) -> list[str]:
+    return draw_cases(list_hostile_files(model), 12)
+
+
+@pytest.mark.parametrize("name", _list_cases(Path()))
+def test_a_hostile_file_takes_little_and_is_refused_in_words(name: str, tiny_dir: Path, tmp_path: Path) -> None:
+    found = judge_hostile_file(list_hostile_files(tiny_dir)[name], tmp_path)
+    assert found["mib"] < MAX_MIB
+    if found["outcome"] == REFUSED:
+        assert found["words"].startswith("cannot load model ")
+    assert found["outcome"] in (LOADED, REFUSED)
 
 
 # The command line

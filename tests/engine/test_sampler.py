@@ -13,12 +13,12 @@ from torch import Tensor
 
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.sampling import find_library
-from penstock.engine.sampler import SamplingParams, compute_logprobs, draw_uniform, sample_tokens
+from penstock.engine.sampler import SamplingParams, compute_logprobs, draw_uniform, draw_with_torch, sample_tokens
 from penstock.engine.sampling.allowed import make_scores
 from penstock.engine.sampling.counts import TokenCounts
 from penstock.engine.sampling.shares import to_weights
 from penstock.errors import SettingsError
-from penstock.messages import MIN_LOGPROB, Logprobs, Sampling
+from penstock.messages import MIN_LOGPROB, MIN_REPETITION_PENALTY, Logprobs, Sampling
 from tests.engine.reference_sampler import reference_token
 
 
@@ -72,6 +72,20 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits[:, 4] = 1.0
     assert set(sample_tokens(logits, _draws(500, temperature=100.0))) == {4}
     assert set(sample_tokens(logits, _draws(500, temperature=100.0, top_p=0.999))) == {4}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repetition_penalty": MIN_REPETITION_PENALTY}, {"temperature": 5e-324}, {"temperature": 1e-39},
+        {"top_p": 5e-324}, {"top_p": 1e-39}, {"min_p": 1.0}, {"presence_penalty": 5e-324, "temperature": 1e-39},
+    ],
+)  # fmt: skip
+def test_the_least_values_still_tell_tokens_apart(given: dict[str, Any]) -> None:
+    """In float32 some are 0 or have no reciprocal. Both tokens have occurred, and the likelier one is drawn."""
+    logits = torch.tensor([[-1.0, 30.0, 31.0, 2.0]])
+    draws = [SamplingParams(Sampling(**given), 3, 0, TokenCounts([1, 2]))]
+    assert sample_tokens(logits, draws) == draw_with_torch(logits, draws) == [2]
 
 
 @pytest.mark.proof

@@ -116,8 +116,13 @@ def test_a_model_with_windows_beside_full_attention_goes_on_elsewhere(tmp_path: 
             {"original_max_position_embeddings": 512, "rope_parameters": LONG_ROPE},
             "vLLM takes other factors for its positions",
         ),
+        (
+            "gpt_oss",
+            {"sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+            "gpt_oss has attention sinks and layers with windows",
+        ),
     ],
-    ids=["windows everywhere", "factors of a longer context"],
+    ids=["windows everywhere", "factors of a longer context", "windows and sinks"],
 )
 def test_a_model_whose_tokens_would_be_others_is_refused(
     tmp_path: Path, kind: str, given: dict[str, Any], told: str
@@ -127,6 +132,23 @@ def test_a_model_whose_tokens_would_be_others_is_refused(
     model = make_model(tmp_path / "model", kind, **given)
     settings = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, "model": str(model)})
     with pytest.raises(ModelLoadError, match=told):
+        open_vllm_core(settings)
+
+
+@needs_vllm
+def test_what_vllm_computes_otherwise_than_transformers_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM is told of a window of 30 tokens, and the model has one of 40: the prompt is longer than both."""
+    from penstock.engine_vllm.opening import open_vllm_core
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = make_model(tmp_path / "model", "gemma3_text", sliding_window=40, layer_types=kinds, initializer_range=0.3)
+    args = "--hf-overrides '{\"sliding_window\": 30}'"
+    settings = ENGINE_SETTINGS.model_copy(
+        update={"block_size": BLOCK, "model": str(model), "vllm_args": args, "cache_dir": str(tmp_path)}
+    )
+    with pytest.raises(ModelLoadError, match="other log probabilities in vLLM than by itself"):
         open_vllm_core(settings)
 
 

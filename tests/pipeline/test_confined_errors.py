@@ -28,7 +28,8 @@ HELPED = "is told, and does no harm"
 """Of what only tells of a request: it is answered all the same."""
 PLACES: list[tuple[type | str, str, str, tuple[Kind, ...]]] = [
     (Task, "to_claim_request", DEAD, ALL),
-    ("role", "read_message", DEAD, ALL[:2]),
+    ("role", "identify_request", DEAD, ALL),
+    ("role", "read_request", ERROR, ALL),
     (Worker, "_record_queue_wait", ERROR, ALL),
     (Worker, "_replace_older_task", ERROR, ALL),
     (Task, "start_span", ERROR, ALL),
@@ -47,6 +48,10 @@ PLACES: list[tuple[type | str, str, str, tuple[Kind, ...]]] = [
 ]
 
 
+class PanicException(BaseException):
+    """As a library in Rust raises it, by this name: no `Exception`."""
+
+
 class Failure:
     """A method that fails for the request `bad` while it is armed."""
 
@@ -58,7 +63,7 @@ class Failure:
         def fail_for_one(*args: Any, **kwargs: Any) -> Any:
             is_bad = any("bad" in (getattr(one, "id", ""), getattr(one, "key", "")) for one in args)
             if self.is_armed and (is_bad or method == "record_end"):
-                raise ValueError(WORDS)
+                raise PanicException(WORDS)
             return original(*args, **kwargs)
 
         patch.setattr(target, method, fail_for_one)

@@ -128,7 +128,7 @@ def turn_until_deferred(worker: Worker) -> None:
 
 
 def turn_without_reading(worker: Worker) -> None:
-    with patch.object(worker.role, "read_message", side_effect=RuntimeError):
+    with patch.object(worker.role, "identify_request", side_effect=RuntimeError):
         worker.run_once()
 
 
@@ -316,7 +316,7 @@ class Exits:
     def unreadable(self) -> None:
         self._line.publish_bytes(b"{not json")
         self._check(self._line.prefill, None)
-        with patch.object(self._line.prefill.role, "read_message", side_effect=RuntimeError):
+        with patch.object(self._line.prefill.role, "identify_request", side_effect=RuntimeError):
             self._check(self._send("prefill"))
 
     def busy(self) -> None:
@@ -325,7 +325,7 @@ class Exits:
         self._check(decode, act=turn_until_deferred)
 
     def moved_before_its_claim(self) -> None:
-        with patch.object(decode := self._send("decode"), "_takes_time", lambda _: give_away(decode)):
+        with patch.object(decode := self._send("decode"), "_is_long", lambda _: give_away(decode)):
             self._check(decode)
 
     def parked(self) -> None:

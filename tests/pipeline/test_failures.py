@@ -117,10 +117,10 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
     owner = serving_engine(line.prefill).store if place == "make_hasher" else line.prompt_tokenizer
     right = getattr(owner, place)
 
-    def broken(about: Any, *given: Any) -> Any:
+    def broken(about: Any, *given: Any, **how: Any) -> Any:
         if about == "odd" or getattr(about, "tenant", "") == "odd":
             raise error("a bug")
-        return right(about, *given)
+        return right(about, *given, **how)
 
     monkeypatch.setattr(owner, place, broken)
     work = make_requests(2, line.pipeline.name)

@@ -7,16 +7,17 @@ import pytest
 
 from penstock.bus.contract import Delivery
 from penstock.config.settings import RecordSettings
-from penstock.messages import Request
+from penstock.messages import Job, Request, Sampling, compute_body_hash, decode_message
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import MAX_INLINE_BYTES, PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
+from penstock.record import Claim
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
-from tests.record.play import alive
+from tests.record.play import alive, die, say
 
 
 class Reader(PromptTokenizer):
@@ -29,14 +30,14 @@ class Reader(PromptTokenizer):
         self.failures = 0
         """So many times more reading `long` fails."""
 
-    def tokenize_prompt(self, request: Request) -> list[int]:
+    def tokenize_prompt(self, request: Request, *, may_wait: bool = True, is_raw: bool = False) -> list[int]:
         self.begun.append(request.id)
         if request.id == "long":
             assert self.is_let.wait(PATIENCE_S)
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("a bug in the tokenizer")
-        return super().tokenize_prompt(request)
+        return super().tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
 
 
 @pytest.fixture
@@ -89,7 +90,9 @@ def test_neighbours_go_on_while_a_long_message_is_read(patient: InProcessPipelin
         return len(patient.bus.read_all(patient.pipeline.job_topic("interactive"))) == 3
 
     wait_for(are_handed_off, "the neighbours' jobs", 0)
-    assert patient.prefill.record.read_status("long") is None, "it is claimed once it is read"
+    status = patient.prefill.record.read_status("long")
+    assert status is not None
+    assert (status.session, status.attempts) == (patient.prefill.session.id, 1), "reading it is an attempt"
     reader.is_let.set()
     expected = compute_answers(work)
     assert {one.id: one.token_ids for one in patient.run_until_results(4)} == {
@@ -140,7 +143,7 @@ def test_what_is_being_read_counts_against_capacity(patient: InProcessPipeline, 
 def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
     line: InProcessPipeline, work: list[Request]
 ) -> None:
-    """The one that is being read goes on elsewhere as well. Their first worker does not take them back meanwhile."""
+    """The one that is being read stays where it is. Their first worker does not take the others back meanwhile."""
     first, reader = line.prefill, slowed(line.prefill)
     publish_long(line, work[-1])
     turn_until(first, "long", reader)
@@ -157,12 +160,13 @@ def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
     def are_answered() -> bool:
         for worker in (first, line.prefill, line.decode):
             worker.run_once()
-        return len(line.read_results()) == 4
+        return len(line.read_results()) == 3
 
     wait_for(are_answered, "the idle worker goes on with them", 0)
     assert reader.begun == ["long"]
     reader.is_let.set()
     run_until_idle(first)
+    line.run_until_results(4)
     expected = compute_answers(work)
     assert {one.id: one.token_ids for one in line.read_results()} == {
         name: answer.token_ids for name, answer in expected.items()
@@ -226,3 +230,28 @@ def test_a_request_that_was_taken_over_and_cannot_be_read_is_tried_again(
     assert result.token_ids == compute_answers(work)["long"].token_ids
     assert reader.begun.count("long") == 2
     silent.close()
+
+
+def test_a_chat_that_an_older_worker_began_keeps_its_tokens(line: InProcessPipeline) -> None:
+    """It read a control token in a text as one. The answer goes on behind the prompt that it was begun with."""
+    turns, record = [{"role": "user", "content": "a</s>b"}], line.prefill.record
+    requests = {
+        name: Request.model_validate({"id": name, "messages": turns, "sampling": Sampling(max_tokens=4)})
+        for name in ("older", "newer")
+    }
+    for name, request in requests.items():
+        claim = record.claim_prefill(name, alive(record, "another"), compute_body_hash(request))
+        assert isinstance(claim, Claim)
+        say(record, claim, [5])
+        if name == "older":
+            line.client.hdel(line.pipeline.record_key(name), "reading")
+        die(record, "another")
+    line.send_requests(*requests.values())
+    line.run_prefill(2)
+    found = [decode_message(Job, one.value) for one in line.bus.read_all(line.pipeline.job_topic("interactive"))]
+    tokenizer = load_demo_model().tokenizer
+    assert {job.id: job.token_ids for job in found} == {
+        "older": tokenizer("a</s>b", add_special_tokens=False)["input_ids"],
+        "newer": line.prompt_tokenizer.tokenize_prompt(requests["newer"]),
+    }
+    assert {job.id: job.token_ids.count(tokenizer.eos_token_id) for job in found} == {"older": 1, "newer": 0}

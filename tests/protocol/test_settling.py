@@ -32,7 +32,7 @@ def test_a_delivery_that_is_being_settled_is_not_claimed_again(make_line: Callab
     line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
     (delivery,) = take_deliveries(line.prefill.member, 1)
     line.prefill.settler._open[delivery.topic, delivery.position] += 1
-    line.prefill._claim_messages(line.prefill._read_messages([delivery]))
+    line.prefill._claim_messages(line.prefill._identify_messages([delivery]))
     assert line.prefill.record.read_status("r1") is None
     assert len(line.prefill.queue) == 1
     line.prefill.settler._open.clear()

@@ -44,6 +44,30 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
     assert record.claim_all("prefill", "nobody/1", []) == []
 
 
+def test_a_log_that_an_older_worker_began_is_told(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
+    """Its claims do not move `reading`, which follows from one claim to the next. A take-over tells it, too."""
+
+    def claim_again(num_tokens: int) -> bool:
+        die(record, "p1")
+        taken = record.take_over_free("prefill", alive(record, "p2"), 1)
+        assert taken[0].claim.num_tokens == num_tokens
+        die(record, "p2")
+        again = record.claim_prefill("r1", alive(record, "p1"), "b", b"m")
+        assert isinstance(again, Claim)
+        assert again.is_read_raw == taken[0].claim.is_read_raw
+        return again.is_read_raw
+
+    claim = record.claim_prefill("r1", alive(record, "p1"), "b", b"m")
+    assert isinstance(claim, Claim)
+    assert not claim.is_read_raw
+    say(record, claim, [7])
+    assert not claim_again(1)
+    client.hincrby(pipeline.record_key("r1"), "epoch", 1)  # as an older worker's claim leaves it
+    assert claim_again(1)
+    client.delete(pipeline.log_key("r1"))
+    assert not claim_again(0), "it begins anew"
+
+
 def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, client: "redis.Redis") -> None:
     claim = prefill(record)
     client.script_flush()

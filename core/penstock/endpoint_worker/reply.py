@@ -20,7 +20,15 @@ from urllib.parse import urlsplit
 
 from penstock.endpoint_worker.endpoints import MAX_TOLD_PAUSE_S, UNREACHABLE, Endpoint
 from penstock.endpoint_worker.question import Question
-from penstock.errors import AnswerInterrupted, InvalidRequest, ModelError, PromptTooLong, RequestError, RequestTooLarge
+from penstock.errors import (
+    AnswerInterrupted,
+    InvalidRequest,
+    ModelError,
+    PromptTooLong,
+    RequestError,
+    RequestTooLarge,
+    is_failure,
+)
 from penstock.messages import FinishReason, Usage, now_s, replace_surrogates
 
 CONNECT_TIMEOUT_S = 5.0
@@ -143,7 +151,9 @@ class EndpointReply:
     def _run(self) -> None:
         try:
             self._report(self, self._read())
-        except Exception as error:  # a bug: this answer's
+        except BaseException as error:  # a bug: this answer's
+            if not is_failure(error):
+                raise
             self._report(self, Failed("unreadable", f"{type(error).__name__}: {error}"))
 
     def _read(self) -> Finished | Refused | Failed:

@@ -24,7 +24,7 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.endpoint_worker.engine import EndpointEngine, SampledPiece
 from penstock.endpoint_worker.question import check_request, estimate_prompt_tokens
 from penstock.engine.contract import Loaded, Outcome, SampledToken
-from penstock.errors import AnswerInterrupted, RequestError
+from penstock.errors import AnswerInterrupted, RequestError, is_failure
 from penstock.messages import (
     EndEvent,
     Job,
@@ -69,7 +69,7 @@ class EndpointRole:
         """Return how many more requests can be asked for now."""
         return self.engine.count_free() - num_read
 
-    def read_message(self, delivery: Delivery) -> Task | None:
+    def identify_request(self, delivery: Delivery) -> Task | None:
         """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
         started_s = now_s()
         request, outcome = None, None
@@ -78,7 +78,9 @@ class EndpointRole:
             check_request(request, delivery.klass, self.model_name)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
-        except Exception as bug:  # this request's, not its neighbours'
+        except BaseException as bug:  # this request's, not its neighbours'
+            if not is_failure(bug):
+                raise
             log.exception("a message of %s", delivery.topic)
             outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
@@ -94,7 +96,9 @@ class EndpointRole:
         task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
         return task
 
-    identify_request = read_message
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Do nothing: the endpoints read it. Return True."""
+        return True
 
     # 2. Ask.
 

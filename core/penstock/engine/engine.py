@@ -53,7 +53,7 @@ from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlo
 from penstock.engine.state_rows import StateRows, divide_memory
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.trial import make_trial_sequence
-from penstock.errors import GrammarFailed, ModelError, SequenceFailed
+from penstock.errors import GrammarFailed, ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -363,7 +363,7 @@ class Engine:
             drawn = self._run_plan(plan)
         except BaseException as error:
             self._undo_step(plan, before)
-            if not self._judges_failures or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
+            if not self._judges_failures or not is_failure(error) or isinstance(error, SequenceFailed):
                 raise
             self._quarantine.record_failure([(seq, num + len(seq.draft)) for seq, num in plan], error)
             return []

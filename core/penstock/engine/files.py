@@ -1,10 +1,12 @@
 """Find a model's files in a directory or on the hub."""
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -18,6 +20,16 @@ MODEL_ADVICE = (
 )
 HUB_TIMEOUT_S = 2.0
 """How long the hub may take to take a connection, where it is only asked whether it is there."""
+
+_OTHER_TASKS = re.compile(
+    "For(MaskedLM|PreTraining|NextSentencePrediction|MultipleChoice|QuestionAnswering|(Sequence|Token|Image)Classification)"
+    "|(Encoder|EncoderModel)$"
+)
+"""What the architectures of encoders and classifiers are called."""
+_MAX_COUNT = 2**12
+_COUNTS = re.compile("layer|head|expert|block|depth|label|stack|stage|group|loop|repeat")
+"""What is in the names of numbers of which a configuration makes as many entries, or a model as many modules."""
+_SIZES = re.compile("size|dim|width|len|position|capacity|_id|freq|index")
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
@@ -47,15 +59,8 @@ def check_model_here(name: str) -> None:
     if (directory := _find_directory(name)) is None:
         _check_hub(name)
         return
-    model_type = _check_config(directory)
+    _check_config(directory)
     find_weight_files(directory)
-    transformers = find_spec("transformers")
-    if transformers is None or transformers.origin is None:
-        return
-    # Its registry is read as text: to import it takes seconds.
-    registry = (Path(transformers.origin).parent / "models" / "auto").glob("*.py")
-    if not any(f'"{model_type}"' in file.read_text() for file in registry):
-        raise ModelLoadError(f"transformers knows no model_type {model_type!r}, which {directory / 'config.json'} has")
 
 
 def _find_gguf(name: str) -> Path | None:
@@ -125,18 +130,59 @@ def _download_model(name: str, report: Progress) -> Path:
     return Path(path)
 
 
-def _check_config(directory: Path) -> str:
-    """Return the model's type. Raises `ModelLoadError` for a directory without one."""
+def _check_config(directory: Path) -> None:
+    """Raise `ModelLoadError` for a directory whose config.json is none, or is of a model that cannot be served.
+
+    transformers makes a configuration only of what passes here: for some counts it makes lists of as many entries.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no config.json")
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelLoadError(f"{path} has no model_type")
-    return str(config["model_type"])
+    _check_values(path, config)
+    names = config.get("architectures")
+    if isinstance(names, list) and names and all(map(_OTHER_TASKS.search, map(str, names))):
+        raise ModelLoadError(
+            f"{path} is of {names[0]}, which generates no text: use a model for causal language modelling, such as one "
+            "whose architecture is called ...ForCausalLM"
+        )
+    transformers, model_type = find_spec("transformers"), config["model_type"]
+    if transformers is None or transformers.origin is None:
+        return
+    # Its registry is read as text: to import it takes seconds.
+    registry = (Path(transformers.origin).parent / "models" / "auto").glob("*.py")
+    if not any(f'"{model_type}"' in file.read_text() for file in registry):
+        own = "; the model is code of its authors (auto_map), which is never run" if "auto_map" in config else ""
+        raise ModelLoadError(
+            f"transformers knows no model_type {model_type[:60]!r}, which {path} has{own}: use a model of a type that "
+            "docs/models.md has"
+        )
+
+
+def _check_values(path: Path, values: Any) -> None:
+    """Raise `ModelLoadError` for a number of layers, heads or the like that no model has, and for the name of code."""
+    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(value, dict | list):
+            if name != "label2id":  # a classifier's classes have any name
+                _check_values(path, value)
+        elif str(name).endswith("_implementation") and "/" in str(value):
+            raise ModelLoadError(
+                f"{path} says {name} {value!r}, which is code of the hub, and is never run: take it out"
+            )
+        elif isinstance(value, int) and not -_MAX_COUNT <= value <= _MAX_COUNT and _is_count(str(name)):
+            raise ModelLoadError(
+                f"{path} says {name} {value:,}, and no model has more than {_MAX_COUNT:,}: use the config.json that "
+                "was published with the weights"
+            )
+
+
+def _is_count(name: str) -> bool:
+    return bool(_COUNTS.search(name)) and not _SIZES.search(name)
 
 
 def find_weight_files(directory: Path) -> list[Path]:
@@ -155,7 +201,9 @@ def find_weight_files(directory: Path) -> list[Path]:
         raise ModelLoadError(f"{index} is not a weight index: {to_one_line(error)}") from error
     if not files:
         raise ModelLoadError(f"{index} names no file")
-    for file in files:
+    for name, file in zip(names, files, strict=True):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ModelLoadError(f"{index} names {name}, which is not in the model's directory")
         if not file.is_file():
             raise ModelLoadError(f"{index} names {file.name}, which is not there")
     return files

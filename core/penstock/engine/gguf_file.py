@@ -113,10 +113,14 @@ class _HeaderReader:
         if type(alignment) is not int or alignment < 8 or alignment % 8 or alignment > 2**20:
             raise self._damage(f"its alignment is {str(alignment)[:60]!r}")
         tensors: dict[str, GgufTensor] = {}
+        end, before = 0, ""
         for name, kind, shape, offset in sorted(stored, key=lambda one: one[3]):
             if name in tensors:
                 raise self._damage(f"it has the tensor {name[:60]!r} twice")
-            tensors[name] = self._check_tensor(name, kind, shape, offset, alignment)
+            tensors[name] = tensor = self._check_tensor(name, kind, shape, offset, alignment)
+            if tensor.offset < end:
+                raise self._damage(f"{name[:60]} begins within {before[:60]}")
+            end, before = tensor.offset + tensor.num_bytes, name
         return GgufHeader(metadata, tensors, self._content[: self._place])
 
     def _check_tensor(self, name: str, kind: str, shape: list[int], offset: int, alignment: int) -> GgufTensor:

@@ -70,7 +70,7 @@ def describe_gguf(path: Path, cache: Path) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
         (scratch / "config.json").write_text(json.dumps(config, indent=1))
         (scratch / path.name).symlink_to(path)
-        _make_tokenizer(path, header).save_pretrained(scratch)
+        make_tokenizer(path, header).save_pretrained(scratch)
         scratch.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # else another process wrote it
@@ -204,7 +204,7 @@ def _list_llama3_factors(base: float, head_dim: int, factor: float) -> list[floa
     return [1 / ((1 - one) / factor + one) for one in kept]
 
 
-def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
+def make_tokenizer(path: Path, header: GgufHeader) -> Any:
     """Return the tokenizer as transformers makes it. Raises `ModelLoadError` if there is none that can be made."""
     try:
         from transformers import PreTrainedTokenizerFast

@@ -16,7 +16,7 @@ time (`SingleSequenceStep`), and finds in the cache what transformers' own would
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from penstock.engine.attention import LayerAttention
+from penstock.engine.choice import FirstOfEqual
 from penstock.engine.latent import LatentHeads, expand_latents
 from penstock.engine.masks import OwnAttention, Unsupported, make_mask_rule
 from penstock.engine.step import SingleSequenceStep, Step, current_step
@@ -42,7 +43,8 @@ def run_with_step(module: Any, step: Step) -> Iterator[None]:
         module.set_attn_implementation(ATTENTION_NAME)
     token = current_step.set(step)
     try:
-        yield
+        with FirstOfEqual() if isinstance(step, SingleSequenceStep) else nullcontext():
+            yield
     finally:
         current_step.reset(token)
         if is_replaced:

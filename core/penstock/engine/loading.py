@@ -11,11 +11,12 @@ noted on this machine (`load_cache.py`), so that the next start finds them.
 """
 
 import hashlib
+import json
 import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer
 from penstock.config.settings import EngineSettings
 from penstock.cores import list_usable_cores
 from penstock.engine.accelerate import accelerate_model, can_pack
+from penstock.engine.chat_template import check_template
 from penstock.engine.device import describe_device
 from penstock.engine.dtype import PARTLY_NATIVE, choose_dtype
 from penstock.engine.engine import Engine
@@ -55,7 +57,9 @@ from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpa
 from penstock.engine.response_template import find_response_template
 from penstock.engine.scheduler import MAX_STEP_S
 from penstock.engine.storage import BlockLayout
+from penstock.engine.template_process import shared_process
 from penstock.engine.weights import MappedWeights
+from penstock.engine.windows import list_unproved_windows, list_unread_windows
 from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
 
 log = logging.getLogger("penstock.engine")
@@ -65,6 +69,8 @@ LAYOUT_VERSION = 2
 
 MAX_SPEED_AGE_S = 3600.0
 """How long the engine's measured speed is taken from the load cache: it also depends on what else the machine did."""
+MAX_CONTEXT = 2**31
+"""More tokens no request may ask for."""
 _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
@@ -191,13 +197,13 @@ class _Load:
             self.files = find_weight_files(self.directory)
             self._stats = self._stat_files()
             self.device = _parse_device(settings.device)
-            self.config: Any = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+            self.config = load_config(self.directory)
             check_config(self.config)
             self.quantization = take_quantization(self.config)
         with self.measure("tokenizer"):
             self.tokenizer = load_tokenizer(self.directory)
             self.context_length = find_context_length(self.config, self.tokenizer)
-            _report_short_context(settings.model, self.config, self.context_length)
+            _report_context(settings.model, self.config, self.context_length)
         with self.measure("dtype"):
             native, forms = load_library(), {settings.weights, settings.prefill_weights, settings.kv_dtype}
             isa = native.isa if native is not None and native.isa != TORCH else ""
@@ -279,12 +285,12 @@ def _load_checkpoint(load: _Load) -> LoadedModel:
     """Load the model's own weights. A GGUF file's matrices that the kernels will compute with stay there until then."""
     native, weights = load_library(), MappedWeights(load.files)
     with load.measure("skeleton"):
-        skeleton = build_skeleton(load.config, load.dtype)
+        skeleton = build_skeleton(load.config, load.dtype, 4 * len(weights.tensors) + 1000)
     unpack_weights(weights, load.quantization, load.dtype)
     if native is not None and load.can_pack():
         weights.keeps_blocks = can_use_blocks(native, load.settings.weights)
-    check_memory(count_bytes(skeleton) - weights.count_saved_bytes(), load.settings.pool_mb, load.device)
     check_weight_sizes(skeleton, weights)
+    check_memory(count_bytes(skeleton) - weights.count_saved_bytes(), load.settings.pool_mb, load.device)
     load.hash_files()
     with load.measure("weights"):
         module = load_module(skeleton, load.config, weights, load.device, load.report)
@@ -477,25 +483,54 @@ def as_load_errors(name: str) -> Iterator[None]:
         raise  # the first says which model, which was loaded; the second is not about the model
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ModelLoadError(
             f"cannot load model {name!r}: {type(error).__name__}: {to_one_line(error, 400)}"
         ) from error
 
 
+def load_config(directory: Path) -> Any:
+    """Return transformers' configuration of a model. Raises `ModelLoadError` where config.json has none."""
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(
+            f"config.json is no configuration that transformers reads ({type(error).__name__}: {to_one_line(error)}): "
+            "use the one that was published with the weights"
+        ) from error
+
+
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in a directory. Raises `ModelLoadError` where there is none that can be used."""
+    shared_process.start()  # to be ready when the chat template is tried
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except BaseException as error:
         if not is_failure(error):
             raise
-        raise ModelLoadError(f"no usable tokenizer in {directory}: {to_one_line(error)}") from error
+        raise ModelLoadError(
+            f"no usable tokenizer in {directory} ({_explain_tokenizer(directory, error)}): use the tokenizer.json that "
+            "was published with the model, or one that transformers reads without code of its authors"
+        ) from error
     # Where there are no files, transformers makes some tokenizers up: with special tokens only.
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):
         raise ModelLoadError(f"no usable tokenizer in {directory}: its vocabulary is empty")
+    check_template(tokenizer, str(directory))
     return tokenizer
+
+
+def _explain_tokenizer(directory: Path, error: BaseException) -> str:
+    """Return why there is no tokenizer, as a clause."""
+    if "trust_remote_code" in str(error):
+        return "it is code of its authors, which is never run"
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads((directory / "tokenizer.json").read_bytes())
+        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+            return "tokenizer.json has no `model`, so it is none"
+    return f"{type(error).__name__}: {to_one_line(error)}"
 
 
 def _parse_device(name: str) -> torch.device:
@@ -513,22 +548,38 @@ def _parse_device(name: str) -> torch.device:
 
 def find_context_length(config: Any, tokenizer: Any) -> int:
     """Return how many tokens a sequence may have. Raises `ModelLoadError` where nothing says it."""
+    length = _find_configured_length(config, tokenizer)
+    return min([length, *list_unproved_windows(config, length).values()])
+
+
+def _find_configured_length(config: Any, tokenizer: Any) -> int:
     text = config.get_text_config()
     if unscaled := find_unscaled_context(text):
         return unscaled
     for attribute in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, attribute, None)
         if isinstance(value, int) and value > 0:
+            if value > MAX_CONTEXT:
+                raise ModelLoadError(f"{attribute} {value:,} in config.json is the context of no model")
             return value
     if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
         return int(tokenizer.model_max_length)
     raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
 
 
-def _report_short_context(name: str, config: Any, context_length: int) -> None:
-    """Log that a model is served with fewer tokens than its configuration has, and why."""
+def _report_context(name: str, config: Any, context_length: int) -> None:
+    """Log that a model is served with fewer tokens than its configuration has, and what its proof does not reach."""
     full = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    if full > context_length:
+    unread, unproved = (list_windows(config, full) for list_windows in (list_unread_windows, list_unproved_windows))
+    if unread:
+        log.info("the proof of %s at load does not reach its %s", name, _describe_windows(unread))
+    if context_length in unproved.values():
+        log.warning(
+            "%s is served with %d of its %d tokens: for longer sequences of models of type %s it was not proved that "
+            "tokens are those of generate(), as %s matters for them",
+            name, context_length, full, config.get_text_config().model_type, _describe_windows(unproved),
+        )  # fmt: skip
+    elif full > context_length:
         log.warning(
             "%s is served with %d of its %d tokens: its rotary embedding has other frequencies for longer sequences, "
             "which transformers would take for all sequences of a batch: tokens would depend on their neighbours",
@@ -536,6 +587,10 @@ def _report_short_context(name: str, config: Any, context_length: int) -> None:
             context_length,
             full,
         )
+
+
+def _describe_windows(windows: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in windows.items())
 
 
 def find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:

@@ -1,14 +1,17 @@
 """The transformers model: its structure from the configuration, its parameters from the mapped files."""
 
 import copy
+import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -21,16 +24,46 @@ from penstock.engine.files import Progress, to_one_line
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 
+MAX_TIMES_STORED = 2
+"""How many parameters a model may have for each value that is stored, beside `MAX_UNSTORED`."""
+MAX_UNSTORED = 2**20
+MAX_TABLE_BYTES = 2**27
+"""What a model's buffers take beside its weights, at most."""
 
-def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
-    """The model that transformers has for a configuration, without memory: every tensor is on `meta`."""
+
+def build_skeleton(config: Any, dtype: torch.dtype, max_parameters: int | None = None) -> Any:
+    """The model that transformers has for a configuration, without memory: every tensor is on `meta`.
+
+    With more than `max_parameters` tensors it is not built to its end. Raises `ModelLoadError`.
+    """
     auto = find_auto_class(config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _limit_parameters(max_parameters):
             return auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    except ModelLoadError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {to_one_line(error)}"
         raise ModelLoadError(f"config.json describes no model that can be built ({reason})") from error
+
+
+@contextmanager
+def _limit_parameters(limit: int | None) -> Iterator[None]:
+    """Raise `ModelLoadError` where modules are given more than so many parameters within the context."""
+    numbers = itertools.count(1)
+
+    def count_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if limit is not None and parameter is not None and next(numbers) > limit:
+            raise ModelLoadError(
+                f"config.json describes a model with more than {limit:,} tensors, and the weights have far fewer: its "
+                "numbers of layers or experts are not those of the weights"
+            )
+
+    handle = register_module_parameter_registration_hook(count_parameter)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def find_auto_class(config: Any) -> Any:
@@ -49,7 +82,7 @@ def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
     """Raise `ModelLoadError` where configuration and weights give a tensor another number of elements, or kind.
 
     Before anything is allocated. A name that only one of them knows may be renamed at loading, and an equal number in
-    another shape be transposed: those are judged after it.
+    another shape be transposed: those are judged after it, unless all of them together are far more than the weights.
     """
     for name, tensor in skeleton.state_dict().items():
         if name in weights.tensors:
@@ -58,6 +91,19 @@ def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
                 raise _shape_error(name, stored.get_shape(), tensor.shape)
             if tensor.is_floating_point() and not stored.get_dtype().startswith(("F", "BF")):
                 raise ModelLoadError(f"{name} is of type {stored.get_dtype()} in the weights, not a float")
+    described = sum(parameter.numel() for parameter in {*skeleton.parameters()})
+    stored_values = sum(math.prod(part.get_shape()) for part in weights.tensors.values())
+    tables = sum(buffer.nbytes for buffer in {*skeleton.buffers()})
+    if described > MAX_TIMES_STORED * stored_values + MAX_UNSTORED:
+        raise ModelLoadError(
+            f"config.json describes {described:,} values, and the weights have {stored_values:,}: use the config.json "
+            "that was published with the weights"
+        )
+    if tables > weights.num_bytes + MAX_TABLE_BYTES:
+        raise ModelLoadError(
+            f"the tables that config.json asks for take {tables / 2**20:,.0f} MiB beside the weights, as those of "
+            "positions do: max_position_embeddings or the like is too large"
+        )
 
 
 def count_bytes(module: nn.Module) -> int:

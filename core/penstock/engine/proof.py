@@ -5,16 +5,16 @@
 2. What is cached of the prompt is copied to other places of another pool, and the answer's token computed there, in a
    batch with another prompt. Each must have the logits that it has alone, bit by bit where the backend promises that.
 
-That is six passes over a few tokens. What takes windows of a few tokens, whole answers and float32 is proved for each
-class of model of docs/models.md with small models (`tools/proof.py`). A class that is not on that page is served if it
-passes here.
+That is six passes over a few tokens, or over some more than a window of the model has, where that is short
+(`windows.py`). What takes longer windows, whole answers and float32 is proved for each class of model of docs/models.md
+with small models (`tools/proof.py`). Of a class that is not on that page, what passes here is served.
 """
 
 import functools
 import hashlib
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.choice import FirstOfEqual
 from penstock.engine.compare import find_tolerance, measure_logits_error
 from penstock.engine.files import Progress, ignore_progress
 from penstock.engine.kernels.library import load_library
@@ -32,10 +33,11 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence import Sequence
 from penstock.engine.trial import compute_tokens, draw_tokens, make_trial_sequence
-from penstock.errors import EngineCheckFailed
+from penstock.engine.windows import MAX_READ_AT_LOAD, find_windows
+from penstock.errors import EngineCheckFailed, ModelLoadError, is_failure
 
 NUM_TOKENS = 25
-"""Tokens of the sequence that is compared: the last one is an answer's."""
+"""Tokens of the sequence that is compared, at least, and beyond a window: the last one is an answer's."""
 CHUNK_TOKENS = 16
 """Tokens of its prompt's first chunk. The chunk behind it is shorter."""
 NUM_NEIGHBOUR_TOKENS = 9
@@ -47,10 +49,20 @@ MAX_INT8_KV_ERROR = 0.3
 def prove_model(model: LoadedModel, settings: EngineSettings, report: Progress = ignore_progress) -> LoadedModel:
     """Return the model with the backend that it was proved on. Only the returned model can be used any more.
 
-    Raises `EngineCheckFailed` if the engine's logits are not the model's own.
+    Raises `EngineCheckFailed` if the engine's logits are not the model's own, `ModelLoadError` if those are no numbers.
     """
     report("checking the engine", 0.0)
     plain = _compute_plain_logits(model)
+    if not plain.isfinite().all():
+        if where := model.weights.find_not_finite():
+            raise ModelLoadError(f"{where} has values that are no finite numbers: the file is damaged, get it anew")
+        raise ModelLoadError(
+            f"its logits are no finite numbers in {model.dtype}, though its weights are: "
+            "set PENSTOCK_ENGINE_DTYPE=float32"
+            if model.dtype != torch.float32
+            else "its logits are no finite numbers, though its weights are: a number in config.json is wrong, such as "
+            "one of its rope or the epsilon of its norms"
+        )
     report("checking the engine", 0.2)
     model = accelerate_model(model, settings.weights)
     report("checking the engine", 0.7)
@@ -77,7 +89,9 @@ def as_check_failures(model: LoadedModel) -> Iterator[None]:
         raise
     except Unsupported as error:
         raise EngineCheckFailed(f"{describe_model(model)} cannot be served: {error}") from error
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         text = " ".join(str(error).split())[:300]
         raise EngineCheckFailed(
             f"{describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
@@ -110,8 +124,13 @@ def _hash_program() -> str:
 
 
 def _make_tokens(model: LoadedModel) -> list[int]:
-    """Return the tokens of the sequence that is compared."""
-    return draw_tokens(model.vocab_size, max(2, min(NUM_TOKENS, model.context_length)), 20)
+    return draw_proof_tokens(model.config, model.vocab_size, model.context_length)
+
+
+def draw_proof_tokens(config: Any, vocab_size: int, context_length: int) -> list[int]:
+    """Return the tokens of the sequence that is compared: more than fit in a window that is short."""
+    windows = [size + NUM_TOKENS for size in find_windows(config).values() if size <= MAX_READ_AT_LOAD]
+    return draw_tokens(vocab_size, max(2, min(max([NUM_TOKENS, *windows]), context_length)), 20)
 
 
 @torch.inference_mode()
@@ -119,7 +138,8 @@ def _compute_plain_logits(model: LoadedModel) -> Tensor:
     """Return the transformers model's logits after the prompt, and after the answer's token: [2, vocabulary]."""
     model.module.set_attn_implementation(model.stock_attention)
     ids = torch.tensor([_make_tokens(model)], device=model.device)
-    logits: Tensor = model.module(input_ids=ids, use_cache=False).logits[0, -2:].float()
+    with FirstOfEqual() if model.layout.attends_internally else nullcontext():
+        logits: Tensor = model.module(input_ids=ids, use_cache=False).logits[0, -2:].float()
     return logits
 
 

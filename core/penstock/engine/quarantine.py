@@ -38,7 +38,7 @@ class Quarantine:
         """Note that a step succeeded."""
         self.max_tokens = min(self._max_step_tokens, self.max_tokens + max(1, self._max_step_tokens // GROWTH_DIVISOR))
 
-    def record_failure(self, plan: Plan, error: Exception) -> None:
+    def record_failure(self, plan: Plan, error: BaseException) -> None:
         """Judge a step that raised `error` and was undone.
 
         Raises `SequenceFailed` if one sequence is at fault, or `error` if it is one of the device.
@@ -65,7 +65,7 @@ class Quarantine:
             torch.cuda.empty_cache()
 
 
-def _classify_error(error: Exception) -> RequestError:
+def _classify_error(error: BaseException) -> RequestError:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("can't allocate memory", "not enough memory", "bad_alloc")

@@ -42,25 +42,37 @@ class MappedWeights:
         """By the address of a weight: what it is in a GGUF file."""
         self._unread = WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]]()
         """The modules that read their weights at each call, by hooks with these handles."""
+        self._stored: dict[str, tuple[Any, str]] = {}
+        """By the name in its file: a tensor as it is stored, and the file's name."""
         self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
         self._num_bytes_read = self._num_bytes_dropped = 0
         for file in files:
             try:
                 if file.suffix == ".gguf":
-                    self._add_slices(map_gguf_tensors(file))
+                    self._add_slices(map_gguf_tensors(file), file.name)
                     continue
                 opened: Any = safe_open(file, framework="pt", backend="mmap")
-                self._add_slices({name: opened.get_slice(name) for name in opened.offset_keys()})
+                self._add_slices({name: opened.get_slice(name) for name in opened.offset_keys()}, file.name)
             except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
                 raise ModelLoadError(f"{file.name} is damaged or cut off: {to_one_line(error)}") from error
 
-    def _add_slices(self, slices: dict[str, Any]) -> None:
+    def _add_slices(self, slices: dict[str, Any], file_name: str) -> None:
         """Add the tensors of a file, in the order in which they are in it."""
         views = [view for view in (part[...] for part in slices.values()) if view.nbytes]
         if views:
             self._mappings.append((views[0].data_ptr(), views[-1].data_ptr() + views[-1].nbytes))
         self.num_bytes += sum(view.nbytes for view in views)
         self.tensors.update(slices)
+        self._stored |= {name: (part, file_name) for name, part in slices.items()}
+
+    def find_not_finite(self) -> str:
+        """Return which stored tensor has values that are no finite numbers, and its file; empty where none has."""
+        for name, (part, file_name) in self._stored.items():
+            view: Tensor = part[...]
+            pieces = torch.split(view.flatten(), _DROP_INTERVAL_BYTES) if view.is_floating_point() else ()
+            if not all(bool(piece.float().isfinite().all()) for piece in pieces):
+                return f"{name} in {file_name}"
+        return ""
 
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         """Have these instead: slices of the same files, and tensors that are packed in them."""

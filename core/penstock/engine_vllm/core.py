@@ -25,7 +25,7 @@ from penstock.engine.rates import PrefillRate
 from penstock.engine.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
-from penstock.errors import ModelError, SequenceFailed
+from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, TokenLogprob
 from penstock.names import CLASSES, PriorityClass
 
@@ -198,7 +198,7 @@ class VllmCore:
             params,
             None,
             priority=seq.priority,
-            block_hasher=_make_block_hasher(seq),
+            block_hasher=_make_block_hasher(seq, self.settings.block_size),
         )
         self._sequences[request_id], self._ids[seq] = seq, request_id
         self._core.add_request(request)
@@ -389,9 +389,16 @@ class VllmCore:
         self._rate.record_step(step.num_prompt_tokens, num_tokens, time.perf_counter() - step.begun_s)
 
     def _make_draw(self, seq: Sequence) -> SamplingParams:
-        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on."""
+        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on, or
+        fails.
+        """
         ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
-        return make_sampling_params(seq, compute_masks(seq), ends)[0]
+        try:
+            return make_sampling_params(seq, compute_masks(seq), ends)[0]
+        except BaseException as error:
+            if isinstance(error, SequenceFailed) or not is_failure(error):
+                raise
+            raise SequenceFailed(seq, ModelError(f"{type(error).__name__}: {error}")) from error
 
     @torch.inference_mode()
     def _execute(self, output: Any) -> list[Any]:
@@ -413,11 +420,13 @@ class VllmCore:
         return None if rate is None else num_tokens / rate
 
 
-def _make_block_hasher(seq: Sequence) -> Callable[[Any], list[Any]]:
+def _make_block_hasher(seq: Sequence, block_size: int) -> Callable[[Any], list[Any]]:
     """Return what names the blocks of a request of vLLM: it is asked again after each token."""
 
     def name_blocks(request: Any) -> list[Any]:
-        assert seq.hasher is not None
+        if seq.hasher is None:  # a load compares its logits, and nobody finds its blocks
+            numbers = range(len(request.block_hashes), len(request.all_token_ids) // block_size)
+            return [f"{request.request_id} {number}".encode() for number in numbers]
         seq.hasher.hash_full_blocks(request.all_token_ids)
         return [key.hash for key in seq.hasher.keys[len(request.block_hashes) :]]
 

@@ -1,14 +1,17 @@
 """Loads a model into vLLM, in this process or with ranks in processes of their own."""
 
 import argparse
+import copy
+import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.compare import find_tolerance, measure_error
 from penstock.engine.dtype import choose_dtype
 from penstock.engine.files import Progress, find_model, find_weight_files, ignore_progress
 from penstock.engine.fingerprint import compute_fingerprint, hash_files
@@ -17,17 +20,26 @@ from penstock.engine.loading import (
     as_load_errors,
     find_context_length,
     find_eos_token_ids,
+    load_config,
     load_tokenizer,
     prepare_transformers,
 )
-from penstock.engine.memory import MIN_POOL_MB
-from penstock.engine.module import load_generation_config
+from penstock.engine.memory import MIN_POOL_MB, check_memory
+from penstock.engine.module import build_skeleton, count_bytes, load_generation_config, load_module
+from penstock.engine.proof import draw_proof_tokens
+from penstock.engine.quantized import take_quantization
 from penstock.engine.response_template import find_response_template
+from penstock.engine.sequence import Sequence
+from penstock.engine.weights import MappedWeights
+from penstock.engine.windows import find_windows
 from penstock.engine_vllm.blocks import RankBlocks, combine_ranks
-from penstock.errors import DependencyMissing, ModelLoadError
+from penstock.errors import DependencyMissing, EngineCheckFailed, ModelLoadError
+from penstock.messages import Sampling
 
 if TYPE_CHECKING:
     from penstock.engine_vllm.core import VllmCore
+
+log = logging.getLogger("penstock.engine")
 
 CPU_BLOCK_SIZE = 32
 """vLLM's attention on a CPU takes multiples of this many tokens as a block."""
@@ -117,7 +129,6 @@ def parse_vllm_arguments(text: str) -> dict[str, Any]:
 
 
 def _open_core(settings: EngineSettings, report: Progress, version: str) -> "VllmCore":
-    from transformers import AutoConfig
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
@@ -140,11 +151,13 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
     files = find_weight_files(directory)
     if files[0].suffix == ".gguf":
         raise ModelLoadError("vLLM is not given GGUF files here: use the model in safetensors")
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = load_config(directory)
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)
     _check_rope(config, context_length)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
+    weights = MappedWeights(files)
+    _check_sinks(weights, config)
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),
@@ -186,7 +199,65 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
         " ".join([f"{args.dtype} in vLLM {version} on {device_name}", *(f"{name}={value}" for name, value in shaping)]),
         layout,
     )
-    return VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))
+    opened = VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))
+    _prove_once(opened, config, weights, dtype, load_cache)
+    return opened
+
+
+def _check_sinks(weights: MappedWeights, config: Any) -> None:
+    """Raise `ModelLoadError` for a model with attention sinks, and windows in some layers, such as gpt-oss.
+
+    With the KV of all layers under one name, vLLM was seen to give other tokens than `generate()` from some 100 tokens
+    on, and with other small copies it gave the right ones: a comparison at load need not show it.
+    """
+    if find_windows(config) and any("sink" in name for name in weights.tensors):
+        raise ModelLoadError(
+            f"{config.model_type} has attention sinks and layers with windows, of which vLLM was seen to give wrong "
+            "tokens where all layers share the names of their blocks: set PENSTOCK_ENGINE_KIND=own"
+        )
+
+
+def _prove_once(
+    core: "VllmCore", config: Any, weights: MappedWeights, dtype: torch.dtype, load_cache: LoadCache
+) -> None:
+    """Compare vLLM with transformers over the prompt of the proof at load, unless it is noted that they agree.
+
+    A warning says why a model cannot be compared, as where memory is short. Raises `EngineCheckFailed`.
+    """
+    name, about = core.model.name, {"fingerprint": core.model.fingerprint, "arithmetic": core.model.arithmetic}
+    if load_cache.read_finding("proof", about):
+        return
+    try:
+        plain = copy.deepcopy(config)
+        if take_quantization(plain) is not None or "quantization=" in core.model.arithmetic:
+            raise ModelLoadError("its weights are quantised, which vLLM rounds in its own way")
+        skeleton = build_skeleton(plain, dtype)
+        check_memory(count_bytes(skeleton), 0, torch.device("cpu"))
+        module = load_module(skeleton, plain, weights, torch.device("cpu"), ignore_progress)
+    except ModelLoadError as error:
+        log.warning("the tokens of %s in vLLM are not compared with those of transformers: %s", name, error)
+        return
+    tokens = draw_proof_tokens(config, core.model.vocab_size, core.model.context_length - 2)
+    greedy = Sampling(temperature=0.0, logprobs=0)
+    seq = Sequence("proof", tokens, sampling=greedy, seed=0, max_new_tokens=2, num_prompt_logprobs=0)
+    core.add_sequence(seq)
+    answer: list[float] = []
+    while len(answer) < 2 and core.begin_step():
+        answer += [one.logprobs.logprob for one in core.finish_step() if one.logprobs is not None]
+    core.remove_sequence(seq)
+    core.drop_cache()
+    ids = torch.tensor([seq.token_ids])
+    with torch.inference_mode():
+        logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    right = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    found = torch.tensor([one.logprob for one in seq.prompt_logprobs] + answer)
+    off, allowed = measure_error(found, right, logits - logits.mean(-1, keepdim=True)), find_tolerance(dtype).logits
+    if not off <= allowed:
+        raise EngineCheckFailed(
+            f"{name!r} ({type(module).__name__}) has other log probabilities in vLLM than by itself: they are off by "
+            f"{off:.1%} of the logits' spread, and {dtype} allows {allowed:.0%}"
+        )
+    load_cache.write_finding("proof", about, found=True)
 
 
 def _check_rope(config: Any, context_length: int) -> None:
@@ -205,7 +276,7 @@ def _check_rope(config: Any, context_length: int) -> None:
         )
 
 
-def _check_layers(groups: Sequence[Any]) -> None:
+def _check_layers(groups: Items[Any]) -> None:
     """Raise `ModelLoadError` unless vLLM keeps the KV of all tokens in all layers, under one name a block."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 

@@ -158,7 +158,7 @@ class Record:
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
         if self._note_refusal(request_id, reply):  # the holder of its delivery ends it, as if it had claimed it
-            return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0), reply)
+            return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0, 1), reply)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000, reply[2])
@@ -204,7 +204,7 @@ class Record:
 
     def _parse_claim(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
         keys, channel = self._request_keys(request_id), self._pipeline.live_channel(request_id)
-        _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens = reply
+        _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens, reading = reply
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
@@ -225,6 +225,7 @@ class Record:
             damage=damage,
             append_head=encode_append_head(keys, channel, self._pending_ms, epoch, num_tokens),
             most_tokens=most_tokens,
+            is_read_raw=not reading,
         )
 
     def append_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:

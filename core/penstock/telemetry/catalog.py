@@ -76,7 +76,7 @@ QUEUE_WAIT = Metric(
 )  # fmt: skip
 PREPROCESS = Metric(
     "penstock.preprocess", "histogram", "s", ("pipeline",),
-    "How long a prefill worker reads a request: it is decoded, validated, put into the chat template, tokenized.",
+    "How long a prefill worker reads a request: it is decoded, claimed, put into the chat template, tokenized.",
     "worker", PREPROCESS_BOUNDS,
 )  # fmt: skip
 REQUESTS = Metric(

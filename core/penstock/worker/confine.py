@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.dead_letters import build_dead_letter
-from penstock.errors import InternalError, RequestError
+from penstock.errors import InternalError, RequestError, is_failure
 from penstock.messages import EndEvent, ErrorInfo, Result, Timings, now_s
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
@@ -39,7 +39,7 @@ class confine_error:  # noqa: N801, as it reads like a call
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         """Return whether there was an exception, which is dealt with then."""
-        if not isinstance(error, Exception):
+        if error is None or not is_failure(error):
             return False
         if isinstance(error, RequestError):  # a sender's mistake, or what was logged where it was found
             cause = error

@@ -26,7 +26,7 @@ from itertools import accumulate, takewhile
 import redis
 
 from penstock.bus.contract import Delivery, Member, OrphanReader
-from penstock.errors import BusError
+from penstock.errors import BusError, is_failure
 from penstock.names import Stage
 from penstock.record import Record, Session, ShardedSession, UnclaimedMessage
 from penstock.redis.client import is_outage
@@ -131,11 +131,6 @@ class Rescuer:
             self._since |= {delivery.address: float("inf") for delivery in portion if delivery not in left}
             del late[: len(portion)]
 
-    def is_late(self, delivery: Delivery) -> bool:
-        """Return whether a message waits for so long that it is parked, or was. Any thread may call this."""
-        since_s = self._since.get(delivery.address, time.monotonic())
-        return since_s == float("inf") or since_s <= time.monotonic() - PATIENCE_LEASES * self._record.lease_s
-
     def read_adopted_parts(self) -> bool:
         """Park messages of adopted parts (2). Returns whether any are adopted; raises `redis.RedisError` or
         `BusError`.
@@ -199,7 +194,9 @@ class Rescuer:
     def _read_waiting(self, delivery: Delivery) -> UnclaimedMessage | None:
         try:
             return self._read(delivery)
-        except Exception:  # who claims it finds that out, and ends it
+        except BaseException as error:  # who claims it finds that out, and ends it
+            if not is_failure(error):
+                raise
             log.exception("a message in %s cannot be parked", delivery.topic)
             return None
 

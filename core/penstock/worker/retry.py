@@ -104,7 +104,7 @@ def is_suspect(claim: Claim) -> bool:
     return claim.attempts > MAX_ATTEMPTS_BEFORE_SUSPECT
 
 
-def to_request_error(error: Exception) -> RequestError:
+def to_request_error(error: BaseException) -> RequestError:
     """Return the error with which a request ends whose work raised `error`.
 
     Raises `error` if it is an outage, and so not about the request.

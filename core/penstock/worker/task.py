@@ -217,7 +217,7 @@ class Role(Protocol):
     hands_off_for: str
     """Why all requests go on in another worker, as jobs, also those that have ended here; empty where they may stay."""
     max_inline_bytes: int
-    """The loop itself reads messages up to this size; longer ones, and those with a grammar, are read on a thread."""
+    """The loop itself decodes and reads messages up to this size, but compiles no grammar; a thread does the rest."""
     writes_pieces: bool
     """Whether the events of its logs are pieces of text. Else each is a token."""
 
@@ -238,10 +238,17 @@ class Role(Protocol):
         """
 
     def identify_request(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
+        """Return the request of a message, with an error if it is invalid; None where not even an id can be read.
 
-    def read_message(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
+        Any thread may call this, before the request is claimed: it does no more than decode the message.
+        """
+
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Read what a claimed request asks for: its prompt's tokens, its grammar. Any thread may call this.
+
+        Without `may_wait` return False for what takes time, and is to be read on a thread. Whatever is raised ends the
+        request, or has it tried again.
+        """
 
     # 3 and 6. Load.
 

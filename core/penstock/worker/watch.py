@@ -1,10 +1,11 @@
 """The watch of a worker's loop: a loop that stands still holds its requests no longer than a limit.
 
-A kernel, a driver, a tokenizer or a grammar that does not return stops the loop, while the worker's other threads go
-on. The loop notes each turn and the length of each engine step. When one turn lasts longer than the limit, then
+A kernel, a driver, a tokenizer or a grammar that does not return stops the loop, or the thread that reads long messages
+(`penstock.worker.message_reader`), while the worker's other threads go on. The loop notes each turn and the length of
+each engine step, and the thread each reading. When a turn or a reading lasts longer than the limit, then
 
     1  the session is not renewed any more (`penstock.record.session`): a lease later other workers have its requests
-    2  the process logs where the loop stands, and ends itself. Whatever restarts workers starts it again
+    2  the process logs where it stands, and ends itself. Whatever restarts workers starts it again
 
 The thread that renews the session looks (`penstock.worker.heartbeat`), about once a second. Where Redis hangs it looks
 when its calls have timed out, some seconds later.
@@ -19,6 +20,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +34,36 @@ LOG_TIMEOUT_S = 5.0
 """The process ends after this time also where its log cannot be written."""
 
 
+class _Standing:
+    """How long a thread has been at one turn, or one reading."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        """The number of the turn."""
+        self.thread_id: int | None = None
+        """The thread that is at it; None while none is."""
+        self._seen, self._stood_s = 0, 0.0
+
+    def measure_s(self, passed_s: float) -> float:
+        """Return for how long the thread has stood where it is. `passed_s` have passed since this was called last."""
+        num = self.num
+        self._stood_s = self._stood_s + passed_s if num == self._seen and self.thread_id is not None else 0.0
+        self._seen = num
+        return self._stood_s
+
+
 class LoopWatch:
-    """The watch of the one loop of a process."""
+    """The watch of the one loop of a process, and of its readings."""
 
     def __init__(self, limit_s: float = DEFAULT_STALL_LIMIT_S) -> None:
         self._limit_s = limit_s
         self._longest_step_s = 0.0
-        self._num_turns = 0
-        self._thread_id: int | None = None
-        """The thread that runs the loop; None while there is no loop, as its worker left or is being made."""
+        self._turn, self._reading = _Standing(), _Standing()
+        """There is no turn while there is no loop, as its worker left or is being made."""
+        self._stalled: _Standing | None = None
         self._lock = threading.Lock()
         """Guards the looks, which several threads take: the sessions on several servers have a thread each."""
-        self._seen_turns, self._stood_s, self._looked_s = 0, 0.0, time.monotonic()
+        self._looked_s = time.monotonic()
 
     @property
     def look_interval_s(self) -> float:
@@ -56,8 +77,18 @@ class LoopWatch:
 
     def note_turn(self) -> None:
         """Note that the loop begins a turn."""
-        self._num_turns += 1
-        self._thread_id = threading.get_ident()
+        self._turn.num += 1
+        self._turn.thread_id = threading.get_ident()
+
+    @contextmanager
+    def watch_reading(self) -> Iterator[None]:
+        """Watch what the thread that reads messages does in this context."""
+        self._reading.num += 1
+        self._reading.thread_id = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._reading.thread_id = None
 
     def note_step(self, begun_s: float) -> None:
         """Note that a step of the engine ended now which began at `begun_s`, by the monotonic clock."""
@@ -66,26 +97,25 @@ class LoopWatch:
 
     def note_left(self) -> None:
         """Note that the loop's worker has left: until the next turn no time counts."""
-        self._num_turns += 1
-        self._thread_id = None
+        self._turn.num += 1
+        self._turn.thread_id = None
 
     def is_stalled(self) -> bool:
-        """Return whether the loop's turn has lasted for longer than the limit. Any thread may call this, often.
+        """Return whether a turn or a reading has lasted for longer than the limit. Any thread may call this, often.
 
         What counts is the time between calls that found the same turn, each at most a quarter of the limit: a process
         that was stopped as a whole, and goes on, has not stood still.
         """
         with self._lock:
-            now_s, turns = time.monotonic(), self._num_turns
-            if turns != self._seen_turns or self._thread_id is None:
-                self._seen_turns, self._stood_s = turns, 0.0
-            else:
-                self._stood_s += min(now_s - self._looked_s, self._limit_s / 4)
+            now_s = time.monotonic()
+            passed_s = min(now_s - self._looked_s, self._limit_s / 4)
             self._looked_s = now_s
-            return self._stood_s > self.limit_s
+            stalled = [one for one in (self._turn, self._reading) if one.measure_s(passed_s) > self.limit_s]
+            self._stalled = stalled[0] if stalled else None
+            return bool(stalled)
 
     def end_stalled_process(self) -> None:
-        """End this process if its loop stands still (2)."""
+        """End this process if its loop or a reading stands still (2)."""
         if self.is_stalled():
             self._end_process()
 
@@ -96,17 +126,19 @@ class LoopWatch:
         timer.start()
         try:
             place, stack = self._describe_place()
+            what = "reading a message" if self._stalled is self._reading else "the loop"
             log.critical(
-                "the loop has stood still for more than %.0f s at %s: this process ends itself with code %d, and other"
+                "%s has stood still for more than %.0f s at %s: this process ends itself with code %d, and other"
                 " workers go on with its requests\n%s",
-                self.limit_s, place, STALLED_EXIT_CODE, stack,
+                what, self.limit_s, place, STALLED_EXIT_CODE, stack,
             )  # fmt: skip
         finally:
             os._exit(STALLED_EXIT_CODE)
 
     def _describe_place(self) -> tuple[str, str]:
-        """Return where the loop's thread is, and how it got there."""
-        frame = sys._current_frames().get(self._thread_id or 0)  # noqa: SLF001  # the documented way
+        """Return where the thread that stands still is, and how it got there."""
+        thread_id = None if self._stalled is None else self._stalled.thread_id
+        frame = sys._current_frames().get(thread_id or 0)  # noqa: SLF001  # the documented way
         if frame is None:
             return "an unknown place", ""
         code = frame.f_code

@@ -12,8 +12,8 @@ is decoded where it was read goes from 4 to 7, and has no 5 and 6. An endpoint w
 claim of a request in place of a job's:
 
     1, 6  claim     poll messages while there is capacity; those of a stage are claimed in one round trip: epoch+1 in
-                    Redis, a job is bound if nothing is, and the log of what was begun is read. What cannot be answered
-                    ends here, and goes on at 5 or 9
+                    Redis, a job is bound if nothing is, and the log of what was begun is read. Then each message is
+                    read. What cannot be answered ends here, and goes on at 5 or 9
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
                     several that it has guessed. Blocks that became full go to the KV store, some at once
@@ -37,7 +37,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -56,6 +56,7 @@ from penstock.errors import (
     InvalidRequest,
     RequestError,
     SequenceFailed,
+    is_failure,
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
@@ -84,11 +85,11 @@ from penstock.worker.confine import (
     confine_error,
     give_up_claim,
 )
-from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
+from penstock.worker.delivery_queue import IDLE_POLL_S, POSTPONE_S, DeliveryQueue, deserialize_delivery
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader, may_have_grammar
-from penstock.worker.rescue import Rescuer
+from penstock.worker.rescue import PATIENCE_LEASES, Rescuer
 from penstock.worker.retry import (
     MAX_ATTEMPTS_BEFORE_SUSPECT,
     RetryPolicy,
@@ -176,7 +177,7 @@ class Worker:
             DeliveryQueue(member),
             WorkerLoad(),
         )
-        self.reader = MessageReader(self._read_message, self.engine.wake_waiter)
+        self.reader = MessageReader(self._identify_message, self._read_request, self.watch, self.engine.wake_waiter)
         stages = {topic: one.stage for topic, one in self._roles.items()}
         stages |= dict.fromkeys(pipeline.input_topics(role.kind).values(), role.stage)
         self._stages = list(dict.fromkeys(stages.values()))
@@ -191,6 +192,8 @@ class Worker:
         """The requests that ran when the capacities were counted last, and those that were being read."""
         self._num_capacity_turns = 0
         """For how many more turns these capacities hold if no request comes or goes."""
+        self._opened: list[tuple[Task, bool]] = []
+        """Claimed requests that are begun in this turn, and whether they are to be read before."""
         self._handing_off: set[Task] = set()
         """Requests whose hand-off is being settled."""
         self._in_flight: deque[_SentToken] = deque()
@@ -245,20 +248,29 @@ class Worker:
                         self._end_told(task, outcome)
 
     def _collect_events(self) -> list[Task]:
-        """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
-        claimed.
+        """Handle what other threads have loaded, stored, settled and read. Returns requests that are to be claimed.
+
+        Requests that wait here for longer than messages wait before they are parked go to other workers as well.
         """
         self._collect_engine_events()
         self._finish_settled(self.settler.collect())
-        read = []
+        identified = []
         for reading in self.reader.collect_read():
-            if (claim := reading.claim) is None:
+            if reading.opened is not None:
+                with self._confine(reading.opened):
+                    reading.task.result()
+                    self._resume_read_request(reading.opened)
+            elif (claim := reading.claim) is None:
                 with self._confine_message(reading.delivery):
-                    read += self._accept_read_task(reading.delivery, reading.task.result())
-                continue
-            with confine_error(claim.id, partial(self._give_up_claim, claim)):
-                self._resume_request(reading.delivery, reading.task.result(), claim)
-        return read
+                    identified += self._accept_task(reading.delivery, reading.task.result())
+            else:
+                with confine_error(claim.id, partial(self._give_up_claim, claim)):
+                    self._resume_request(reading.delivery, reading.task.result(), claim)
+        for task in self.reader.take_late(PATIENCE_LEASES * self.record.lease_s):
+            self.session.remove_claim(task.claim)
+            self.record.release_claim(task.claim, delivered=False)
+            self.queue.defer(task.delivery, POSTPONE_S)
+        return identified
 
     # 1 and 6. Claim.
 
@@ -267,10 +279,10 @@ class Worker:
         were polled.
         """
         self._handle_claim_news()
-        read = self._collect_events()
+        identified = self._collect_events()
         self._take_over(accept=accept)
-        deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
-        if claimed := [*read, *self._read_messages(deliveries)]:
+        deliveries = self._poll_messages(is_idle=not identified and self._is_idle()) if accept else []
+        if claimed := [*identified, *self._identify_messages(deliveries)]:
             self._claim_messages(claimed)
             self._collect_engine_events()  # where nothing was to be loaded the next step has their prompts
         return len(deliveries)
@@ -308,12 +320,32 @@ class Worker:
         """Return what treats a message: that of its topic."""
         return self._roles.get(delivery.topic, self.role)
 
-    def _read_message(self, delivery: Delivery) -> Task | None:
+    def _identify_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a message; None where not even an id can be read. Any thread may call this."""
         role = self._find_role(delivery)
-        if (task := role.read_message(delivery)) is not None:
+        if (task := role.identify_request(delivery)) is not None:
             task.role, task.leaving_for = role, role.hands_off_for
         return task
+
+    def _read_request(self, task: Task, *, may_wait: bool = True) -> bool:
+        """Read what a claimed request asks for. Where that fails it has an outcome. Any thread may call this.
+
+        Return False for what takes time, unless this `may_wait`.
+        """
+        return self._try_for_request(task, partial(task.role.read_request, task, may_wait=may_wait))
+
+    def _try_for_request(self, task: Task, work: Callable[[], bool]) -> bool:
+        """Do something for a request, and return what it returns; True where it fails, and the task has its outcome."""
+        try:
+            return work()
+        except RequestError as error:
+            task.outcome = Outcome.of_error(error)
+        except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
+            if not is_failure(error):
+                raise
+            log.exception("request %s", task.id)
+            task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
+        return True
 
     def free_capacity(self, klass: PriorityClass) -> int:
         """Return how many more requests of a class to take.
@@ -329,32 +361,26 @@ class Worker:
         """Return whether there is nothing to do but wait for messages."""
         return not self.running and not len(self.reader)
 
-    def _read_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
-        """Read short messages at once, and have those that take time read on a thread beside the engine's steps."""
+    def _identify_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
+        """Return the requests of short messages, and have long ones decoded on a thread beside the engine's steps."""
         tasks = []
         for delivery in deliveries:
             with self._confine_message(delivery):
-                if self._takes_time(delivery):
+                if self._is_long(delivery):
                     self.reader.submit(delivery, None)
                 else:
-                    tasks += self._accept_read_task(delivery, self._read_message(delivery))
+                    tasks += self._accept_task(delivery, self._identify_message(delivery))
         return tasks
 
-    def _takes_time(self, delivery: Delivery) -> bool:
-        """Return whether a message is read on a thread: it is long, or has a grammar to compile."""
-        return len(delivery.value) > self._find_role(delivery).max_inline_bytes or may_have_grammar(delivery.value)
+    def _is_long(self, delivery: Delivery) -> bool:
+        """Return whether a message is decoded and read on a thread."""
+        return len(delivery.value) > self._find_role(delivery).max_inline_bytes
 
-    def _accept_read_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
-        """Return the task that was read of a message. Without one, send the message to the dead letters and return
-        nothing.
-        """
+    def _accept_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
+        """Return the request of a message. Without one, send the message to the dead letters and return nothing."""
         if task is None:
             self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
-            return []
-        if task.read_s:
-            with confine_error(task.id):
-                self.metrics.record_preprocess(task.read_s - task.started_s)
-        return [task]
+        return [] if task is None else [task]
 
     def _confine(self, task: Task) -> confine_error:
         """Return the block in which an exception ends a claimed request."""
@@ -397,6 +423,7 @@ class Worker:
                     task.claim = claimed
                     with self._confine(task):
                         self._open_task(task, claimed)
+        self._read_opened()
 
     def _ask_for_claims(
         self, asked: Sequence[tuple[Task, UnclaimedMessage]]
@@ -436,31 +463,29 @@ class Worker:
         for stage in self._stages if accept else ():
             num_free = self.session.count_free(stage)
             capacity = max(self.free_capacity(klass) for klass in CLASSES) if num_free else 0
-            if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
-                continue  # what was parked of the reader's messages would only be read here once more, behind them
+            if capacity <= 0 or self.reader.is_late(PATIENCE_LEASES * self.record.lease_s):
+                continue  # what others are to read of the reader's messages would come back here, behind them
             taken = self.record.take_over_free(stage, self.session.id, capacity)
             self.session.note_taken(stage, capacity if len(taken) == capacity else num_free)
             for claimed in taken:
                 self._begin_taken(claimed)
+        self._read_opened()
 
     def _begin_taken(self, claimed: TakenOver) -> None:
         """Read the message of a request that was taken over, and go on with it."""
         self.metrics.count_take_over()
         with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
             delivery = deserialize_delivery(claimed.message)
-            if self._takes_time(delivery):
+            if self._is_long(delivery):
                 self.session.add_claim(claimed.claim)
                 self.reader.submit(delivery, claimed.claim)
             else:
-                self._resume_request(delivery, self._read_message(delivery), claimed.claim)
+                self._resume_request(delivery, self._identify_message(delivery), claimed.claim)
 
     def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""
         if task is None:
             raise InvalidRequest(f"no request id can be read in a message of {delivery.topic}")
-        if task.read_s:
-            with confine_error(task.id):
-                self.metrics.record_preprocess(task.read_s - task.started_s)
         stage_failpoint(task.role.kind, "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
         task.claim = claim
         with self._confine(task):
@@ -472,19 +497,57 @@ class Worker:
         give_up_claim(self.record, claim, error, self._count_pieces(claim))
 
     def _open_task(self, task: Task, claim: Claim) -> None:
-        """Begin the work on a claimed request. A request that cannot be answered ends here."""
-        newer = self.running.get(task.id)
-        if newer is not None and newer.claim.epoch > claim.epoch:
-            # It was taken over, and while its message was read, its job came to this same worker.
-            self.session.remove_claim(claim)
-            self.queue.defer(task.delivery)
+        """Begin the work on a claimed request, which is read once all that were claimed with it are open: those that
+        are to run apart are released by then, and lose no attempt where one of the others ends the worker.
+        """
+        if not self._replace_older_task(task):
             return
         if claim.damage:
             raise InternalError(claim.damage)
-        task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
+        task.log_events = [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
-        self._replace_older_task(task)
+        is_over = claim.is_ended or reason_to_end(claim, task.deadline, self.session.server_now_s()) is not None
+        if (
+            not is_over
+            and (task.outcome is None or not task.outcome.is_final)
+            and self.retry_policy.defer_suspect(task.delivery, claim, has_to_wait=self._has_to_run_apart(claim))
+        ):
+            self.session.remove_claim(claim)
+            return
+        # What is over may be what ends workers, and is not read again, unless its log proves that it was read.
+        self._opened.append((task, task.outcome is None and (claim.num_tokens > 0 or not is_over)))
+
+    def _read_opened(self) -> None:
+        """Read requests under their claims, and begin them. What takes time is read on the thread."""
+        while self._opened:
+            task, is_to_be_read = self._opened.pop(0)
+            with self._confine(task):
+                if is_to_be_read:
+                    takes_time = self._is_long(task.delivery) or may_have_grammar(task.delivery.value)
+                    if takes_time or not self._read_request(task, may_wait=False):
+                        self.session.add_claim(task.claim)
+                        self.reader.submit_opened(task)
+                        continue
+                if self._replace_older_task(task):
+                    self._begin_request(task)
+
+    def _resume_read_request(self, task: Task) -> None:
+        """Go on with a claimed request that was read on the thread."""
+        if task.delivery.is_held and not self.member.is_holding(task.delivery):
+            task.delivery = replace(task.delivery, is_held=False)
+        if self._replace_older_task(task):
+            self._begin_request(task)
+
+    def _begin_request(self, task: Task) -> None:
+        """Hand a claimed request that was read to the engine, or end it."""
+        claim = task.claim
+        if task.read_s:
+            with confine_error(task.id):
+                self.metrics.record_preprocess(task.read_s - task.started_s)
+                bytes_read = len(task.delivery.value)
+                tracing.record_span("preprocess", task.parent_context, task.started_s, task.read_s, bytes=bytes_read)
         if claim.is_ended:
+            self.session.remove_claim(claim)
             task.leaving_for = "ended" if claim.is_unbound else ""
             self._complete_task(task, now_s())
             return
@@ -495,23 +558,14 @@ class Worker:
             # Attempts at which the message could not be read have lost no worker.
             is_last = isinstance(cause, AttemptsExhausted)
             task.outcome = replace(found, is_final=True) if is_last else Outcome.of_error(cause)
-        if (task.outcome is None or not task.outcome.is_final) and self.retry_policy.defer_suspect(
-            task.delivery, claim, has_to_wait=self._has_to_run_apart(claim)
-        ):
-            self.session.remove_claim(claim)
-            return
         task.start_span(task.role.kind, self.role.model_name, task.read_s or task.started_s)
         stage_failpoint(task.role.kind, "decode.6.read")
         self.running[task.id] = task
         self.session.add_claim(claim)
-        try:
-            if task.outcome is None and task.role.begin_request(task, self.load):
+        if task.outcome is None:
+            self._try_for_request(task, partial(task.role.begin_request, task, self.load))
+            if task.outcome is None:
                 return
-        except RequestError as error:
-            task.outcome = Outcome.of_error(error)
-        except Exception as error:  # a bug is this request's, not its neighbours'
-            log.exception("request %s", task.id)
-            task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
         assert task.outcome is not None, "what is not begun has ended"
         self._end_with(task, task.outcome)
 
@@ -522,8 +576,9 @@ class Worker:
         kills it, the other would lose an attempt.
         """
         num_tries = 2 if is_suspect(claim) else MAX_ATTEMPTS_BEFORE_SUSPECT + 1
-        here = [*self.running.values(), *self._handing_off]
-        return claim.attempts > 1 and any(task.claim.attempts_in_vain >= num_tries for task in here)
+        opened = [task for task, _ in self._opened]
+        here = {task.claim for task in (*self.running.values(), *self._handing_off, *opened)} | self.reader.claims
+        return claim.attempts > 1 and any(one.attempts_in_vain >= num_tries for one in here - {claim})
 
     def _record_queue_wait(self, task: Task) -> None:
         """Record how long a message waited.
@@ -535,22 +590,26 @@ class Worker:
             self.metrics.record_queue_wait(delivery.klass, delivery.timestamp_s, begun_s)
         name = "queue.wait" if delivery.is_held else "taken_over"
         tracing.record_span(name, task.parent_context, delivery.timestamp_s, begun_s, topic=delivery.topic)
-        if task.read_s:
-            tracing.record_span("preprocess", task.parent_context, begun_s, task.read_s, bytes=len(delivery.value))
 
-    def _replace_older_task(self, task: Task) -> None:
-        """Drop the older task of a request that was held until the session ended and is claimed anew now.
+    def _replace_older_task(self, task: Task) -> bool:
+        """Drop the older task of a request that was held until the session ended and is claimed anew now. Return False
+        where this task is the older one, and is dropped: its request was claimed anew while its message was read.
 
         The older delivery is deferred if the new one is another. If the new task has none, it keeps the older one's.
         """
         older = self.running.get(task.id)
         if older is None:
-            return
+            return True
+        if older.claim.epoch > task.claim.epoch:
+            self.session.remove_claim(task.claim)
+            self.queue.defer(task.delivery)
+            return False
         self._remove_task(older)
         if not task.delivery.is_held and _are_same_request(older, task):
             task.delivery = older.delivery
         elif older.delivery.address != task.delivery.address:
             self.queue.defer(older.delivery)
+        return True
 
     # 3 and 6. Load.
 
@@ -971,11 +1030,9 @@ class Worker:
         for task in tasks:
             self._remove_task(task)
         read = self.reader.close()
-        for claim in read:
+        for claim, _ in read:
             self.session.remove_claim(claim)
-        self.record.release_all(
-            [*((one.claim, one.delivery.is_held) for one in tasks), *((one, False) for one in read)]
-        )
+        self.record.release_all([*((one.claim, one.delivery.is_held) for one in tasks), *read])
 
     def _leave_group(self) -> None:
         self.rescuer.close()

@@ -35,7 +35,6 @@ from penstock.worker.confine import build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_result_of_log
-from penstock.worker.retry import to_request_error
 from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
@@ -54,19 +53,11 @@ class DecodeRole(ModelRole):
 
     # 6. Claim.
 
-    def read_message(self, delivery: Delivery) -> Task | None:
-        """Return the request of a job with its grammar, else like `identify_request`."""
-        task = self.identify_request(delivery)
-        if task is None or task.outcome is not None or (spec := _job_of(task).sampling.grammar) is None:
-            return task
-        try:
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Compile the grammar of a job, if it has one. Return True."""
+        if (spec := _job_of(task).sampling.grammar) is not None:
             task.grammar = self.grammars.compile_grammar(spec)
-        except RequestError as error:
-            task.outcome = Outcome.of_error(error)
-        except Exception as bug:  # this request's, not its neighbours'
-            log.exception("request %s", task.id)
-            task.outcome = Outcome.of_error(to_request_error(bug), is_final=False)
-        return task
+        return True
 
     def identify_request(self, delivery: Delivery) -> Task | None:
         """Return the request of a job; None where not even its id can be read.

@@ -9,16 +9,18 @@ this machine.
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from penstock.config.settings import DEFAULT_CACHE_DIR
-from penstock.engine.chat_template import render_chat
+from penstock.engine.chat_template import ChatTokenizer
 from penstock.engine.files import find_model, ignore_progress
-from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage
 
@@ -53,16 +55,19 @@ class ModelTokenizers:
         special: bool = False,
         generation_prompt: bool = True,
         with_strs: bool = False,
+        response_template: Mapping[str, Any] | None = None,
     ) -> "Tokens":
         """Return the tokens of a chat as the model's template writes it. Raises `ApiError`.
 
-        `turns` are `ChatMessage`s as JSON data. `variables` are given to the template beside them.
+        `turns` are `ChatMessage`s as JSON data. `variables` are given to the template beside them. `response_template`
+        is the workers' one.
         """
         given = dict(variables or {})
         num_chars = sum(len(turn["content"]) for turn in turns) + len(json.dumps(given))
         if num_chars > MAX_TEXT_CHARS:
             raise _too_large(f"{num_chars:,} characters", f"{MAX_TEXT_CHARS:,}")
-        how = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
+        how: dict[str, Any] = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
+        how["response_template"] = response_template
         return Tokens(await self._ask({"model": model, "turns": list(turns), "variables": given, **how}))
 
     async def decode_tokens(self, model: str, token_ids: Sequence[int]) -> str:
@@ -126,6 +131,8 @@ async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> d
     except (TimeoutError, ValueError):
         line = b""
     if not line.endswith(b"\n"):
+        if process.stdout.at_eof() and await process.wait() == -signal.SIGXCPU:
+            raise InvalidRequest("the chat template takes more than its processor time for these messages")
         message = "the process that tokenizes gave no answer: try again, or with a shorter text"
         raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
     # A long text's tokens are megabytes of JSON.
@@ -155,6 +162,11 @@ def _load_tokenizer(name: str) -> Any:
         raise ModelLoadError(f"there is no usable tokenizer in {directory}: {error}") from error
 
 
+@lru_cache(maxsize=_MAX_LOADED)
+def _open_chats(tokenizer: Any, model: str, response_template: str) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer, model, json.loads(response_template), is_in_child=True)
+
+
 def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Answer one question. Raises `InvalidRequest`."""
     if (token_ids := question.get("token_ids")) is not None:
@@ -163,15 +175,12 @@ def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         return {"text": tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)}
     text = question.get("text")
     if text is None:
+        chats = _open_chats(tokenizer, question["model"], json.dumps(question["response_template"]))
         turns = [ChatMessage.model_validate(turn) for turn in question["turns"]]
-        text = render_chat(
-            tokenizer,
-            question["model"],
-            turns,
-            question["variables"],
-            generation_prompt=question["generation_prompt"],
-        )
-    ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
+        chat = chats.render_chat(turns, question["variables"], generation_prompt=question["generation_prompt"])
+        ids = chats.tokenize_chat(chat, special=question["special"])
+    else:
+        ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
     return {"token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids) if question["with_strs"] else None}
 
 
@@ -207,6 +216,11 @@ def main() -> None:
             )
         except InvalidRequest as error:
             _write_line({"error": {"status": 400, "message": str(error), "code": error.code}})
+        except BaseException as error:  # a bug, or a library's panic, is this text's
+            if not is_failure(error):
+                raise
+            message = f"tokenizing fails: {type(error).__name__}: {str(error)[:200]}"
+            _write_line({"error": {"status": 500, "message": message, "code": InternalError.code}})
 
 
 def _write_line(content: dict[str, Any]) -> None:

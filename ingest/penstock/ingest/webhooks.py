@@ -40,7 +40,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from penstock.config.settings import WebhookSettings
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, is_failure
 from penstock.ingest.tenants import KeySource
 from penstock.names import WEBHOOK_MARK_KEYS, WEBHOOKS_KEY, webhook_events_key
 from penstock.redis.client import log_outage, translate_outages
@@ -174,7 +174,9 @@ class Webhooks:
                 await self._start_deliveries()
             except (PenstockError, RedisError) as error:
                 log_outage(log, f"webhooks: {error}")
-            except Exception:  # a gateway that looks no more would deliver nothing until it is started again
+            except BaseException as error:  # else this gateway would deliver nothing until it is started again
+                if not is_failure(error):
+                    raise
                 log.exception("webhooks: looked for again")
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -207,7 +209,9 @@ class Webhooks:
                 await self._try_events(tenant, events)
         except (PenstockError, RedisError) as error:
             log_outage(log, f"webhooks of {tenant}: {error}")
-        except Exception:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             log.exception("webhooks of %s: tried again", tenant)
         finally:
             del self._delivering[tenant]

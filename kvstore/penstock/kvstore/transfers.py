@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from penstock.errors import is_failure
 from penstock.kvstore.block import Block, BlockKey, PromptBlocks, ReadRequest
 from penstock.kvstore.store import KVStore, MissingTiers
 from penstock.messages import now_s
@@ -426,5 +427,7 @@ class _TransferThread:
             *_, task = self._tasks.get()
             try:
                 task()
-            except Exception:
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 log.exception("a transfer failed")

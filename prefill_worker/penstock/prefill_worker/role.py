@@ -2,7 +2,8 @@
 
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
-    2  a message is read: decoded, validated, tokenized; a request that cannot be answered ends, and goes on at 5
+    2  a message is decoded, and read once it is claimed: its template, tokens and grammar; a request that cannot be
+       answered ends, and goes on at 5
     3  its prompt is computed
     4  token 0 is sampled
     5  the job reference is published for decode, at a later token too where the worker decodes. A prefill worker does
@@ -26,7 +27,8 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
 from penstock.engine.sequence import Sequence
-from penstock.errors import InternalError, InvalidRequest, RequestError
+from penstock.engine.template_process import TakesTime
+from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
@@ -101,48 +103,49 @@ class PrefillRole(ModelRole):
         try:
             request = decode_message(Request, delivery.value)
             body = compute_body_hash(request, delivery.value, delivery.headers)
-            return Task(request.id, delivery, request, get_operation(request), body, delivery.name, started_s=started_s)
+            task = Task(request.id, delivery, request, get_operation(request), body, delivery.name, started_s=started_s)
+            return self._set_context(task)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
-        except Exception as bug:  # this request's, not its neighbours'
+        except BaseException as bug:  # this request's, not its neighbours'
+            if not is_failure(bug):
+                raise
             log.exception("a message of %s", delivery.topic)
             outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
             return None
         body = hashlib.sha256(delivery.value).hexdigest()
-        return Task(
-            request_id, delivery, None, get_operation(None), body, delivery.name, outcome=outcome, started_s=started_s
-        )
+        unread, name = get_operation(None), delivery.name
+        task = Task(request_id, delivery, None, unread, body, name, outcome=outcome, started_s=started_s)
+        return self._set_context(task)
 
-    def read_message(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message with its token ids, or an error; None where not even an id can be read."""
-        task = self.identify_request(delivery)
-        if task is None:
-            return None
-        if isinstance(task.message, Request):
-            self._tokenize(task, task.message)
-        task.read_s = now_s()
-        whose = tracing.with_request(self.pipeline, task.id, Context())
+    def _set_context(self, task: Task) -> Task:
+        delivery, whose = task.delivery, tracing.with_request(self.pipeline, task.id, Context())
         task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
         return task
 
-    def _tokenize(self, task: Task, request: Request) -> None:
+    def read_request(self, task: Task, *, may_wait: bool) -> bool:
+        """Tokenize the prompt, and check and compile the grammar. Return False for a chat whose rendering takes time,
+        unless this `may_wait`.
+        """
+        request = task.message
+        assert isinstance(request, Request), "what cannot be decoded has ended"
+        if request.klass not in (None, task.klass):
+            raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
         try:
-            if request.klass not in (None, task.klass):
-                raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
-            task.token_ids = self.prompt_reader.tokenize_prompt(request)
-            if (grammar := request.sampling.grammar) is not None:
-                start = self.prompt_reader.find_answer_start(task.token_ids) if grammar.kind == "tools" else ""
-                checked = self.grammars.check_grammar(begin_in_answer(grammar, start))
-                task.grammar = self.grammars.compile_grammar(checked)
-                sampling = request.sampling.model_copy(update={"grammar": checked})
-                task.message = request.model_copy(update={"sampling": sampling})
-        except RequestError as error:
-            task.outcome = Outcome.of_error(error)
-        except Exception as bug:  # this request's, not its neighbours'
-            log.exception("request %s", task.id)
-            task.outcome = Outcome.of_error(to_request_error(bug), is_final=False)
+            is_raw = task.claim.is_read_raw
+            task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
+        except TakesTime:
+            return False
+        if (grammar := request.sampling.grammar) is not None:
+            start = self.prompt_reader.find_answer_start(task.token_ids) if grammar.kind == "tools" else ""
+            checked = self.grammars.check_grammar(begin_in_answer(grammar, start))
+            task.grammar = self.grammars.compile_grammar(checked)
+            sampling = request.sampling.model_copy(update={"grammar": checked})
+            task.message = request.model_copy(update={"sampling": sampling})
+        task.read_s = now_s()
+        return True
 
     # 3. Compute.
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.chat_template import render_chat
+from penstock.engine.chat_template import ChatTokenizer
 from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
+from penstock.engine.marked_text import strip_marks
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
 
@@ -19,21 +20,28 @@ class PromptTokenizer:
         """`served_name` is the name by which callers ask for the model, if it is another than its own."""
         self._model, self._name = model, served_name or model.name
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
+        self._chats = ChatTokenizer(model.tokenizer, self._name, model.response_template)
 
-    def tokenize_prompt(self, request: Request) -> list[int]:
-        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
+    def tokenize_prompt(self, request: Request, *, may_wait: bool = True, is_raw: bool = False) -> list[int]:
+        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`.
+
+        Without `may_wait` a chat whose rendering takes time raises `TakesTime`. Control tokens in texts of a chat are
+        read as such if it `is_raw`, as older versions did.
+        """
         if request.model not in (None, self._name, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
         if request.token_ids is not None:
             token_ids = self._check_token_ids(request)
         elif request.prompt is not None:
-            token_ids = self._encode_text(request.prompt, request.sampling.min_new_tokens)
+            self._refuse_long_text(request.prompt, request.sampling.min_new_tokens)
+            token_ids = self._chats.tokenize_text(request.prompt, special=True)
         else:
             # The template writes its special tokens itself.
-            text = render_chat(
-                self._model.tokenizer, self._name, request.messages or (), request.chat_template_kwargs or {}
+            chat = self._chats.render_chat(
+                request.messages or (), request.chat_template_kwargs or {}, may_wait=may_wait
             )
-            token_ids = self._encode_text(text, request.sampling.min_new_tokens, special=False)
+            self._refuse_long_text(chat, request.sampling.min_new_tokens)
+            token_ids = self._chats.tokenize_text(strip_marks(chat)) if is_raw else self._chats.tokenize_chat(chat)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         context, max_tokens = self._model.context_length, request.sampling.min_new_tokens
@@ -64,10 +72,8 @@ class PromptTokenizer:
                 return str(spec.truncate_past_last_anchor(text))
         return ""
 
-    def _encode_text(self, text: str, max_tokens: int, *, special: bool = True) -> list[int]:
+    def _refuse_long_text(self, text: str, max_tokens: int) -> None:
         # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
         context, at_least = self._model.context_length, len(text) // self._longest_token
         if at_least >= context:
             raise PromptTooLong(context_exceeded(context, at_least, max_tokens, "at least "))
-        encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return encoded

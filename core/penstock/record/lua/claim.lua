@@ -10,8 +10,9 @@
 --          message, what `held` keys look like (a set for each session: ids of requests), 1 if the id had a result already, and was not
 --          forgotten again, when the message was sent
 --
--- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}; ended: 1 where the
---                           message settles the result, 2 where a job has to
+-- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made, reading}; ended: 1
+--                           where the message settles the result, 2 where a job has to; reading: 0 where the log was
+--                           begun by a worker that took control tokens out of texts of users
 --          {'busy', ms, epoch}  a session holds it, by the claim of that epoch, or it is to be left alone: ask again after
 --                           that time. Also where the session that asks is over: the worker opens another one soon
 --          {'down'}         without a session: it can be taken, or nobody has to
@@ -31,14 +32,19 @@
 -- A record's session is alive, and the request in the set of what that holds, or it is empty: claim, take, release, handed,
 -- finish and reap change both together. An epoch is the server's clock in ms, or one more than the last: a server that
 -- forgot its last writes, or all of them, does not give one out a second time.
+--
+-- `reading` is the epoch of the last claim of a worker whose prompts have no control tokens out of texts of users, if all
+-- tokens of the log are of such workers. After a claim of an older worker it is another epoch. A record that was lost
+-- tells nothing of older ones.
 
 local id, stage, session, name, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local lease, longest, prefill, puts_down = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'session', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled',
-  'not_before', 'most')
+  'not_before', 'most', 'reading')
 local epoch, holder, was, bound = tonumber(r[1] or 0), r[2] or '', r[3] or 'new', r[4] or ''
 local tokens, hash, attempts, cancelled = tonumber(r[6] or 0), r[7] or ARGV[9], tonumber(r[8] or 0), r[9] and 1 or 0
 local most = was == stage and tonumber(r[11] or 0) or 0
+local last = epoch
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -69,7 +75,7 @@ if puts_down and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1
 -- 4. Ended. Who has a job, or the message that is bound, settles the result from the log.
 if was == 'end' then
   if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
-  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most}
+  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most, 1}
 end
 
 -- 5. Somebody works on it, or it waits to be tried again. A job in hand proves that prefill is done with it, so decode
@@ -85,6 +91,8 @@ end
 if not prefill and was == 'prefill' then attempts = 0 end
 if not puts_down then attempts = attempts + 1 end
 epoch = math.max(epoch + 1, now)
+local reading = (tokens == 0 or tonumber(r[12] or 0) == last) and 1 or 0
+if reading == 1 then redis.call('HSET', KEYS[1], 'reading', epoch) end
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0, 'stage', stage, 'attempts', attempts,
   'most', most, 'tokens', tokens, 'hash', hash, 'message', ARGV[10])
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
@@ -99,4 +107,4 @@ end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 if puts_down then return {'down'} end
-return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most}
+return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}

@@ -18,22 +18,28 @@ what all batches of a process ask of that. So a pipeline that is slow, or has no
 
 import asyncio
 import json
+import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from redis.exceptions import RedisError
+
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer
 from penstock.errors import (
     BusUnavailable,
     DeadlineExceeded,
+    InternalError,
+    PenstockError,
     RequestError,
     RequestLost,
     StreamDiverged,
     StreamExpired,
     StreamTimeout,
+    is_failure,
 )
 from penstock.ingest.batch.lines import CHUNK_BYTES, BatchRow, parse_row, split_lines
 from penstock.ingest.endpoints import find_prompt_field
@@ -43,6 +49,8 @@ from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, 
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import Usage
 from penstock.redis.client import backoff_pauses
+
+log = logging.getLogger(__name__)
 
 MIN_ANSWER_TIMEOUT_S, MAX_ANSWER_TIMEOUT_S = 60.0, 3600.0
 """How long to wait for the next token of an answer before it is submitted again: the first time, and at most."""
@@ -213,6 +221,11 @@ class BatchRun:
             return self._make_skipped_row(row, "batch_expired")
         except (ApiError, RequestError) as error:
             return self._make_error_row(row, error)
+        except BaseException as bug:  # this row's, not the whole batch's, which would be tried again for ever
+            if not is_failure(bug) or isinstance(bug, (PenstockError, RedisError, OSError)):
+                raise
+            log.exception("line %d of %s", row.number, self._batch.name)
+            return self._make_error_row(row, InternalError("internal error"))
         response = {"status_code": 200, "request_id": request_id, "body": answer}
         return self._make_row(row, response, None, sum_usage(one.usage for one in answers))
 

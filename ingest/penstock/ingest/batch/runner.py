@@ -21,6 +21,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from penstock.config.settings import BatchSettings
+from penstock.errors import is_failure
 from penstock.ingest.batch.answer import FindPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
@@ -131,7 +132,9 @@ class BatchRunner:
                     await self._files.delete_expired()
             except (ApiError, RedisError) as error:
                 log_outage(log, f"batches: {error}")
-            except Exception:  # a gateway that looks no more would work off nothing until it is started again
+            except BaseException as error:  # else this gateway would work off nothing until it is started again
+                if not is_failure(error):
+                    raise
                 log.exception("batches: looked for again")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.look_s):
@@ -204,7 +207,9 @@ class BatchRunner:
         """Work; after an error wait a while, as the batch is taken again then."""
         try:
             await work.run()
-        except Exception:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             log.exception("%s: its work is tried again", spec.id)
             await asyncio.sleep(self._settings.look_s)
 

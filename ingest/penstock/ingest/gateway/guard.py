@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.settings import GuardSettings, is_loopback
+from penstock.errors import InternalError, is_failure
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.metrics import REFUSAL_KEY
@@ -50,7 +51,12 @@ class GuardMiddleware:
             scope[REFUSAL_KEY] = refusal.code
             await request.send_refusal()
             return
-        await self._app(scope, request.receive, request.send)
+        try:
+            await self._app(scope, request.receive, request.send)
+        except BaseException as error:
+            if isinstance(error, Exception) or not is_failure(error):
+                raise
+            raise InternalError(f"{type(error).__name__}: {error}") from error  # what answers it knows `Exception`s
 
 
 def _check_path(path: str) -> ApiError | None:

@@ -36,7 +36,7 @@ from redis.exceptions import RedisError
 
 from penstock.client.core import Event
 from penstock.config.settings import RecordSettings, ResponsesSettings
-from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
+from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired, is_failure
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S
 from penstock.ingest.errors import not_found_error
@@ -167,7 +167,9 @@ class ResponseKeeper:
                     await self.delete_expired()
             except (PenstockError, RedisError) as error:
                 log_outage(log, f"responses: {error}")
-            except Exception:  # a gateway that looks no more would move nothing until it is started again
+            except BaseException as error:  # a gateway that looks no more would move nothing until it is started again
+                if not is_failure(error):
+                    raise
                 log.exception("responses: looked for again")
             if not self._is_closing:
                 await asyncio.sleep(self._round_s)

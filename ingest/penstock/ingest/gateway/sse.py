@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from penstock.client.core import Event
-from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
+from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired, is_failure
 from penstock.ingest.endpoints import ENDPOINTS, find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.state import Gateway
@@ -71,7 +71,9 @@ class StreamFeed:
             if isinstance(error, RequestError):
                 await self._on_ended(self._cursor.usage if self._cursor.has_ended else None)
             yield self._encode_error(to_api_error(error, find_prompt_field(self._meta.path)), is_last=is_last)
-        except Exception:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             log.exception("stream %s", self._meta.id)
             self.is_over = True
             yield self._encode_error(ApiError(500, "internal error", code="internal_error"), is_last=True)
@@ -141,7 +143,9 @@ async def _merge_streams(
                 async for events in stream:
                     await queue.put((index, events))
             await queue.put((index, None))
-        except Exception as error:  # raised by whoever reads
+        except BaseException as error:  # raised by whoever reads
+            if not is_failure(error):
+                raise
             await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]

@@ -111,6 +111,7 @@ async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
             special=bool(body.add_special_tokens),
             generation_prompt=body.add_generation_prompt,
             with_strs=with_strs,
+            response_template=served.response_template,
         )
     else:
         special = body.add_special_tokens is not False
@@ -168,7 +169,9 @@ async def _count_tokens(gateway: Gateway, endpoint: ApiEndpoint[B], body: B) -> 
     served = await gateway.models.find_model(body.model)
     (args,) = endpoint.make_requests(body, "count")
     turns = [dict(turn) for turn in args["messages"] or ()]
-    tokens = await gateway.tokenizers.encode_chat(served.source, turns, args.get("chat_template_kwargs"))
+    tokens = await gateway.tokenizers.encode_chat(
+        served.source, turns, args.get("chat_template_kwargs"), response_template=served.response_template
+    )
     return len(tokens.token_ids)
 
 

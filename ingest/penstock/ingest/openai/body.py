@@ -31,7 +31,7 @@ from penstock.grammar.spec import from_guided_fields, from_response_format, from
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.ingest.errors import ApiError
 from penstock.ingest.ignored import strip_ignored_fields
-from penstock.messages import GrammarSpec, TokenId
+from penstock.messages import MIN_REPETITION_PENALTY, GrammarSpec, TokenId
 
 MAX_CHOICES = 128
 """The most choices of one request: its prompts times its `n`."""
@@ -165,7 +165,7 @@ class Body(StrictModel):
     """Sample from tokens whose probability is at least this fraction of the likeliest one's."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)] | None = None
     """Divides the scores of tokens that have occurred; 1: off."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """The answer does not end by itself before this many tokens, and a stop string within them is not looked for."""
