@@ -11,6 +11,10 @@ USUAL_ANSWER_S = 0.25
 row, and up to twenty where brokers are slow to answer each other too.
 """
 MAX_SLOWNESS = 16
+MAX_UNMEASURED = 4
+"""By how many times limits may be longer than the answers to questions demand, because transactions failed by them:
+brokers with slow disks answer questions at once. One of several brokers that stands still makes transactions fail too.
+"""
 NUM_STEADY = 3
 """Brokers are slow when so many answers in a row were late: a single one may be the fault of a busy machine."""
 QUICK_S = 60.0
@@ -87,10 +91,12 @@ class ServerPace:
 
     def note_too_short(self, slowness: int, begun_s: float) -> bool:
         """Note that a transaction that began at `begun_s` failed by its limits, which were chosen by `slowness`. Return
-        whether there are longer ones by now. Where brokers have answered nothing since then limits stay.
+        whether there are longer ones by now. Where brokers have answered nothing since then limits stay, and they grow
+        no further than `MAX_UNMEASURED` allows.
         """
         with self._lock:
-            if slowness == self.slowness < self._most and self._heard_s > begun_s:
+            measured = self._rate(self._answers[-1][1]) if self._answers else self._most
+            if slowness == self.slowness < min(self._most, MAX_UNMEASURED * measured) and self._heard_s > begun_s:
                 self.slowness, self._changed_s = 2 * slowness, time.monotonic()
             return self.slowness > slowness
 

@@ -1,5 +1,6 @@
 """Which faults are injected, and when: all of it follows from the seed."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ REPLICA_FAULTS = ("leader", "failover")
 NUM_ENDPOINTS = 2
 """How many servers the endpoint workers ask."""
 REPLY_FAULTS: Sequence[Literal["status", "cut", "hang", "error"]] = ("status", "cut", "hang", "error")
+BROKER_REST_S = 10.0
+"""How long all brokers go on before one of them stands still."""
 BACKLOG_FAULTS = ("freeze", "resize")
 """Faults that hurt most with a backlog: a burst of requests precedes the first of them."""
 
@@ -124,6 +127,12 @@ def generate_clock_jumps(seed: int, workers: list[str]) -> Iterator[Fault]:
         at_s += chance.uniform(0.3, 1.5)
         by_s = chance.choice([-1.0, 1.0]) * chance.choice([2.0, 60.0, 900.0, 86_400.0, 604_800.0])
         yield Fault(at_s, "clock", chance.choice(workers), chance.choice([0.2, 1.0, 5.0]), by_s)
+
+
+def generate_broker_pauses(for_s: float) -> Iterator[Fault]:
+    """Yield stops of a broker without end, each `for_s` long, with `BROKER_REST_S` before it."""
+    for number in itertools.count():
+        yield Fault(BROKER_REST_S + number * (for_s + BROKER_REST_S), "pause", "kafka", for_s)
 
 
 def generate_system_faults(

@@ -49,8 +49,8 @@ class ReplicatedServers(Servers):
         self.replicated.wait_until_replicated()
 
     def pause_server(self, whose: str, for_s: float) -> None:
-        """Stop the master of Redis with SIGSTOP for `for_s`, then continue it."""
-        pid = self.replicated.master.pid
+        """Stop the master of Redis, or the broker that leads most partitions, with SIGSTOP for `for_s`."""
+        pid = (self._leading_broker() if whose == "kafka" else self.replicated.master).pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         time.sleep(for_s)

@@ -38,6 +38,7 @@ from sim.chaos.faults import (
     Bus,
     Fault,
     KillPlan,
+    generate_broker_pauses,
     generate_clock_jumps,
     generate_faults,
     generate_reply_faults,
@@ -104,6 +105,8 @@ class ChaosRound:
     """How much later the replies of a server (`redis`, `kafka`) come, until the end of the round."""
     with_clock_jumps: bool = False
     """Whether the wall clocks of workers jump all the time."""
+    broker_pauses_s: float = 0.0
+    """For how long the broker that leads most partitions stands still, again and again; 0 for never."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         history = exits.enter_context(History(path))
         history.add_entry("round", seed=plan.seed, bus=plan.bus, load=plan.load)
         # A group loses a member whose heartbeats are answered later than they are sent: after 0.3 s here, else after 5.
-        timeouts = {} if plan.delays_s else SHORT_TIMEOUTS
+        timeouts = {} if plan.delays_s or plan.broker_pauses_s else SHORT_TIMEOUTS
         servers = exits.enter_context(
             ReplicatedServers(directory, timeouts) if plan.is_replicated else Servers(directory, plan.bus, timeouts)
         )
@@ -138,7 +141,8 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         if servers.kafka_proxy is not None:
             servers.kafka_proxy.delay_replies(plan.delays_s.get("kafka", 0.0))
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
-        patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
+        has_bursts = plan.with_system_faults or (plan.is_replicated and plan.kills > 0)
+        patience_s = plan.patience_s + BURST_PATIENCE_S * has_bursts
         clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
         with clients:
             _inject_faults(plan, stack, servers, clients, history, endpoints, progress)
@@ -197,7 +201,9 @@ def _inject_faults(
         plans.append(generate_clock_jumps(plan.seed, [worker.name for worker in stack.workers]))
     if plan.kills and not plan.is_replicated:
         plans.append(generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers]))
-    if plan.is_replicated or plan.with_system_faults:
+    if plan.broker_pauses_s:
+        plans.append(generate_broker_pauses(plan.broker_pauses_s))
+    if plan.with_system_faults or (plan.is_replicated and plan.kills):
         plans.append(generate_system_faults(plan.seed, plan.bus, kinds, is_replicated=plan.is_replicated))
     if endpoints:
         plans.append(generate_reply_faults(plan.seed, plan.answer_tokens))

@@ -361,6 +361,8 @@ def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeli
 
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
     bus = make_bus("kafka", pipeline, kafka, SHORT_TIMEOUT_SETTINGS)
+    assert isinstance(bus, KafkaBus)
+    bus.pace.note_refused(2)  # it is tried once: limits stay as they are
     bus.create_topics()
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     with bus.join_group("decode", "a") as member:
