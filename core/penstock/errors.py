@@ -247,6 +247,11 @@ class ModelLoadError(PenstockError):
     """The model cannot be loaded."""
 
 
+def build_damage_error(what: str) -> ModelLoadError:
+    """Return the error for a model's files that are damaged or do not belong together, with what would work."""
+    return ModelLoadError(f"{what}: use the model's files as they were published")
+
+
 class EngineCheckFailed(ModelLoadError):
     """The engine's tokens differ from `generate()`'s."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.engine.helpers import sequence
 from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
 
 WEIGHTS = "model.safetensors"
+WORKS = ": use |: take it out|docs/models.md|PENSTOCK_|can(not)? be served|: there is no |: no device "
+"""What would work, in the words of a refusal; or that a kind of model cannot be served, or what is not there."""
 
 
 @pytest.fixture
@@ -45,6 +48,7 @@ def _refused(directory: Path, message: str, **given: object) -> None:
         _load(directory, **given)
     assert str(caught.value).startswith(f"cannot load model '{directory}': ")
     assert "\n" not in str(caught.value)
+    assert re.search(WORKS, str(caught.value))
 
 
 def _configure(directory: Path, **changes: object) -> None:
@@ -369,6 +373,7 @@ def test_a_hostile_file_takes_little_and_is_refused_in_words(name: str, tiny_dir
     assert found["mib"] < MAX_MIB
     if found["outcome"] == REFUSED:
         assert found["words"].startswith("cannot load model ")
+        assert re.search(WORKS, found["words"])
     assert found["outcome"] in (LOADED, REFUSED)
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from penstock.engine.gguf_model import check_gguf, describe_gguf
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, build_damage_error
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 MODEL_ADVICE = (
@@ -137,13 +137,13 @@ def _check_config(directory: Path) -> None:
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise ModelLoadError(f"{directory} has no config.json")
+        raise build_damage_error(f"{directory} has no config.json")
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+        raise build_damage_error(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelLoadError(f"{path} has no model_type")
+        raise build_damage_error(f"{path} has no model_type")
     _check_values(path, config)
     names = config.get("architectures")
     if isinstance(names, list) and names and all(map(_OTHER_TASKS.search, map(str, names))):
@@ -192,20 +192,20 @@ def find_weight_files(directory: Path) -> list[Path]:
         if not single.is_file():
             if gguf := list(directory.glob("*.gguf")):
                 return gguf  # one, as `describe_gguf` wrote the directory
-            raise ModelLoadError(f"{directory} has no .safetensors weights: no {single.name}, no {index.name}")
+            raise build_damage_error(f"{directory} has no .safetensors weights: no {single.name}, no {index.name}")
         return [single]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = [directory / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is not a weight index: {to_one_line(error)}") from error
+        raise build_damage_error(f"{index} is not a weight index: {to_one_line(error)}") from error
     if not files:
-        raise ModelLoadError(f"{index} names no file")
+        raise build_damage_error(f"{index} names no file")
     for name, file in zip(names, files, strict=True):
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ModelLoadError(f"{index} names {name}, which is not in the model's directory")
+            raise build_damage_error(f"{index} names {name}, which is not in the model's directory")
         if not file.is_file():
-            raise ModelLoadError(f"{index} names {file.name}, which is not there")
+            raise build_damage_error(f"{index} names {file.name}, which is not there")
     return files
 
 

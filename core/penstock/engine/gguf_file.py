@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, build_damage_error
 
 FLOAT_KINDS = ("F32", "F16", "BF16")
 BLOCKS = {
@@ -67,11 +67,11 @@ class GgufHeader:
         """
         value = self.metadata.get(key, default)
         if value is None:
-            raise ModelLoadError(f"the GGUF file has no {key}")
+            raise build_damage_error(f"the GGUF file has no {key}")
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
-            raise ModelLoadError(f"the GGUF file has {key} {str(value)[:60]!r}, which is no {kind.__name__}")
+            raise build_damage_error(f"the GGUF file has {key} {str(value)[:60]!r}, which is no {kind.__name__}")
         return value
 
 
@@ -81,7 +81,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
-                raise ModelLoadError(f"{path.name} is damaged or cut off: it has {size} bytes")
+                raise build_damage_error(f"{path.name} is damaged or cut off: it has {size} bytes")
             with mmap.mmap(file.fileno(), min(size, _MAX_HEADER_BYTES), access=mmap.ACCESS_READ) as content:
                 return _HeaderReader(content, path.name, size).read_header()
     except OSError as error:
@@ -187,4 +187,4 @@ class _HeaderReader:
         return number
 
     def _damage(self, what: str) -> ModelLoadError:
-        return ModelLoadError(f"{self._name} is damaged or cut off: {what}")
+        return build_damage_error(f"{self._name} is damaged or cut off: {what}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.gguf_file import GgufHeader, GgufTensor, read_gguf_header
-from penstock.errors import ModelLoadError, is_failure
+from penstock.errors import ModelLoadError, build_damage_error, is_failure
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DESCRIPTION_VERSION = 1
@@ -88,7 +88,7 @@ def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:
     kv_heads = _read_size(header, "attention.head_count_kv", heads)
     head_dim = _read_size(header, "attention.key_length", _read_size(header, "embedding_length") // heads)
     if head_dim % 2:
-        raise ModelLoadError(f"{path.name} has heads of {head_dim}, which rotary positions cannot halve")
+        raise build_damage_error(f"{path.name} has heads of {head_dim}, which rotary positions cannot halve")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (size := _read_size(header, key, head_dim)) != head_dim:
             raise _refuse(path, f"{architecture}.{key} {size} beside heads of {head_dim}", "equal ones")
@@ -144,10 +144,12 @@ def _check_tensors(path: Path, header: GgufHeader, architecture: str) -> None:
         if rename_tensor(name, architecture) is None and name != _ROPE_FACTORS:
             raise _refuse(path, f"the tensor {name[:60]!r}", f"the tensors of {architecture} alone")
     if len(header.tensors.get("token_embd.weight", GgufTensor("", [], 0, 0)).shape) != 2:
-        raise ModelLoadError(f"{path.name} has no matrix token_embd.weight")
+        raise build_damage_error(f"{path.name} has no matrix token_embd.weight")
     num_layers = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
     if num_layers != _read_size(header, "block_count"):
-        raise ModelLoadError(f"{path.name} has tensors of {num_layers} layers, and another {architecture}.block_count")
+        raise build_damage_error(
+            f"{path.name} has tensors of {num_layers} layers, and another {architecture}.block_count"
+        )
 
 
 def rename_tensor(name: str, architecture: str) -> str | None:
@@ -163,7 +165,7 @@ def _read_size(header: GgufHeader, key: str, default: int | None = None) -> int:
     key = f"{header.metadata['general.architecture']}.{key}"
     size: int = header.read_value(key, int, default)
     if not 0 < size < 2**31:
-        raise ModelLoadError(f"the GGUF file has {key} {size}")
+        raise build_damage_error(f"the GGUF file has {key} {size}")
     return size
 
 
@@ -173,7 +175,7 @@ def _read_float(header: GgufHeader, key: str, default: float | None = None) -> f
 
     number = header.read_value(f"{header.metadata['general.architecture']}.{key}", float, default)
     if not 0 < np.float32(number) < 3e38:
-        raise ModelLoadError(f"the GGUF file has {key} {number}")
+        raise build_damage_error(f"the GGUF file has {key} {number}")
     return float(str(np.float32(number)))
 
 
@@ -184,12 +186,14 @@ def _find_rope(path: Path, header: GgufHeader, head_dim: int) -> dict[str, Any]:
     if tensor is None:
         return {"rope_type": "default", "rope_theta": base}
     if tensor.kind != "F32" or tensor.shape != [head_dim // 2]:
-        raise ModelLoadError(f"{_ROPE_FACTORS} is {tensor.shape} of {tensor.kind} in {path.name}, not {head_dim // 2}")
+        raise build_damage_error(
+            f"{_ROPE_FACTORS} is {tensor.shape} of {tensor.kind} in {path.name}, not {head_dim // 2}"
+        )
     with path.open("rb") as file:
         file.seek(tensor.offset)
         factors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
     if not all(map(math.isfinite, factors)):
-        raise ModelLoadError(f"{_ROPE_FACTORS} in {path.name} has a factor that is no number")
+        raise build_damage_error(f"{_ROPE_FACTORS} in {path.name} has a factor that is no number")
     right = _list_llama3_factors(base, head_dim, max(1.0, *factors))
     if not all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(factors, right, strict=True)):
         raise _refuse(path, f"{_ROPE_FACTORS} that are not those of Llama 3.1", "those, or none")

@@ -60,7 +60,7 @@ from penstock.engine.storage import BlockLayout
 from penstock.engine.template_process import shared_process
 from penstock.engine.weights import MappedWeights
 from penstock.engine.windows import list_unproved_windows, list_unread_windows
-from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
+from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, build_damage_error, is_failure
 
 log = logging.getLogger("penstock.engine")
 
@@ -517,7 +517,7 @@ def load_tokenizer(directory: Path) -> Any:
     # Where there are no files, transformers makes some tokenizers up: with special tokens only.
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):
-        raise ModelLoadError(f"no usable tokenizer in {directory}: its vocabulary is empty")
+        raise build_damage_error(f"no usable tokenizer in {directory}: its vocabulary is empty")
     check_template(tokenizer, str(directory))
     return tokenizer
 
@@ -560,11 +560,11 @@ def _find_configured_length(config: Any, tokenizer: Any) -> int:
         value = getattr(text, attribute, None)
         if isinstance(value, int) and value > 0:
             if value > MAX_CONTEXT:
-                raise ModelLoadError(f"{attribute} {value:,} in config.json is the context of no model")
+                raise build_damage_error(f"{attribute} {value:,} in config.json is the context of no model")
             return value
     if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
         return int(tokenizer.model_max_length)
-    raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
+    raise build_damage_error("neither its config nor its tokenizer says how long its context is")
 
 
 def _report_context(name: str, config: Any, context_length: int) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 from penstock.engine.files import Progress, to_one_line
 from penstock.engine.weights import MappedWeights
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, build_damage_error
 
 MAX_TIMES_STORED = 2
 """How many parameters a model may have for each value that is stored, beside `MAX_UNSTORED`."""
@@ -44,7 +44,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, max_parameters: int | None =
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {to_one_line(error)}"
-        raise ModelLoadError(f"config.json describes no model that can be built ({reason})") from error
+        raise build_damage_error(f"config.json describes no model that can be built ({reason})") from error
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _limit_parameters(limit: int | None) -> Iterator[None]:
 
     def count_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if limit is not None and parameter is not None and next(numbers) > limit:
-            raise ModelLoadError(
+            raise build_damage_error(
                 f"config.json describes a model with more than {limit:,} tensors, and the weights have far fewer: its "
                 "numbers of layers or experts are not those of the weights"
             )
@@ -75,7 +75,9 @@ def find_auto_class(config: Any) -> Any:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
-    raise ModelLoadError(f"transformers has no causal language model of type {config.model_type!r}")
+    raise ModelLoadError(
+        f"transformers has no causal language model of type {config.model_type!r}; docs/models.md has those"
+    )
 
 
 def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
@@ -90,17 +92,14 @@ def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
             if tensor.numel() != math.prod(stored.get_shape()):
                 raise _shape_error(name, stored.get_shape(), tensor.shape)
             if tensor.is_floating_point() and not stored.get_dtype().startswith(("F", "BF")):
-                raise ModelLoadError(f"{name} is of type {stored.get_dtype()} in the weights, not a float")
+                raise build_damage_error(f"{name} is of type {stored.get_dtype()} in the weights, not a float")
     described = sum(parameter.numel() for parameter in {*skeleton.parameters()})
     stored_values = sum(math.prod(part.get_shape()) for part in weights.tensors.values())
     tables = sum(buffer.nbytes for buffer in {*skeleton.buffers()})
     if described > MAX_TIMES_STORED * stored_values + MAX_UNSTORED:
-        raise ModelLoadError(
-            f"config.json describes {described:,} values, and the weights have {stored_values:,}: use the config.json "
-            "that was published with the weights"
-        )
+        raise build_damage_error(f"config.json describes {described:,} values, and the weights have {stored_values:,}")
     if tables > weights.num_bytes + MAX_TABLE_BYTES:
-        raise ModelLoadError(
+        raise build_damage_error(
             f"the tables that config.json asks for take {tables / 2**20:,.0f} MiB beside the weights, as those of "
             "positions do: max_position_embeddings or the like is too large"
         )
@@ -145,10 +144,10 @@ def _check_loaded_keys(module: nn.Module, info: Any) -> None:
         raise _shape_error(name, stored, configured)
     if info["missing_keys"]:
         missing = sorted(map(str, info["missing_keys"]))
-        raise ModelLoadError(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
+        raise build_damage_error(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
     left = _find_surplus_layers(info["unexpected_keys"], module.state_dict())
     if left:
-        raise ModelLoadError(f"the weights have more layers than config.json says: {left[0]} is left over")
+        raise build_damage_error(f"the weights have more layers than config.json says: {left[0]} is left over")
 
 
 def _find_surplus_layers(unexpected: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -158,4 +157,4 @@ def _find_surplus_layers(unexpected: Iterable[str], known: Iterable[str]) -> lis
 
 
 def _shape_error(name: str, stored: Iterable[int], configured: Iterable[int]) -> ModelLoadError:
-    return ModelLoadError(f"{name} is {list(stored)} in the weights, and {list(configured)} by config.json")
+    return build_damage_error(f"{name} is {list(stored)} in the weights, and {list(configured)} by config.json")

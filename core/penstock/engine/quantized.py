@@ -24,7 +24,7 @@ from penstock.engine.gguf_file import FLOAT_KINDS
 from penstock.engine.gguf_model import rename_tensor
 from penstock.engine.gguf_weights import GgufMatrix
 from penstock.engine.weights import MappedWeights, PackedTensor
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, build_damage_error
 
 UNPACKING_VERSION = 1
 """Counts the changes of what is computed from stored tensors; part of the fingerprint of quantised models."""
@@ -107,7 +107,7 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
             raise _make_refusal("inputs that are scaled", name, "no pre_quant_scale")
         is_packed = part.get_dtype() == "U8" and name.endswith(".weight")
         if is_packed or part.get_dtype() == "I8" or part.get_dtype().startswith("F8_"):
-            raise ModelLoadError(f"{name} is of type {part.get_dtype()}, and quantization_config does not say how")
+            raise build_damage_error(f"{name} is of type {part.get_dtype()}, and quantization_config does not say how")
     if stored.num_left_out:
         log.info("%d scales of activations and of a KV cache are left out", stored.num_left_out)
     log.info(
@@ -148,19 +148,19 @@ class _Stored:
         if part is None:
             if not is_needed:
                 return None
-            raise ModelLoadError(f"{name} is missing in the weights")
+            raise build_damage_error(f"{name} is missing in the weights")
         if part.get_dtype() not in kinds:
-            raise ModelLoadError(f"{name} is of type {part.get_dtype()} in the weights, not {' or '.join(kinds)}")
+            raise build_damage_error(f"{name} is of type {part.get_dtype()} in the weights, not {' or '.join(kinds)}")
         if shapes and part.get_shape() not in shapes:
             expected = " or ".join(map(str, shapes))
-            raise ModelLoadError(f"{name} is {part.get_shape()} in the weights, and {expected} by config.json")
+            raise build_damage_error(f"{name} is {part.get_shape()} in the weights, and {expected} by config.json")
         return part
 
     def take_matrix(self, name: str, kinds: Iterable[str]) -> tuple[Any, int, int]:
         """Return the slice of a matrix, and its rows and columns. Raises `ModelLoadError` if there is none."""
         part = self.take_tensor(name, kinds)
         if len(shape := part.get_shape()) != 2:
-            raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+            raise build_damage_error(f"{name} is {shape} in the weights, which is no matrix")
         return part, shape[0], shape[1]
 
     def has_type(self, name: str, kind: str) -> bool:
@@ -176,16 +176,16 @@ class _Stored:
         A part that the checkpoint does not have is None, here and there. `matrix` is what it is stored as in GGUF.
         """
         if min(shape) < 1:
-            raise ModelLoadError(f"{name} has no values: {shape}")
+            raise build_damage_error(f"{name} has no values: {shape}")
         if name in self.left or name in self.unpacked:
-            raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
+            raise build_damage_error(f"{name} is in the weights twice, plain and quantised")
         self.unpacked[name] = PackedTensor(name, parts, shape, self.dtype, fill_weight, matrix)
 
     def refuse_left(self, *endings: str) -> None:
         """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""
         for name in self.left:
             if name.endswith(endings):
-                raise ModelLoadError(f"{name} is in the weights without the tensors that belong to it")
+                raise build_damage_error(f"{name} is in the weights without the tensors that belong to it")
 
 
 # How weights are stored. Each function takes the tensors of some, and raises `ModelLoadError` for what is not known.
@@ -198,7 +198,7 @@ def _take_compressed(stored: _Stored, settings: Settings) -> None:
     _expect_option(settings.get("sparsity_config") or {}, "format", None, "dense")
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ModelLoadError("quantization_config has no config_groups")
+        raise build_damage_error("quantization_config has no config_groups")
     schemes = [_check_scheme(name, group, settings) for name, group in groups.items()]
     for module in stored.find_modules(".weight_packed"):
         if stored.has_type(f"{module}.weight_packed", "U8"):
@@ -216,7 +216,7 @@ def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
     """Return what a group of compressed-tensors says of its weights, with its targets and format."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
-        raise ModelLoadError(f"quantization_config has no weights in its group {name}")
+        raise build_damage_error(f"quantization_config has no weights in its group {name}")
     scheme = {**weights, "targets": group.get("targets") or [], "format": group.get("format") or settings.get("format")}
     _expect_option(scheme, "format", *_SCHEMES)
     for option, known in _SCHEMES[scheme["format"]].items():
@@ -238,7 +238,7 @@ def _find_scheme(module: str, schemes: list[Settings], kind: str) -> Settings:
     kinds = (kind,) if kind.endswith("pack-quantized") else _SCHEMES.keys() - {"pack-quantized", _NVFP4_FORMAT}
     fitting = [s for s in named or by_class if s["format"] in kinds]
     if len(fitting) != 1:
-        raise ModelLoadError(f"{module} is in {len(fitting)} groups of quantization_config, not in one")
+        raise build_damage_error(f"{module} is in {len(fitting)} groups of quantization_config, not in one")
     return fitting[0]
 
 
@@ -293,7 +293,7 @@ def _read_shape(stored: _Stored, name: str) -> tuple[int, int]:
     """Return a weight's numbers of rows and columns, which are stored as a tensor."""
     shape = stored.take_tensor(name, ("I64", "I32"), [2])[...].tolist()
     if min(shape) < 1:
-        raise ModelLoadError(f"{name} is damaged: {shape}")
+        raise build_damage_error(f"{name} is damaged: {shape}")
     return shape[0], shape[1]
 
 
@@ -375,7 +375,7 @@ def _take_fp8(stored: _Stored, settings: Settings) -> None:
         weight = stored.take_tensor(name, _FP8)
         shape = weight.get_shape()
         if len(shape) < 2:
-            raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+            raise build_damage_error(f"{name} is {shape} in the weights, which is no matrix")
         scale = f"{name}_scale" if f"{name}_scale" in stored.left else f"{name}_scale_inv"
         _take_floats(stored, name, weight, scale, (height or shape[-2], width or shape[-1]))
 
@@ -410,7 +410,7 @@ def _take_mxfp4(stored: _Stored, settings: Settings) -> None:
     for name in stored.find_modules("_blocks"):
         shape = stored.left[f"{name}_blocks"].get_shape()
         if len(shape) != 4 or shape[-1] != 16:
-            raise ModelLoadError(f"{name}_blocks is {shape} in the weights, not [experts, outputs, groups, 16]")
+            raise build_damage_error(f"{name}_blocks is {shape} in the weights, not [experts, outputs, groups, 16]")
         blocks = stored.take_tensor(f"{name}_blocks", ("U8",))
         scales = stored.take_tensor(f"{name}_scales", ("U8",), shape[:-1])
 
@@ -427,7 +427,7 @@ def _take_modelopt(stored: _Stored, settings: Settings) -> None:
         _take_nvfp4(stored, module, "weight", "weight_scale_2", is_divisor=False)
     for name in stored.find_of_type(_FP8):
         if name.endswith(".weight_scale"):
-            raise ModelLoadError(f"{name}_2 is missing in the weights")
+            raise build_damage_error(f"{name}_2 is missing in the weights")
     _take_fp8(stored, {})
 
 
@@ -438,7 +438,7 @@ def _take_nvfp4(stored: _Stored, module: str, packed: str, global_scale: str, *,
     """
     shape = stored.left[f"{module}.{packed}"].get_shape() if f"{module}.{packed}" in stored.left else []
     if len(shape) != 2 or shape[1] * 2 % _NVFP4_WIDTH:
-        raise ModelLoadError(f"{module}.{packed} is {shape or 'missing'} in the weights, not [outputs, inputs / 2]")
+        raise build_damage_error(f"{module}.{packed} is {shape or 'missing'} in the weights, not [outputs, inputs / 2]")
     rows, columns = shape[0], 2 * shape[1]
     pairs = stored.take_tensor(f"{module}.{packed}", ("U8",))
     scales = stored.take_tensor(f"{module}.weight_scale", ("F8_E4M3",), [rows, columns // _NVFP4_WIDTH])
@@ -484,7 +484,7 @@ def _take_blocks_of_4_bits(stored: _Stored, name: str) -> None:
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ModelLoadError(f"{name} is damaged: {error}") from error
     if rest or block % 2:
-        raise ModelLoadError(f"{weight_name} has {rows} x {columns} values, and no whole blocks of {block}")
+        raise build_damage_error(f"{weight_name} has {rows} x {columns} values, and no whole blocks of {block}")
     pairs = stored.take_tensor(weight_name, ("U8",), [rows * columns // 2, 1])
     most = stored.take_tensor(f"{weight_name}.absmax", ("U8",) if inner else ("F32",), [num_blocks])
     values = stored.take_tensor(f"{weight_name}.quant_map", ("F32",), [16])
@@ -520,7 +520,7 @@ def _take_gguf(stored: _Stored, settings: Settings) -> None:
             stored.left[plain] = part
             continue
         if len(shape) != 2:
-            raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+            raise build_damage_error(f"{name} is {shape} in the weights, which is no matrix")
         matrix = GgufMatrix(part, plain, heads)
         stored.add_weight(plain, shape, [part], matrix.fill_weight, matrix)
 
@@ -545,14 +545,14 @@ def _make_refusal(what: str, value: str, wanted: str) -> ModelLoadError:
 def _read_positive(settings: Settings, option: str) -> int:
     value = settings.get(option)
     if type(value) is not int or value < 1:
-        raise ModelLoadError(f"quantization_config has {option} {value!r}, not a positive number")
+        raise build_damage_error(f"quantization_config has {option} {value!r}, not a positive number")
     return value
 
 
 def _read_block_size(settings: Settings, option: str) -> tuple[int, int]:
     value = settings.get(option)
     if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
-        raise ModelLoadError(f"quantization_config has {option} {value!r}, not two positive numbers")
+        raise build_damage_error(f"quantization_config has {option} {value!r}, not two positive numbers")
     return value[0], value[1]
 
 

@@ -21,7 +21,7 @@ from penstock.engine.files import Progress, to_one_line
 from penstock.engine.gguf_weights import GgufMatrix, map_gguf_tensors
 from penstock.engine.kernels.memory import drop_pages, map_zeros
 from penstock.engine.kernels.packed import GGUF_FORMS, count_packed_bytes
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, build_damage_error
 
 _DROP_INTERVAL_BYTES = 8 * 2**20  # how much is read before its pages are let go
 
@@ -54,7 +54,7 @@ class MappedWeights:
                 opened: Any = safe_open(file, framework="pt", backend="mmap")
                 self._add_slices({name: opened.get_slice(name) for name in opened.offset_keys()}, file.name)
             except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-                raise ModelLoadError(f"{file.name} is damaged or cut off: {to_one_line(error)}") from error
+                raise build_damage_error(f"{file.name} is damaged or cut off: {to_one_line(error)}") from error
 
     def _add_slices(self, slices: dict[str, Any], file_name: str) -> None:
         """Add the tensors of a file, in the order in which they are in it."""
