@@ -98,9 +98,7 @@ def play_templates(played: Iterable[tuple[str, Any]], seed: int, wanted: int) ->
             totals[what] += getattr(checker.outcome, what)
         if not checker.outcome.checked:
             print(f"{name}: the template refuses all chats", flush=True)
-    print(
-        f"{totals['checked']} chats of {len(played)} pairs of template and vocabulary, {totals['faults']} with a fault"
-    )
+    print(f"{totals['checked']} chats of templates with vocabularies, {totals['faults']} with a fault")
     return {"chats": totals.pop("checked"), **totals}
 
 
