@@ -69,8 +69,9 @@ demo-kafka: .venv/installed
 test test-all test-clients: export PYTHONHASHSEED := 0
 FORKED := -m pytest -p tests.forking --workers 4
 
+# More processes than `test-all` has: its tests wait for servers more than they compute.
 test: .venv/installed-dev
-	$(BIN)/python $(FORKED) -m "proof and not clients"
+	$(BIN)/python $(FORKED) --workers 6 -m "proof and not clients"
 
 # What `make test` leaves out.
 test-all: .venv/installed-dev
