@@ -37,8 +37,14 @@ class Flaw:
     """Rates to set, where the drawn ones bring together what it takes in few runs alone."""
 
 
+FEWER = ("gateways=0", "endpoint=0", "bug=0", "wedge=0", "poison=0", "hostile_s=0", "full_s=0")
+"""Without these mishaps more of a run is about those that a flaw is seen by."""
+
 FLAWS = (
-    Flaw("a refused token counts as written", f"{WORKER}/worker.py", "if AppendOutcome.FENCED in found:", "if False:"),
+    Flaw(
+        "a refused token counts as written", f"{WORKER}/worker.py", "if AppendOutcome.FENCED in found:", "if False:",
+        rates=("forget_s=0.1", "kill_s=0", "crash=0", *FEWER),
+    ),
     Flaw(
         "a refused end counts as written", f"{WORKER}/worker.py",
         "if written is AppendOutcome.FENCED:", "if written is None:",
