@@ -141,6 +141,10 @@ FLAWS = (
         "a result goes out before its end is written", f"{WORKER}/worker.py",
         'if task.delivery.is_held else ""\n        ends',
         'if task.delivery.is_held else ""\n            self._complete_task(task, begun_s)\n        ends',
+        rates=(
+            "gone_s=0.5", "leave_s=0.5", "autos=0", "kill_s=0", "crash=0", "stall=0", "loss=0", "freeze_s=0",
+            "away_s=0", "cut_s=0", "pause_s=0", "forget_s=0", *FEWER, "poison=0.000001",
+        ),
     ),
     Flaw(
         "a token that was logged is sampled again", "prefill_worker/penstock/prefill_worker/role.py",
