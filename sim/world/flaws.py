@@ -48,6 +48,10 @@ FLAWS = (
     Flaw(
         "a refused end counts as written", f"{WORKER}/worker.py",
         "if written is AppendOutcome.FENCED:", "if written is None:",
+        rates=(
+            "forget_s=0.05", "delay_s=0.1", "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "freeze_s=0", "cut_s=0",
+            "pause_s=0", "loss=0", *FEWER,
+        ),
     ),
     Flaw(
         "the log is not read", f"{WORKER}/worker.py",
