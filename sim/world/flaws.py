@@ -136,6 +136,10 @@ FLAWS = (
     Flaw(
         "a hand-off is not noted", f"{WORKER}/worker.py",
         "self.record.note_all_handed_off(handed)", "pass",
+        rates=(  # attempts are limited where some requests may be poison; none is
+            "gone_s=0.5", "leave_s=0.5", "autos=0", "kill_s=0", "crash=0", "stall=0", "loss=0", "freeze_s=0",
+            "away_s=0", "cut_s=0", "pause_s=0", "forget_s=0", *FEWER, "poison=0.000001",
+        ),
     ),
     Flaw(
         "a hand-off that did not settle is noted", f"{WORKER}/worker.py",
@@ -145,10 +149,6 @@ FLAWS = (
         "a result goes out before its end is written", f"{WORKER}/worker.py",
         'if task.delivery.is_held else ""\n        ends',
         'if task.delivery.is_held else ""\n            self._complete_task(task, begun_s)\n        ends',
-        rates=(
-            "gone_s=0.5", "leave_s=0.5", "autos=0", "kill_s=0", "crash=0", "stall=0", "loss=0", "freeze_s=0",
-            "away_s=0", "cut_s=0", "pause_s=0", "forget_s=0", *FEWER, "poison=0.000001",
-        ),
     ),
     Flaw(
         "a token that was logged is sampled again", "prefill_worker/penstock/prefill_worker/role.py",
