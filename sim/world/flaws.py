@@ -86,7 +86,10 @@ FLAWS = (
     Flaw(
         "refused claims are not released", f"{WORKER}/worker.py",
         "self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])", "pass",
-        rates=("forget_s=0.3", "gateways=0", "endpoint=0", "bug=0"),
+        rates=(
+            "forget_s=0.1", "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "freeze_s=0", "cut_s=0", "pause_s=0",
+            "loss=0", *FEWER,
+        ),
     ),
     Flaw(
         "a deferred delivery is forgotten", f"{WORKER}/delivery_queue.py",
