@@ -112,8 +112,9 @@ FLAWS = (
         "return self.member.is_holding(delivery)", "return True",
     ),
     Flaw(
-        "the engine keeps requests of a worker that was given up", f"{WORKER}/worker.py",
-        "self.settler.abandon()\n        self.engine.abandon()", "self.settler.abandon()",
+        "a worker that was given up keeps its requests, and the engine too", f"{WORKER}/worker.py",
+        "            self._hand_back()\n        self.settler.abandon()\n        self.engine.abandon()",
+        "            pass\n        self.settler.abandon()", rates=("loss=0.3", "kill_s=0", *FEWER),
     ),
     Flaw(
         "an older task is not replaced", f"{WORKER}/worker.py",
