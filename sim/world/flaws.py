@@ -77,6 +77,7 @@ FLAWS = (
         "lost claims are kept", f"{WORKER}/worker.py",
         "if event is ClaimEvent.LOST:\n                    self._drop_lost_task(task)",
         "if event is ClaimEvent.LOST:\n                    continue",
+        rates=("freeze_s=1", "kill_s=0", "crash=0", *FEWER),
     ),
     Flaw(
         "the session's thread ends in silence", f"{RECORD}/session.py",
