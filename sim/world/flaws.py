@@ -166,7 +166,10 @@ FLAWS = (
     Flaw(
         "an end is bound to a message that was taken over without its delivery", f"{WORKER}/task.py",
         'self.claim.stage == "prefill" and self.delivery.is_held and not', 'self.claim.stage == "prefill" and not',
-        rates=("autos=1", "gateways=0", "endpoint=0", "crash=0.01", "kill_s=2", "freeze_s=3", "away_s=0"),
+        rates=(
+            "autos=0.5", "loss=0.3", "stall=0.08", "crash=0.03", "gone_s=1", "kill_s=0", "freeze_s=0", "away_s=0",
+            "slow=0", "delete_s=0", "forget_s=0", "deadlines=0", "cancel=0", *FEWER,
+        ),
     ),
     Flaw(
         "an end is bound to a message that goes on as a job", f"{WORKER}/task.py",
