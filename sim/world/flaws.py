@@ -193,7 +193,11 @@ FLAWS = (
     Flaw(
         "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",
         "if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):",
-        "if writer is not None:", "kafka", ("autos=0.5",),
+        "if writer is not None:", "kafka",
+        (
+            "autos=0.5", "rebalance_s=0.4", "stall=0.02", "crash=0.005", "kill_s=0", "loss=0", "away_s=0", "freeze_s=0",
+            "leave_s=0", "forget_s=0", *FEWER,
+        ),
     ),
     Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
