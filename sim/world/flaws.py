@@ -37,11 +37,21 @@ class Flaw:
     """Rates to set, where the drawn ones bring together what it takes in few runs alone."""
 
 
+FEWER = ("gateways=0", "endpoint=0", "bug=0", "wedge=0", "poison=0", "hostile_s=0", "full_s=0")
+"""Without these mishaps more of a run is about those that a flaw is seen by."""
+
 FLAWS = (
-    Flaw("a refused token counts as written", f"{WORKER}/worker.py", "if AppendOutcome.FENCED in found:", "if False:"),
+    Flaw(
+        "a refused token counts as written", f"{WORKER}/worker.py", "if AppendOutcome.FENCED in found:", "if False:",
+        rates=("forget_s=0.1", "kill_s=0", "crash=0", *FEWER),
+    ),
     Flaw(
         "a refused end counts as written", f"{WORKER}/worker.py",
         "if written is AppendOutcome.FENCED:", "if written is None:",
+        rates=(
+            "forget_s=0.05", "delay_s=0.1", "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "freeze_s=0", "cut_s=0",
+            "pause_s=0", "loss=0", *FEWER,
+        ),
     ),
     Flaw(
         "the log is not read", f"{WORKER}/worker.py",
@@ -67,6 +77,7 @@ FLAWS = (
         "lost claims are kept", f"{WORKER}/worker.py",
         "if event is ClaimEvent.LOST:\n                    self._drop_lost_task(task)",
         "if event is ClaimEvent.LOST:\n                    continue",
+        rates=("freeze_s=1", "kill_s=0", "crash=0", *FEWER),
     ),
     Flaw(
         "the session's thread ends in silence", f"{RECORD}/session.py",
@@ -76,7 +87,10 @@ FLAWS = (
     Flaw(
         "refused claims are not released", f"{WORKER}/worker.py",
         "self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])", "pass",
-        rates=("forget_s=0.3", "gateways=0", "endpoint=0", "bug=0"),
+        rates=(
+            "forget_s=0.1", "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "freeze_s=0", "cut_s=0", "pause_s=0",
+            "loss=0", *FEWER,
+        ),
     ),
     Flaw(
         "a deferred delivery is forgotten", f"{WORKER}/delivery_queue.py",
@@ -99,8 +113,9 @@ FLAWS = (
         "return self.member.is_holding(delivery)", "return True",
     ),
     Flaw(
-        "the engine keeps requests of a worker that was given up", f"{WORKER}/worker.py",
-        "self.settler.abandon()\n        self.engine.abandon()", "self.settler.abandon()",
+        "a worker that was given up keeps its requests, and the engine too", f"{WORKER}/worker.py",
+        "            self._hand_back()\n        self.settler.abandon()\n        self.engine.abandon()",
+        "            pass\n        self.settler.abandon()", rates=("loss=0.3", "kill_s=0", *FEWER),
     ),
     Flaw(
         "an older task is not replaced", f"{WORKER}/worker.py",
@@ -126,6 +141,10 @@ FLAWS = (
     Flaw(
         "a hand-off is not noted", f"{WORKER}/worker.py",
         "self.record.note_all_handed_off(handed)", "pass",
+        rates=(  # attempts are limited where some requests may be poison; none is
+            "gone_s=0.5", "leave_s=0.5", "autos=0", "kill_s=0", "crash=0", "stall=0", "loss=0", "freeze_s=0",
+            "away_s=0", "cut_s=0", "pause_s=0", "forget_s=0", *FEWER, "poison=0.000001",
+        ),
     ),
     Flaw(
         "a hand-off that did not settle is noted", f"{WORKER}/worker.py",
@@ -147,7 +166,10 @@ FLAWS = (
     Flaw(
         "an end is bound to a message that was taken over without its delivery", f"{WORKER}/task.py",
         'self.claim.stage == "prefill" and self.delivery.is_held and not', 'self.claim.stage == "prefill" and not',
-        rates=("autos=1", "gateways=0", "endpoint=0", "crash=0.01", "kill_s=2", "freeze_s=3", "away_s=0"),
+        rates=(
+            "autos=0.5", "loss=0.3", "stall=0.08", "crash=0.03", "gone_s=1", "kill_s=0", "freeze_s=0", "away_s=0",
+            "slow=0", "delete_s=0", "forget_s=0", "deadlines=0", "cancel=0", *FEWER,
+        ),
     ),
     Flaw(
         "an end is bound to a message that goes on as a job", f"{WORKER}/task.py",
@@ -171,7 +193,11 @@ FLAWS = (
     Flaw(
         "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",
         "if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):",
-        "if writer is not None:", "kafka", ("autos=0.5",),
+        "if writer is not None:", "kafka",
+        (
+            "autos=0.5", "rebalance_s=0.4", "stall=0.02", "crash=0.005", "kill_s=0", "loss=0", "away_s=0", "freeze_s=0",
+            "leave_s=0", "forget_s=0", *FEWER,
+        ),
     ),
     Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",

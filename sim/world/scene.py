@@ -195,6 +195,8 @@ class Rates:
     """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
     forget_s: float = 0.0
     """The mean time until Redis forgets a request, or its last tokens; 0 if it forgets nothing."""
+    gone_s: float = 0.0
+    """The mean time until all decode workers die, and are away for minutes; 0 if they never do."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -339,7 +341,8 @@ class Scene:
         self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
         self._repeat_mishap(self.rates.forget_s, self._forget_request)
-        self._repeat_mishap(self.rates.away_s, self._kill_workers)
+        self._repeat_mishap(self.rates.away_s, partial(self._kill_workers, {*STAGES, "auto", "endpoint"}))
+        self._repeat_mishap(self.rates.gone_s, partial(self._kill_workers, {"decode"}))
         self._repeat_mishap(self.rates.delete_s, self._delete_messages)
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
@@ -583,11 +586,11 @@ class Scene:
     def _stop(self, place: Place) -> None:
         place.stop()
 
-    def _kill_workers(self) -> None:
-        """Kill all workers, as a power cut does: it takes minutes until they have their model again."""
+    def _kill_workers(self, kinds: Set[WorkerKind]) -> None:
+        """Kill all workers of some kinds, as a power cut does: it takes minutes until they have their model again."""
         after_s = self.chance.uniform(60.0, 200.0)
         for place in self.places:
-            if place.stage is not None:
+            if place.stage in kinds:
                 self._kill(place, "all workers", after_s)
         self.world.start_thread(self.world.outside, "forget", partial(self._forget_later, after_s - 10.0))
 
