@@ -14,6 +14,7 @@ import os
 import random
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 from sim.chaos.clients import Load
 from sim.chaos.faults import Bus
+from sim.chaos.history import read_history
 from sim.chaos.runner import ChaosRound, run_round
 from sim.forked import preload_modules
 
@@ -120,6 +123,36 @@ def _undisturbed(name: str, known: str = "", must: str = ANSWERED, *, half_core:
     return Scene(
         name, f"{must}; no worker ends", lambda seed, directory: _play_round(plan, seed, directory), known, half_core
     )
+
+
+POISON_S = 60.0
+"""How long clients send requests, one of which in every second hundred is poison."""
+MAX_TIMES_SLOWER = 1.5
+"""How many times as long good requests may take in a hundred with a poisonous one, as the 99th percentile."""
+
+
+def _play_poison(bus: Bus, seed: int, directory: Path) -> Played:
+    """Play a round with poison, and compare the times of its hundreds with a poisonous request with the others'."""
+    played = _play_round(ChaosRound(seed, bus, POISON_S, 0, 0, 0, 2, num_in_flight=6, load="poison"), seed, directory)
+    begun_s, times_s = dict[str, float](), ([0.0], [0.0])
+    for entry in read_history(Path(played.story)):
+        # In the first hundred the workers start.
+        if entry["what"] == "submitted" and not entry["may"] and int(entry["id"][1:]) >= 100:
+            begun_s[entry["id"]] = entry["at"]
+        elif entry["what"] == "end" and entry["id"] in begun_s:
+            times_s[int(entry["id"][1:]) // 100 % 2].append(entry["at"] - begun_s[entry["id"]])
+    if min(map(len, times_s)) <= 100:
+        raise LeftOutError(f"a machine that answers 300 requests in {POISON_S:.0f} s")
+    without_s, with_s = (statistics.quantiles(one, n=100)[-1] for one in times_s)
+    if with_s > MAX_TIMES_SLOWER * without_s:
+        slower = f"beside poison 1% of the requests take longer than {with_s:.2f} s, and else than {without_s:.2f} s"
+        return replace(played, findings=[*played.findings, slower])
+    return played
+
+
+def _poison(bus: Bus) -> Scene:
+    must = f"each poisonous request ends with its error, the others' p99 is within {MAX_TIMES_SLOWER}; no worker ends"
+    return Scene(f"one poisonous request in a hundred, {bus}", must, partial(_play_poison, bus))
 
 
 # Stacks as users start them.
@@ -220,6 +253,7 @@ SCENES = (
     # A worker starts by 40 answers in a row.
     _undisturbed("Redis answers 2 s late", bus="embedded", delays_s={"redis": 2.0}, patience_s=240.0),
     _undisturbed("one of three brokers stands still for 20 s", is_replicated=True, broker_pauses_s=20.0, seconds=75.0),
+    *(_poison(bus) for bus in BUSES),
     _undisturbed("one of four workers four times slower", auto=4, num_in_flight=8, slowness={"auto-3": 4.0}),
     _undisturbed("clocks that jump", with_clock_jumps=True, auto=0, prefill=1, decode=2),
     _undisturbed("half a core", half_core=True, num_in_flight=3),

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import TracebackType
 from typing import Literal, Self
@@ -21,6 +21,7 @@ from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, Request
 from penstock.messages import EndEvent, GrammarSpec, Request, Sampling, TokenEvent, encode_request, now_s
 from penstock.names import Pipeline, piece_token
 from sim.chaos.history import History
+from sim.chaos.poison import POISON, poison_request
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
 from sim.workload import (
     ExpectedAnswer,
@@ -45,12 +46,14 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "forms", "states", "endpoint"]
+Load = Literal["text", "tools", "forms", "states", "endpoint", "poison"]
 """What is asked: texts of the demo model, calls of the tool model, texts of the demo model that are computed with
-other weights than their prompts, texts of a model whose layers keep states, or numbers of servers that count.
+other weights than their prompts, texts of a model whose layers keep states, numbers of servers that count, or texts of
+the demo model where a poisonous request stands in the middle of every second hundred.
 """
 _MODELS: dict[str, ModelLoader] = {
     "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
+    "poison": load_demo_model,
 }  # fmt: skip
 _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
 """JSON whose text is full of escapes: a worker that goes on inside of one must go on in the same state."""
@@ -108,16 +111,22 @@ class ClientTask:
     """After how many events each of the first reader's connections ends. The connection after those stays."""
     late_reader_s: float | None
     """After how many seconds a second reader starts; None: there is none."""
+    error: str = ""
+    """The code of the error with which it has to end; empty if it is answered."""
 
     @property
     def allowed_errors(self) -> list[str]:
         """Codes of errors with which the request may end."""
+        if self.error:
+            return [self.error]
         cancelled = [] if self.cancel_after is None else [Cancelled.code]
         return cancelled if self.request.deadline is None else [*cancelled, DeadlineExceeded.code]
 
 
 def make_client_task(seed: int, number: int, load: Load = "text", max_tokens: int = LONG_ANSWER_TOKENS) -> ClientTask:
     """Return the task with this number. Equal seeds give equal tasks."""
+    if load == "poison":
+        return _make_task_beside_poison(number, max_tokens)
     chance = random.Random(f"{seed}/errand/{number}")
     request, answer = chance.choice(prepare_known_requests(max_tokens, load))
     update: dict[str, object] = {
@@ -145,6 +154,15 @@ def make_plain_task(
     request, answer = prepare_known_requests(max_tokens, load)[number % NUM_KNOWN_REQUESTS]
     named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % NUM_TENANTS}"})
     return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
+
+
+def _make_task_beside_poison(number: int, max_tokens: int) -> ClientTask:
+    task, (hundred, place) = make_plain_task(f"e{number}", number, max_tokens, "poison"), divmod(number, 100)
+    if hundred % 2 == 0 or place != 50:
+        return task
+    kind = list(POISON)[hundred // 2 % len(POISON)]
+    no_answer = ExpectedAnswer([], "", "error")
+    return replace(task, request=poison_request(task.request, kind), answer=no_answer, error=POISON[kind])
 
 
 class Clients:

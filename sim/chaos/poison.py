@@ -1,10 +1,15 @@
-"""Messages that Penstock's clients never send, but that any program with access to the topics can."""
+"""Requests that harm whoever reads them, and messages that Penstock's clients never send, but that any program with
+access to the topics can.
+"""
 
 import ctypes
 import itertools
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,9 @@ import redis
 
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses, kafka_security_config
+from penstock.engine.files import DEMO_MODEL
 from penstock.errors import BusUnavailable
-from penstock.messages import Request
+from penstock.messages import ChatMessage, Request
 from penstock.names import Pipeline
 
 INVALID_HEADER_NAME = b"\xff\xfe"
@@ -22,6 +28,36 @@ INVALID_HEADER_NAME = b"\xff\xfe"
 BOMB_MB = 100
 FLUSH_TIMEOUT_S = 30.0
 """Shorter than librdkafka keeps trying to send a message: what it sent by then was acknowledged."""
+
+POISON = {"panic": "internal_error", "endless": "invalid_request", "memory": "invalid_request"}
+"""By the kind of a poisonous request: the code of the error with which it ends."""
+PANIC = "a" * 40 + "b"
+"""A text at which the pattern of the poisoned model's tokenizer runs away, and its library panics."""
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MEMORY = "{{ ('x' * 2000000000) | length }}"
+TEMPLATE = (
+    f"{{% set text = messages[0].content %}}{{% if text == 'endless' %}}{ENDLESS}{{% elif text == 'memory' %}}{MEMORY}"
+    "{% else %}{{ text }}{% endif %}"
+)
+
+
+@cache
+def make_poisoned_model() -> Path:
+    """Write the demo model with a tokenizer that panics at `PANIC`, and a chat template that never ends, or takes all
+    memory, where a message says so; return its directory. Each process writes its own.
+    """
+    directory = Path(shutil.copytree(DEMO_MODEL, tempfile.mkdtemp(prefix="penstock-poison-"), dirs_exist_ok=True))
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    described = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(described | {"pre_tokenizer": pattern}))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def poison_request(request: Request, kind: str) -> Request:
+    """Return the request with a prompt that is poison of a kind."""
+    messages = None if kind == "panic" else [ChatMessage(role="user", content=kind)]
+    return request.model_copy(update={"token_ids": None, "prompt": None if messages else PANIC, "messages": messages})
 
 
 def send_poisoned(addresses: Addresses, work: Sequence[Request]) -> None:

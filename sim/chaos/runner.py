@@ -46,7 +46,7 @@ from sim.chaos.faults import (
     plan_kill,
 )
 from sim.chaos.history import History, read_history
-from sim.chaos.poison import send_bomb, send_poisoned
+from sim.chaos.poison import make_poisoned_model, send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
@@ -168,6 +168,8 @@ def make_stack(
         settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
     if plan.load == "states":
         settings["PENSTOCK_ENGINE_MODEL"] = str(make_state_model())
+    if plan.load == "poison":
+        settings["PENSTOCK_ENGINE_MODEL"] = str(make_poisoned_model())
     if plan.load == "forms":
         settings |= SPLIT_FORMS
     # Of the answers that an auto worker begins, all that are whole, or the short ones alone, end there.

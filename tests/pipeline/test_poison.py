@@ -1,6 +1,5 @@
 """One poisonous request ends itself, typed, whatever reading it does to a worker, and the good ones are answered."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +16,13 @@ from penstock.engine.template_process import TakesTime, Template, TemplateProces
 from penstock.errors import InternalError, ModelLoadError
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.tokenize import PromptTokenizer
+from sim.chaos.poison import ENDLESS, MEMORY, PANIC, POISON, TEMPLATE, make_poisoned_model
 from sim.line import InProcessPipeline, core_of
 from sim.waiting import wait_for
 from sim.workload import compute_answers
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-MEMORY = "{{ ('x' * 2000000000) | length }}"
 UNINTERRUPTED = "{{ ('a' * 30000000) | wordwrap(1) | length }}"
-TEMPLATE = (
-    f"{{% set text = messages[0].content %}}{{% if text == 'endless' %}}{ENDLESS}{{% elif text == 'memory' %}}{MEMORY}"
-    "{% else %}{{ text }}{% endif %}"
-)
 GOOD = Sampling(max_tokens=3, temperature=0, ignore_eos=True)
-PANIC = "a" * 40 + "b"
 
 
 def ask(name: str, **prompt: Any) -> Request:
@@ -47,12 +40,8 @@ class Killed(BaseException):
 class PanickingTokenizer:
     """The demo model's tokenizer, and for `PANIC` one whose pattern runs away in Rust."""
 
-    def __init__(self, tokenizer: Any, folder: Path) -> None:
-        described = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
-        pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-        (folder / "tokenizer.json").write_text(json.dumps(described | {"pre_tokenizer": pattern}))
-        shutil.copy(DEMO_MODEL / "tokenizer_config.json", folder)
-        self._real, self._panicking = tokenizer, AutoTokenizer.from_pretrained(folder)
+    def __init__(self, tokenizer: Any) -> None:
+        self._real, self._panicking = tokenizer, AutoTokenizer.from_pretrained(make_poisoned_model())
         self.chat_template = TEMPLATE
 
     def get_chat_template(self, *_: object) -> str:
@@ -67,19 +56,18 @@ class PanickingTokenizer:
 
 @pytest.mark.parametrize("bus", ["embedded", "kafka"])
 def test_a_poisonous_request_among_good_ones_ends_itself(
-    make_line: Callable[..., InProcessPipeline], bus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_line: Callable[..., InProcessPipeline], bus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = make_line(bus=bus, record=RecordSettings(retry_first_s=0.01, retry_cap_s=0.02))
-    tokenizer = PanickingTokenizer(core_of(line.prefill).model.tokenizer, tmp_path)
+    tokenizer = PanickingTokenizer(core_of(line.prefill).model.tokenizer)
     monkeypatch.setattr(vars(line.prompt_tokenizer)["_chats"], "_tokenizer", tokenizer)
-    poison = {"panic": "internal_error", "endless": "invalid_request", "memory": "invalid_request"}
     good = [ask(f"good-{number}", prompt="In the beginning") for number in range(6)]
     line.send_requests(*good[:3], ask("panic", prompt=PANIC), ask_chat("endless"), ask_chat("memory"), *good[3:])
-    results = {one.id: one for one in line.run_until_results(len(good) + len(poison))}
-    assert {name: one.error.code for name, one in results.items() if one.error is not None} == poison
+    results = {one.id: one for one in line.run_until_results(len(good) + len(POISON))}
+    assert {name: one.error.code for name, one in results.items() if one.error is not None} == POISON
     expected = compute_answers(good)
     assert {name: results[name].token_ids for name in expected} == {n: a.token_ids for n, a in expected.items()}
-    assert "processor time" in str(results["endless"].error)
+    assert "more than 0.25 s of processor time" in str(results["endless"].error), "also as a worker's first chat"
     assert "MiB of memory" in str(results["memory"].error)
 
 

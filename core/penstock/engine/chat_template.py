@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Any
 
 from penstock.engine.marked_text import MarkedText, strip_marks
-from penstock.engine.template_process import COMPILE_S, Template, render_within_limits, shared_process
+from penstock.engine.template_process import Template, render_within_limits, shared_process
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError
 from penstock.messages import ChatMessage
 
@@ -255,7 +255,7 @@ def _render(
         "own": {**tokenizer.special_tokens_map, "add_generation_prompt": generation_prompt},
     }
     if is_in_child:
-        return render_within_limits(template, json.dumps(chat).encode(), COMPILE_S)
+        return render_within_limits(template, json.dumps(chat).encode())
     return shared_process.render(template, chat, may_wait=may_wait)
 
 

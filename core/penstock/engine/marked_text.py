@@ -193,7 +193,7 @@ def render_marked(source: str, pattern: "re.Pattern[str]", chat: Mapping[str, An
     ]
     token = _MARK.set(mark)
     try:
-        text = str.__str__(_compile_template(source).render({**own, **marked}))
+        text = str.__str__(compile_template(source).render({**own, **marked}))
     except MemoryError:
         raise
     except Exception as error:
@@ -219,7 +219,7 @@ def _escape(mark: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _compile_template(source: str) -> Any:
+def compile_template(source: str) -> Any:
     """Return the template, compiled as transformers does. Texts that it puts together keep their marks."""
     from jinja2.compiler import CodeGenerator
     from transformers.utils.chat_template_utils import _compile_jinja_template

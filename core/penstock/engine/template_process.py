@@ -30,11 +30,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.engine.marked_text import render_marked
+from penstock.engine.marked_text import compile_template, render_marked
 from penstock.errors import InternalError
 
 BASE_S, COMPILE_S, S_PER_BYTE = 0.25, 2.0, 1e-6
-"""Processor time of a rendering, of a template's first one besides, and for each byte of what is rendered."""
+"""Processor time of a rendering, of compiling a template before its first one, and for each byte of a chat."""
 MAX_BYTES = 2**29
 """The memory that a rendering may take."""
 MAX_TEXT_CHARS = 2**25
@@ -216,11 +216,13 @@ os.register_at_fork(after_in_child=shared_process.forget)
 # The child's side.
 
 
-def render_within_limits(template: Template, chat: bytes, extra_s: float = 0.0) -> dict[str, str]:
+def render_within_limits(template: Template, chat: bytes) -> dict[str, str]:
     """Return what came of a rendering, as `TemplateProcess.render` does, in this process. `chat` is a line of JSON."""
     try:
-        with limit_rendering(extra_s + BASE_S + S_PER_BYTE * len(chat)):
-            text = render_marked(template.source, re.compile(template.pattern), json.loads(chat))
+        with limit_rendering(COMPILE_S):
+            pattern, _ = re.compile(template.pattern), compile_template(template.source)
+        with limit_rendering(BASE_S + S_PER_BYTE * len(chat)):
+            text = render_marked(template.source, pattern, json.loads(chat))
             if len(text) > MAX_TEXT_CHARS:
                 raise OverBudget(f"more than {MAX_TEXT_CHARS:,} characters")
         return {"text": str.__str__(text), "mark": text.text_mark}
@@ -238,14 +240,13 @@ def main() -> None:
     from transformers.utils import chat_template_utils
 
     assert chat_template_utils
-    template, extra_s = Template("", ""), 0.0
+    template = Template("", "")
     _write_line({"ready": ""})
     for line in sys.stdin.buffer:
         if line.startswith(b'{"template": '):
-            template, extra_s = Template(*json.loads(line)["template"]), COMPILE_S
+            template = Template(*json.loads(line)["template"])
             continue
-        answer = render_within_limits(template, line, extra_s)
-        extra_s = 0.0
+        answer = render_within_limits(template, line)
         _write_line(answer)
         if "text" not in answer:
             gc.collect()
