@@ -400,16 +400,18 @@ def choose_part(
 ) -> tuple[Part, list[Task]] | None:
     """Return the part whose turn it is, and its tasks; None if nothing that is left fits into the time that is left.
 
-    The main parts have half of the time. Of them the one with the least time is next, of the others the one whose last
-    result is oldest.
+    The main parts have half of the time, also in a run in which another part would take longer than the other half. Of
+    them the one with the least time is next, of the others the one whose last result is oldest.
     """
     main = [part for part in parts if part.name in MAIN_PARTS]
     rest = [part for part in parts if part.name not in MAIN_PARTS]
     main.sort(key=lambda part: spent_s.get(part.name, 0.0))
     rest.sort(key=lambda part: (figures.find_last_time(part.name), -part.expected_s))
-    is_main_due = sum(spent_s.get(p.name, 0.0) for p in main) <= sum(spent_s.get(p.name, 0.0) for p in rest)
-    for part in [*main, *rest] if is_main_due else [*rest, *main]:
-        if figures.expect_seconds(part) <= left_s and (tasks := part.make_tasks(figures)):
+    main_s, rest_s = (sum(spent_s.get(part.name, 0.0) for part in some) for some in (main, rest))
+    rest_left_s = (main_s + rest_s + left_s) / 2 - rest_s if main else left_s
+    for part in [*main, *rest] if main_s <= rest_s else [*rest, *main]:
+        fits = figures.expect_seconds(part) <= (left_s if part in main else min(left_s, rest_left_s))
+        if fits and (tasks := part.make_tasks(figures)):
             return part, tasks
     return None
 

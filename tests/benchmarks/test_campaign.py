@@ -28,7 +28,13 @@ def test_half_of_the_time_is_for_the_main_parts_and_each_of_them_gets_a_third(tm
 
 def test_a_piece_that_does_not_fit_into_the_time_that_is_left_is_not_begun(tmp_path: Path) -> None:
     whole = next(part for part in PARTS if part.name == "vllm")
-    assert choose_part(Figures(tmp_path / "f.json", "s1"), {}, whole.expected_s - 1, [whole]) is None
+    figures = Figures(tmp_path / "f.json", "s1")
+    assert choose_part(figures, {}, whole.expected_s - 1, [whole]) is None
+    spent_s = {"world": 60.0}
+    for left_s, expected in ((2 * whole.expected_s - 61, "world"), (2 * whole.expected_s - 60, "vllm")):
+        chosen = choose_part(figures, spent_s, left_s, [WORLD, whole])
+        assert chosen is not None
+        assert chosen[0].name == expected, "half of the time is for the main parts"
 
 
 def test_rows_are_kept_and_those_of_older_sources_are_sums_but_for_their_findings(tmp_path: Path) -> None:
