@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from penstock.waiting import wait_until
 from sim.chaos.clients import Load
 from sim.chaos.faults import Bus
 from sim.chaos.history import read_history
+from sim.chaos.poison import POISON, name_poison
 from sim.chaos.runner import ChaosRound, run_round
 from sim.forked import preload_modules
 
@@ -125,33 +127,41 @@ def _undisturbed(name: str, known: str = "", must: str = ANSWERED, *, half_core:
     )
 
 
-POISON_S = 60.0
+POISON_S = 80.0
 """How long clients send requests, one of which in every second hundred is poison."""
 MAX_TIMES_SLOWER = 1.5
-"""How many times as long good requests may take in a hundred with a poisonous one, as the 99th percentile."""
+"""How many times as long good requests may take beside a poisonous one: all of a hundred but the slowest."""
 
 
 def _play_poison(bus: Bus, seed: int, directory: Path) -> Played:
-    """Play a round with poison, and compare the times of its hundreds with a poisonous request with the others'."""
+    """Play a round with poison, and compare the times of its hundreds that have some with those of the others.
+
+    The machine does other things, too: poison that slows others down does so in each hundred that has it.
+    """
     played = _play_round(ChaosRound(seed, bus, POISON_S, 0, 0, 0, 2, num_in_flight=6, load="poison"), seed, directory)
-    begun_s, times_s = dict[str, float](), ([0.0], [0.0])
+    begun_s, times_s = dict[str, float](), defaultdict[int, list[float]](list)
     for entry in read_history(Path(played.story)):
-        # In the first hundred the workers start.
-        if entry["what"] == "submitted" and not entry["may"] and int(entry["id"][1:]) >= 100:
+        if entry["what"] == "submitted" and not entry["may"]:
             begun_s[entry["id"]] = entry["at"]
         elif entry["what"] == "end" and entry["id"] in begun_s:
-            times_s[int(entry["id"][1:]) // 100 % 2].append(entry["at"] - begun_s[entry["id"]])
-    if min(map(len, times_s)) <= 100:
-        raise LeftOutError(f"a machine that answers 300 requests in {POISON_S:.0f} s")
-    without_s, with_s = (statistics.quantiles(one, n=100)[-1] for one in times_s)
-    if with_s > MAX_TIMES_SLOWER * without_s:
-        slower = f"beside poison 1% of the requests take longer than {with_s:.2f} s, and else than {without_s:.2f} s"
-        return replace(played, findings=[*played.findings, slower])
-    return played
+            times_s[int(entry["id"][1:]) // 100].append(entry["at"] - begun_s[entry["id"]])
+    slowest_s = defaultdict[str, list[float]](list)
+    for hundred, found in times_s.items():
+        if hundred and len(found) > 98:  # in the first one the workers start
+            slowest_s[name_poison(hundred)].append(sorted(found)[-2])
+    if len(slowest_s) <= len(POISON):
+        raise LeftOutError(f"a machine that answers 700 requests in {POISON_S:.0f} s")
+    usual_s = statistics.median(slowest_s.pop(""))
+    told = [
+        f"beside {kind} all requests but the slowest take {min(found):.2f} s, and else {usual_s:.2f} s"
+        for kind, found in slowest_s.items()
+        if min(found) > MAX_TIMES_SLOWER * usual_s
+    ]
+    return replace(played, findings=[*played.findings, *told])
 
 
 def _poison(bus: Bus) -> Scene:
-    must = f"each poisonous request ends with its error, the others' p99 is within {MAX_TIMES_SLOWER}; no worker ends"
+    must = f"it ends with its error, the others' p99 is within {MAX_TIMES_SLOWER} of that without it; no worker ends"
     return Scene(f"one poisonous request in a hundred, {bus}", must, partial(_play_poison, bus))
 
 

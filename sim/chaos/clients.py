@@ -21,7 +21,7 @@ from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, Request
 from penstock.messages import EndEvent, GrammarSpec, Request, Sampling, TokenEvent, encode_request, now_s
 from penstock.names import Pipeline, piece_token
 from sim.chaos.history import History
-from sim.chaos.poison import POISON, poison_request
+from sim.chaos.poison import POISON, name_poison, poison_request
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
 from sim.workload import (
     ExpectedAnswer,
@@ -158,9 +158,8 @@ def make_plain_task(
 
 def _make_task_beside_poison(number: int, max_tokens: int) -> ClientTask:
     task, (hundred, place) = make_plain_task(f"e{number}", number, max_tokens, "poison"), divmod(number, 100)
-    if hundred % 2 == 0 or place != 50:
+    if place != 50 or not (kind := name_poison(hundred)):
         return task
-    kind = list(POISON)[hundred // 2 % len(POISON)]
     no_answer = ExpectedAnswer([], "", "error")
     return replace(task, request=poison_request(task.request, kind), answer=no_answer, error=POISON[kind])
 

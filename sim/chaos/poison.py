@@ -54,6 +54,11 @@ def make_poisoned_model() -> Path:
     return directory
 
 
+def name_poison(hundred: int) -> str:
+    """Return the kind of the poison that stands in the middle of a hundred requests; empty for every second one."""
+    return list(POISON)[hundred // 2 % len(POISON)] if hundred % 2 else ""
+
+
 def poison_request(request: Request, kind: str) -> Request:
     """Return the request with a prompt that is poison of a kind."""
     messages = None if kind == "panic" else [ChatMessage(role="user", content=kind)]
