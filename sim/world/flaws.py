@@ -200,6 +200,12 @@ FLAWS = (
         ),
     ),
     Flaw(
+        "who reads for a dead worker begins at the first message", f"{BUS}/kafka/orphans.py",
+        "self._find_start(TopicPartition(*one, offset, metadata or \"\"), partial(self._ask_bounds, consumer))",
+        'StartPosition(max(0, offset), metadata or "", None)', "kafka",
+        ("away_s=3", "kill_s=0", "freeze_s=0", *FEWER),
+    ),
+    Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
         "self.record.release_all([*((one.claim", "list([*((one.claim",
     ),
@@ -296,8 +302,8 @@ FLAWS = (
         "if is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
     ),
     Flaw(
-        "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/buffer.py",
-        "if offset < start.forgotten_end and", "if False and", "kafka", rates=("away_s=3", "delete_s=0"),
+        "what was answered before its commit was forgotten is answered again", f"{BUS}/kafka/offsets.py",
+        "delivery.offset[1] < self.forgotten_end and", "False and", "kafka", rates=("away_s=3", "delete_s=0"),
     ),
     Flaw(
         "what its record has forgotten is answered again", f"{RECORD}/lua/claim.lua",

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 
+from confluent_kafka import TopicPartition
+
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.offsets import StartPosition
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline, PriorityClass
@@ -20,6 +23,11 @@ def make_bus(kind: str, pipeline: Pipeline, address: str, settings: BusSettings 
     if kind == "kafka":
         return KafkaBus(pipeline, address, settings)
     return StreamsBus(pipeline, address, settings)
+
+
+def begin_with_first(place: TopicPartition, _: object) -> StartPosition:
+    """Begin a partition without a commit with its first message."""
+    return StartPosition(max(0, place.offset), place.metadata or "", None)
 
 
 def take_deliveries(member: Member, count: int, room: Mapping[PriorityClass, int] = CAPACITY) -> list[Delivery]:

@@ -17,7 +17,14 @@ from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline
 from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
 from sim.waiting import PATIENCE_S, wait_for
-from tests.bus.buses import CAPACITY, list_values, make_settlement, publish_messages, take_deliveries
+from tests.bus.buses import (
+    CAPACITY,
+    begin_with_first,
+    list_values,
+    make_settlement,
+    publish_messages,
+    take_deliveries,
+)
 
 NUM_GOOD = 40
 """Messages after which the interpreter has replaced the code that reads headers by its faster form."""
@@ -64,7 +71,7 @@ def test_header_names_that_are_no_text_stop_nobody(kafka_bus: KafkaBus, raw: Raw
     topic = pipeline.request_topic("interactive")
     publish_messages(kafka_bus, [Outgoing(topic, b"good", "k", {"a": "b"})] * NUM_GOOD)
     raw.produce(topic, b"bad", [b"\xff\xfe", b"good", b"\xff"])
-    orphans = KafkaOrphanReader(pipeline, "prefill", kafka_bus.clients)
+    orphans = KafkaOrphanReader(pipeline, "prefill", kafka_bus.clients, begin_with_first)
     found: list[Delivery] = []
     while len(found) <= NUM_GOOD:
         found += orphans.read_orphans([f"{topic}:0"], 10)
@@ -145,7 +152,7 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(kafka_bus: KafkaBu
     """By a member, and by the reader for a dead one. Messages in a batch with one that is too large go with it."""
     topic = pipeline.request_topic("interactive")
     publish_around_damage(kafka_bus, topic)
-    with contextlib.closing(KafkaOrphanReader(pipeline, "prefill", kafka_bus.clients)) as orphans:
+    with contextlib.closing(KafkaOrphanReader(pipeline, "prefill", kafka_bus.clients, begin_with_first)) as orphans:
         found = orphans.read_orphans([f"{topic}:0"], 10)
         while len(found) < 2:
             found += orphans.read_orphans([f"{topic}:0"], 10)

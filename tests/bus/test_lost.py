@@ -11,10 +11,12 @@ from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from penstock.bus.contract import Bus, Outgoing, Settlement
+from penstock.bus.contract import Bus, Delivery, Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import places
+from penstock.bus.kafka.admin_lookups import CommittedOffsets
 from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.bus.lost import read_lost
 from penstock.bus.streams import member as streams_member
 from penstock.bus.streams.bus import StreamsBus
@@ -125,7 +127,8 @@ def test_a_group_goes_on_where_it_was_though_the_brokers_forget_that(
 ) -> None:
     """By its notes in Redis; and by the last results, where a member was killed before it noted what it had committed.
 
-    Here that is all of it.
+    Here that is all of it. So do who reads a dead member's partitions, which nobody has begun since, and a member that
+    gets them from one that had begun them.
     """
     topic = pipeline.input_topics(stage)["interactive"]
     with contextlib.closing(noted_bus.create_publisher()) as publisher:
@@ -139,6 +142,16 @@ def test_a_group_goes_on_where_it_was_though_the_brokers_forget_that(
         redis_client(redis_url).delete(pipeline.finished_key)
     forget_commits(noted_bus, stage)
     other = KafkaBus(pipeline, noted_bus.bootstrap, noted_bus.settings, redis_url=redis_url)
+    keeper = places.PlaceKeeper(pipeline, other.clients, redis_url, other.pace)
+    with contextlib.closing(KafkaOrphanReader(pipeline, stage, other.clients, keeper.find_start)) as reader:
+        orphans = list[Delivery]()
+        while len(orphans) < (3 if is_noted else 6):
+            orphans += reader.read_orphans([f"{topic}:0"], 9)
+        assert [one.value for one in orphans if one.since_result_s > 0] == [b"2", b"4", b"5"]
+    group = CommittedOffsets(noted_bus.clients, pipeline.consumer_group(stage))
+    with other.join_group(stage, "first") as member, contextlib.closing(group):
+        take_deliveries(member, 3 if is_noted else 6)
+        wait_for(lambda: group.read_offsets([(topic, 0)])[topic, 0][0] >= 0, "the brokers are told where it begins")
     with other.join_group(stage, "b") as member:
         again = take_deliveries(member, 3 if is_noted else 6)
         assert [one.value for one in again if one.since_result_s > 0] == [b"2", b"4", b"5"]
@@ -243,7 +256,8 @@ def test_nothing_is_noted_while_redis_is_away_and_all_of_it_later(
     for _ in range(3):
         keeper.note_commits({partition: (7, "")})
     assert num_tries == 2
-    assert other.find_start(partition, 9, 9)[:4] == (7, "", None, 9)
+    place = TopicPartition(*partition, -1001)
+    assert other.find_start(place, lambda _: (9, 9))[:4] == (7, "", None, 9)
     assert read_lost(redis_client(noted_bus.redis_url), pipeline) == {partition[0]: 2}
     other.note_commits({partition: (5, "")})
-    assert keeper.find_start(partition, 9, 9)[0] == 7, "a note does not go back"
+    assert keeper.find_start(place, lambda _: (9, 9)).offset == 7, "a note does not go back"

@@ -9,6 +9,7 @@ from penstock.bus.kafka.offsets import (
     MAX_OFFSETS_AHEAD,
     NO_EPOCH,
     PartitionOffsets,
+    decode_forgotten_end,
     decode_ranges,
     encode_ranges,
 )
@@ -174,3 +175,15 @@ def test_foreign_metadata_means_nothing_is_finished(text: str) -> None:
 @given(st.binary())
 def test_damaged_metadata_never_raises(raw: bytes) -> None:
     decode_ranges("penstock1:" + raw.hex(), 0)
+
+
+def test_a_commit_names_the_end_behind_which_none_was_forgotten_until_it_is_passed() -> None:
+    offsets, told = PartitionOffsets(10, "", forgotten_end=13), list[tuple[int, int, list[tuple[int, int]]]]()
+    for offset in range(10, 15):
+        offsets.note_delivered(offset)
+    for finished in (11, 10, 12, 13):
+        offsets.finish_offsets([finished])
+        committed, metadata = offsets.build_commit()
+        told.append((committed, decode_forgotten_end(metadata), decode_ranges(metadata, committed)))
+    assert told == [(10, 13, [(11, 11)]), (12, 13, []), (13, 0, []), (14, 0, [])]
+    assert [decode_forgotten_end(text) for text in ("", "penstock1:AA==", "penstock1:;x", "other;7")] == [0, 0, 0, 0]

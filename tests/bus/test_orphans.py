@@ -13,12 +13,12 @@ from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from sim.waiting import wait_for
-from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
+from tests.bus.buses import begin_with_first, make_messages, make_settlement, publish_messages, take_deliveries
 
 
 @pytest.fixture
 def reader(kafka_bus: KafkaBus) -> Iterator[OrphanReader]:
-    made = KafkaOrphanReader(kafka_bus.pipeline, "prefill", kafka_bus.clients)
+    made = KafkaOrphanReader(kafka_bus.pipeline, "prefill", kafka_bus.clients, begin_with_first)
     yield made
     made.close()
 
@@ -92,7 +92,7 @@ def test_a_group_that_never_committed_is_read_from_the_beginning(kafka: str, pip
     assert set(bus.count_unsettled().values()) == {0}
     publish_messages(bus, make_messages(topic, 12))
     assert bus.count_unsettled()[topic] == 12
-    with closing(KafkaOrphanReader(pipeline, "prefill", bus.clients)) as reader:
+    with closing(KafkaOrphanReader(pipeline, "prefill", bus.clients, begin_with_first)) as reader:
         found = read(reader, [f"{topic}:0", f"{topic}:1"], 12)
     assert sorted(list_numbers(found)) == list(range(12))
     assert {delivery.position.split(":")[0] for delivery in found} == {"0", "1"}

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets, StartPosition
@@ -67,7 +66,7 @@ class PrefetchBuffer:
 
         Messages that are finished by the metadata are passed over, unless the epochs show that the log was cut since.
         """
-        self._offsets[partition] = PartitionOffsets(start.offset, start.metadata, epoch)
+        self._offsets[partition] = PartitionOffsets(start.offset, start.metadata, epoch, start.forgotten_end)
         self._fresh.add(partition)
         self._starts[partition], self.commits[partition] = start, (start.offset, start.metadata)
         if start.forgotten_end:
@@ -107,9 +106,7 @@ class PrefetchBuffer:
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.note_delivered(offset, epoch):
             return
-        start = self._starts[partition]
-        if offset < start.forgotten_end and delivery.key in start.answered:
-            delivery = replace(delivery, since_result_s=0.0)
+        delivery = self._starts[partition].mark_answered(delivery)
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
 

@@ -355,7 +355,8 @@ class KafkaMember:
 
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)]
+        find_start = self._places.find_start
+        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, find_start, lambda: self._topic_parts)]
 
     def build_renewal(self, session_s: float) -> list[ScriptCall]:
         """Return nothing: the brokers know which members live."""

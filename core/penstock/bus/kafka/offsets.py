@@ -9,6 +9,9 @@ finished: so runs stay runs.
     state       f  f  .  f  -  f  f          f finished   . unfinished   - left out by the log
     committed        12, and the metadata says 13..16
 
+Where the brokers forgot a commit, messages before the end that the log had then may be answered though no commit says
+so. The metadata of later commits names that end until it is passed: who gets the partition has to know it, too.
+
 A partition is read on only as long as its metadata is sure to have room for all that may be finished, and not too far
 beyond its first unfinished offset (`window_usage`). So a restart repeats no finished work, however slow one request is.
 """
@@ -17,7 +20,10 @@ import base64
 import binascii
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import NamedTuple
+
+from penstock.bus.contract import Delivery
 
 MAX_METADATA_BYTES = 4000
 """A broker takes 4,096 by default."""
@@ -26,7 +32,7 @@ MAX_OFFSETS_AHEAD = 100_000
 """How far a partition is read beyond its first unfinished offset. After a restart, up to this many messages are read
 again and passed over."""
 
-_PREFIX = "penstock1:"
+_PREFIX, _FORGOTTEN = "penstock1:", ";"
 _ALLOWED_BYTES = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3 - 64
 """The most bytes of metadata before base64, less those that the next message may add."""
 NO_EPOCH = -1
@@ -51,17 +57,24 @@ class StartPosition(NamedTuple):
     metadata: str
     leader_epoch: int | None
     forgotten_end: int = 0
-    """Where the brokers forgot a commit: the end of the log then. They are to be told this one."""
+    """Where the brokers forgot a commit: the end of the log when that was found. They are to be told this one."""
     answered: frozenset[str] = frozenset()
     """Ids of requests before that end that are finished, though this does not say so."""
+
+    def mark_answered(self, delivery: Delivery) -> Delivery:
+        """Return a delivery of the partition, which says if its request had a result when a commit was forgotten."""
+        is_answered = delivery.offset[1] < self.forgotten_end and delivery.key in self.answered
+        return replace(delivery, since_result_s=0.0) if is_answered else delivery
 
 
 class PartitionOffsets:
     """Delivered and finished offsets of one partition, from the committed offset on."""
 
-    def __init__(self, committed: int, metadata: str = "", epoch: int = NO_EPOCH) -> None:
-        """Begin at a committed offset. `epoch` is the leader epoch of the commit, or `NO_EPOCH`."""
-        self._epoch = epoch
+    def __init__(self, committed: int, metadata: str = "", epoch: int = NO_EPOCH, forgotten_end: int = 0) -> None:
+        """Begin at a committed offset. `epoch` is the leader epoch of the commit, or `NO_EPOCH`. For `forgotten_end`
+        see `StartPosition`.
+        """
+        self._epoch, self._forgotten_end = epoch, forgotten_end
         self._last_epoch: int | None = None
         """The leader epoch of what was read last; None before anything was."""
         self._next = committed  # the offset after the last delivered
@@ -141,7 +154,10 @@ class PartitionOffsets:
         """Return offset and metadata to commit, as if the offsets in `also` were finished too. Change nothing."""
         first = next((offset for offset in self._unfinished if offset not in also), self._next)
         beyond = _merge_ranges([*self._finished, *((offset, offset) for offset in also)])
-        return first, encode_ranges([(max(low, first), high) for low, high in beyond if high >= first], first)
+        ranges = encode_ranges([(max(low, first), high) for low, high in beyond if high >= first], first)
+        if self._forgotten_end <= first:
+            return first, ranges
+        return first, f"{ranges or _PREFIX}{_FORGOTTEN}{self._forgotten_end}"
 
     def finish_offsets(self, offsets: Iterable[int]) -> None:
         """Note that the work of these delivered offsets is done, and committed or about to be."""
@@ -182,7 +198,7 @@ def decode_ranges(text: str | None, base: int) -> list[Range]:
     if not text or not text.startswith(_PREFIX):
         return []
     try:
-        packed = base64.b64decode(text[len(_PREFIX) :], validate=True)
+        packed = base64.b64decode(text[len(_PREFIX) :].partition(_FORGOTTEN)[0], validate=True)
     except (binascii.Error, ValueError):
         return []
     numbers = _decode_varints(packed)
@@ -195,6 +211,12 @@ def decode_ranges(text: str | None, base: int) -> list[Range]:
         end = low + length
         runs.append((low, end))
     return _merge_ranges(runs)
+
+
+def decode_forgotten_end(text: str) -> int:
+    """Return the end of the log when a commit was found to be forgotten, by a later one's metadata; else 0."""
+    end = text.partition(_FORGOTTEN)[2] if text.startswith(_PREFIX) else ""
+    return int(end) if end.isdecimal() else 0
 
 
 def _encode_varint(number: int) -> bytes:

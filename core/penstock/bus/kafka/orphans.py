@@ -1,5 +1,9 @@
-"""Reads partitions whose member died: outside the group, from its committed offsets, which stay as they are."""
+"""Reads partitions whose member died: outside the group, from its committed offsets, which stay as they are.
 
+Where the brokers forgot them it begins as a member would, and knows which requests are among the last results.
+"""
+
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +11,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.admin_lookups import CommittedOffsets, retry_during_election
 from penstock.bus.kafka.client import DAMAGED_BATCH_ERRORS, FETCH_LIMITS, DamagedBatches, bus_errors, parse_delivery
-from penstock.bus.kafka.offsets import Partition, PartitionOffsets
+from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
 from penstock.names import Pipeline, PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_WAIT_S = 0.3
 """How long `read_orphans` waits for its first message."""
+BOUNDS_TIMEOUT_S = 2.0
+"""How long a partition's leader may take to tell where its log begins and ends."""
+MAX_OFFSET = 2**63 - 1
+FindStart = Callable[[TopicPartition, Callable[[Partition], tuple[int, int]]], StartPosition]
 
 
 def format_partition(partition: Partition) -> str:
@@ -39,10 +47,13 @@ class KafkaOrphanReader:
         pipeline: Pipeline,
         stage: WorkerKind,
         clients: Mapping[str, Any],
+        find_start: FindStart,
         list_all: Callable[[], list[str]] = list,
     ) -> None:
-        """`list_all` returns what `list_partitions` does."""
-        self._list_all = list_all
+        """`find_start` returns where a partition begins, as `PlaceKeeper.find_start` does. `list_all` returns what
+        `list_partitions` does.
+        """
+        self._list_all, self._find_start = list_all, find_start
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
         self._classes: dict[str, PriorityClass] = {
             topic: klass for klass, topic in pipeline.input_topics(stage).items()
@@ -50,6 +61,7 @@ class KafkaOrphanReader:
         self.topic = pipeline.input_topics(stage)["interactive"]
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
+        self._starts: dict[Partition, StartPosition] = {}
         self._damaged = DamagedBatches()
 
     def list_partitions(self) -> list[str]:
@@ -82,11 +94,23 @@ class KafkaOrphanReader:
             commits = retry_during_election(partial(asked.read_offsets, fresh))
         finally:
             asked.close()
-        begun = {one: PartitionOffsets(max(0, offset), metadata or "") for one, (offset, metadata) in commits.items()}
+        starts = {
+            one: self._find_start(TopicPartition(*one, offset, metadata or ""), partial(self._ask_bounds, consumer))
+            for one, (offset, metadata) in commits.items()
+        }
+        begun = {one: PartitionOffsets(start.offset, start.metadata) for one, start in starts.items()}
+        self._starts |= starts
         self._offsets = {one: begun.get(one) or self._offsets[one] for one in partitions}
         consumer.assign(
             [TopicPartition(*partition, offsets.next_offset) for partition, offsets in self._offsets.items()]
         )
+
+    def _ask_bounds(self, consumer: Consumer, partition: Partition) -> tuple[int, int]:
+        """Return where a partition begins and ends. Where that is not known, all of it may have been answered."""
+        with contextlib.suppress(KafkaException):
+            if (found := consumer.get_watermark_offsets(TopicPartition(*partition), BOUNDS_TIMEOUT_S)) is not None:
+                return found
+        return 0, MAX_OFFSET
 
     def _fetch_messages(self, consumer: Consumer, max_messages: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -101,9 +125,11 @@ class KafkaOrphanReader:
                 if error.code() in DAMAGED_BATCH_ERRORS:
                     self._pass_damaged(consumer, (topic, message.partition() or 0), offset)
                 continue
-            offsets = self._offsets.get((topic, message.partition() or 0))  # None: fetched before another assignment
+            partition = topic, message.partition() or 0
+            offsets = self._offsets.get(partition)  # None: fetched before another assignment
             if offsets is not None and offsets.note_delivered(offset):
-                found.append(replace(parse_delivery(message, self._classes[topic]), is_held=False))
+                delivery = self._starts[partition].mark_answered(parse_delivery(message, self._classes[topic]))
+                found.append(replace(delivery, is_held=False))
         return found
 
     def _pass_damaged(self, consumer: Consumer, partition: Partition, batch: int) -> None:

@@ -9,16 +9,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import redis
-from confluent_kafka import TopicCollection
+from confluent_kafka import TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from penstock.bus.kafka.client import bus_errors
 from penstock.bus.kafka.follower import read_topic
-from penstock.bus.kafka.offsets import Partition, StartPosition, decode_ranges
+from penstock.bus.kafka.offsets import Partition, StartPosition, decode_forgotten_end, decode_ranges
 from penstock.bus.kafka.orphans import format_partition
 from penstock.bus.lost import LOST_KEPT_S, count_lost
 from penstock.errors import BusUnavailable
@@ -35,6 +35,8 @@ TOPIC_TIMEOUT_S = 2.0
 """How long brokers may take to tell a topic's id. A member that leaves waits for that, too."""
 NOTE_RETRY_S = 2.0
 """How long after a failure what is finished is noted again."""
+AskBounds = Callable[[Partition], tuple[int, int]]
+"""Returns where a partition's log begins and ends."""
 NOTE = load_script("penstock.bus.kafka", "note")
 
 
@@ -61,11 +63,17 @@ class PlaceKeeper:
         self._uncounted = deque[tuple[str, int]]()
         """How many messages of a topic are lost that Redis does not count yet."""
 
-    def find_start(self, partition: Partition, low: int, high: int) -> StartPosition:
-        """Return where a partition begins that has no committed offset, and whose log goes from `low` to `high`.
+    def find_start(self, place: TopicPartition, ask_bounds: AskBounds) -> StartPosition:
+        """Return where a partition begins whose last commit is `place`: where that was forgotten, by its note.
 
-        Raise `BusUnavailable` or `redis.RedisError`.
+        Raise `BusUnavailable`, `redis.RedisError`, or what `ask_bounds` raises.
         """
+        partition, metadata = (place.topic, place.partition), place.metadata or ""
+        if place.offset >= 0:
+            end = decode_forgotten_end(metadata)
+            answered = self._read_answered() if end > place.offset else frozenset[str]()
+            return StartPosition(place.offset, metadata, place.leader_epoch, end if answered else 0, answered)
+        low, high = ask_bounds(partition)
         note: Any = self._redis and self._redis.hget(self._pipeline.finished_key, format_partition(partition))
         topic_id, offset, _, ranges = note.decode().split(" ") if note else ("", "", "", "")
         answered = self._read_answered() if low < high else frozenset[str]()

@@ -187,10 +187,7 @@ class PositionLookup:
         """Return where a partition begins whose commit was read, if there is one."""
         if place.error:
             raise KafkaException(place.error)
-        if place.offset >= 0:
-            return StartPosition(place.offset, place.metadata or "", place.leader_epoch)
-        partition = place.topic, place.partition
-        return self._places.find_start(partition, *self._ask_bounds(partition))
+        return self._places.find_start(place, self._ask_bounds)
 
     def _ask_end(self, partition: Partition) -> int | None:
         try:
