@@ -400,8 +400,8 @@ def choose_part(
 ) -> tuple[Part, list[Task]] | None:
     """Return the part whose turn it is, and its tasks; None if nothing that is left fits into the time that is left.
 
-    The main parts have half of the time, also in a run in which another part would take longer than the other half. Of
-    them the one with the least time is next, of the others the one whose last result is oldest.
+    The main parts have half of the time, also in a run in which another part would take longer than the other half. The
+    main part with the least time is next, and then the other part with the oldest last result.
     """
     main = [part for part in parts if part.name in MAIN_PARTS]
     rest = [part for part in parts if part.name not in MAIN_PARTS]
