@@ -285,7 +285,9 @@ def _read_weighed(output: str, status: int) -> Told:
 
 
 def _read_status(output: str, status: int) -> Told:
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped)", _last_line(output))}
+    # Processes that end later may write behind the summary.
+    summary = (re.findall(r"^.*\d+ (?:passed|failed|skipped).*$", output, re.MULTILINE) or [""])[-1]
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped)", summary)}
     failed = re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
     return Told(counts, failed or [_last_line(output)] if status else [])
 
@@ -300,6 +302,9 @@ def _read_templates(seed: int, output: str, status: int) -> Told:
 
 
 def _make_templates(figures: Figures) -> list[Task]:
+    """Return one draw of chats, once with these sources."""
+    if figures.of("templates"):
+        return []
     seed = figures.find_next_seed("templates")
     words = ["--quick", "--seed", str(seed)]
     return [Task("templates", [PYTHON, "-m", "benchmarks.templates", *words], partial(_read_templates, seed), seed)]

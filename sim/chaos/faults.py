@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock import failpoints
+from penstock.endpoint_worker.reply import INVALID_STATUSES
 from penstock.names import STAGES, WorkerKind
 from sim import endpoint
 
@@ -174,5 +175,7 @@ def generate_reply_faults(seed: int, max_pieces: int) -> Iterator[Fault]:
         at_s += chance.uniform(0.1, 1.0)
         kind = chance.choice(REPLY_FAULTS)
         status = chance.choice([401, 403, 404, 429, 500, 503])
+        if kind == "error" and status in INVALID_STATUSES:
+            status = 500  # within an answer such a status ends the request by right
         reply = endpoint.Fault(kind, after=chance.randrange(max_pieces), status=status)
         yield Fault(at_s, "reply", f"endpoint-{chance.randrange(NUM_ENDPOINTS)}", 0.0, reply=reply)

@@ -109,10 +109,6 @@ FLAWS = (
         "if self.settler.is_settling(delivery):", "if False:",
     ),
     Flaw(
-        "deliveries of others are worked on", f"{WORKER}/worker.py",
-        "return self.member.is_holding(delivery)", "return True",
-    ),
-    Flaw(
         "a worker that was given up keeps its requests, and the engine too", f"{WORKER}/worker.py",
         "            self._hand_back()\n        self.settler.abandon()\n        self.engine.abandon()",
         "            pass\n        self.settler.abandon()", rates=("loss=0.3", "kill_s=0", *FEWER),
