@@ -384,13 +384,17 @@ def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> No
     assert commits.describe_problem(time.monotonic() + 1, 0.0) == ""
 
 
-def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "REVOKE_TIMEOUT_S", 0.05)
+@pytest.mark.parametrize(("limit_s", "begun_s"), [(0.05, 0.0), (1000.0, 1000.0)], ids=["short", "over"])
+def test_a_settlement_without_end_keeps_no_partition(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, begun_s: float
+) -> None:
+    monkeypatch.setattr(kafka_member, "REVOKE_TIMEOUT_S", limit_s)
     with reading(b"1", partition=JOBS) as (bus, member), ThreadPoolExecutor(1) as pool:
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
         settling = pool.submit(member.settle, [Settlement(delivery)])
         wait_for(lambda: member._settling_since is not None, "it is being settled")
+        member._settling_since = time.monotonic() - begun_s
         member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
         assert not member.is_holding(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):

@@ -638,16 +638,17 @@ class KafkaMember:
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         """Forget partitions. They stay assigned until this returns, so it waits for a transaction under way.
 
-        It waits no longer than `REVOKE_TIMEOUT_S`, or more where brokers are slow. After that the member fails, and the
-        brokers refuse what it still settles, as it is not in the group any more.
+        A settlement that takes longer than `REVOKE_TIMEOUT_S`, or more where brokers are slow, is not waited for. The
+        member fails then, and the brokers refuse what it still settles, as it is not in the group any more.
         """
         gone = {(old.topic, old.partition) for old in partitions}
         self._lookup.cancel_requests(gone)
         self._starting -= gone
         self._paused -= gone
         self._passing = {one: offset for one, offset in self._passing.items() if one not in gone}
-        limit_s, self._is_losing = self._pace.stretch(REVOKE_TIMEOUT_S), True
-        is_over = self._settling.acquire(timeout=limit_s)
+        limit_s, now, self._is_losing = self._pace.stretch(REVOKE_TIMEOUT_S), time.monotonic(), True
+        # A member that is made anew because of such a settlement leaves its group at once.
+        is_over = self._settling.acquire(timeout=max(0.0, (self._settling_since or now) + limit_s - now))
         self._turned_at, self._is_losing = time.monotonic(), False
         if not is_over:
             self._note_failure(
