@@ -60,6 +60,7 @@ def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, r
     "words",
     [
         pytest.param("--seed 77770020 --requests 31", id="a bug ends a line of a batch"),
+        pytest.param("--seed 20002959 --level streams", id="a long prompt behind one whose reading never ends"),
         pytest.param(
             "--seed 5055 --rate bug=0.02 --rate gateways=0.6 --rate batches=0.3 --rate endpoint=0",
             id="a bug ends an answer that is not streamed",

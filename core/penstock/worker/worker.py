@@ -475,12 +475,13 @@ class Worker:
         """Read the message of a request that was taken over, and go on with it."""
         self.metrics.count_take_over()
         with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
-            delivery = deserialize_delivery(claimed.message)
-            if self._is_long(delivery):
-                self.session.add_claim(claimed.claim)
-                self.reader.submit(delivery, claimed.claim)
-            else:
-                self._resume_request(delivery, self._identify_message(delivery), claimed.claim)
+            delivery, claim = deserialize_delivery(claimed.message), claimed.claim
+            if not self._is_long(delivery):
+                self._resume_request(delivery, self._identify_message(delivery), claim)
+            # On the thread it may wait behind a request whose reading never ends, and end with the worker.
+            elif not self._defer_suspect(delivery, claim):
+                self.session.add_claim(claim)
+                self.reader.submit(delivery, claim)
 
     def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""
@@ -510,9 +511,8 @@ class Worker:
         if (
             not is_over
             and (task.outcome is None or not task.outcome.is_final)
-            and self.retry_policy.defer_suspect(task.delivery, claim, has_to_wait=self._has_to_run_apart(claim))
+            and self._defer_suspect(task.delivery, claim)
         ):
-            self.session.remove_claim(claim)
             return
         # What is over may be what ends workers, and is not read again, unless its log proves that it was read.
         self._opened.append((task, task.outcome is None and (claim.num_tokens > 0 or not is_over)))
@@ -568,6 +568,13 @@ class Worker:
                 return
         assert task.outcome is not None, "what is not begun has ended"
         self._end_with(task, task.outcome)
+
+    def _defer_suspect(self, delivery: Delivery, claim: Claim) -> bool:
+        """Defer a claimed request that has to wait because of the others here. Return whether it waits."""
+        if not self.retry_policy.defer_suspect(delivery, claim, has_to_wait=self._has_to_run_apart(claim)):
+            return False
+        self.session.remove_claim(claim)
+        return True
 
     def _has_to_run_apart(self, claim: Claim) -> bool:
         """Return whether a suspect request has to wait because of the others that are here or being handed off.
