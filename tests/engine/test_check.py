@@ -26,6 +26,7 @@ from tests.engine.helpers import (
     generate_with_transformers,
     hand_over,
     make_tiny,
+    needs_kernels,
     run_sequences,
     save_model,
     sequence,
@@ -82,6 +83,7 @@ def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
     return load_model(EngineSettings(model=str(save_model(directory, kind(**{**BASE, **extra})))))
 
 
+@needs_kernels
 @pytest.mark.proof
 def test_latent_attention_makes_no_keys_and_values_for_an_answer(tmp_path: Path) -> None:
     model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
