@@ -408,7 +408,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if (descriptor := self._find_descriptor()) < 0:
             return 0
         (num_queued,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
-        return int(num_queued) + self.transport.get_write_buffer_size()  # type: ignore[attr-defined]
+        return int(num_queued) + self.transport.get_write_buffer_size()
 
     def _cut_connection(self) -> None:
         """Close at once; the kernel drops what the client did not read. It takes no further descriptor."""
