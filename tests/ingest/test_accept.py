@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 import uuid
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ import pytest
 import redis
 from fastapi import FastAPI
 
-from penstock.bus.kafka.bus import KafkaBus
 from penstock.client.aio import AsyncClient
 from penstock.client.core import make_request
 from penstock.client.sync import Client
@@ -32,13 +30,12 @@ from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, now_s
-from penstock.names import Pipeline, rate_key, stream_meta_key
+from penstock.names import rate_key, stream_meta_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
 from penstock.record import Record
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.redis.servers import Sharded
-from tests.bus.test_settler import shrink_topic
 from tests.gateways import ScriptedPipeline
 from tests.record.play import end, prefill, say
 
@@ -141,17 +138,7 @@ async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(site
     assert not site.server.exists(rate_key(site.caller.tenant))
 
 
-async def test_what_its_topic_does_not_take_is_too_large(kafka: str, redis_url: str, pipeline: Pipeline) -> None:
-    with ScriptedPipeline(redis_url, pipeline, kafka=kafka) as scripted:
-        assert isinstance(scripted.bus, KafkaBus)
-        shrink_topic(scripted.bus, pipeline.request_topic("interactive"), "2000")
-        body = {"model": scripted.model, "prompt": random.Random(1).randbytes(4000).hex(), "max_tokens": 5}
-        with scripted.open_gateway() as gateway, gateway.client() as client:
-            answer = client.post("/v1/completions", json=body)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
-
-
-async def test_and_costs_nothing(site: Site) -> None:
+async def test_what_its_topic_does_not_take_costs_nothing(site: Site) -> None:
     async def refuse(*_: object) -> None:
         raise RequestTooLarge("the brokers take less")
 
