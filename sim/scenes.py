@@ -241,10 +241,14 @@ def _play_language(language: str, seed: int, directory: Path) -> Played:
         stack.wait_until_ready(START_PATIENCE_S)
         url = f"{stack.gateway_url}/v1/completions"
         expected = _join_texts(_ask(url, body))
-        told = subprocess.run(
-            [*command, url, json.dumps(body), str(CONNECTIONS), *PAUSES_S],
-            capture_output=True, text=True, timeout=LANGUAGE_S + sum(map(float, PAUSES_S)), check=False,
-        )  # fmt: skip
+        patience_s = LANGUAGE_S + sum(map(float, PAUSES_S))
+        try:
+            told = subprocess.run(
+                [*command, url, json.dumps(body), str(CONNECTIONS), *PAUSES_S],
+                capture_output=True, text=True, timeout=patience_s, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Played(1, 0, [f"{language}: it still waits after {patience_s:g} s"])
     count = 1 if language == "curl" else CONNECTIONS * (1 + len(PAUSES_S))
     answers = told.stdout.split("---\n")[:-1]
     wrong = [answer for answer in answers if _join_texts(answer) != expected]

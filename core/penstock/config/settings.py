@@ -334,7 +334,7 @@ class GuardSettings(BaseSettings):
     body_kb_per_s: float = Field(default=64.0, gt=0)
     """The slowest rate at which a large body may arrive."""
     stalled_s: float = Field(default=60.0, gt=0)
-    """How long a reader may accept no bytes before its connection is closed."""
+    """How long, or up to twice as long, a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
     """The most connections at the same time; 503 beyond it. Fewer where the process may not open so many files."""
     origins: str = ""
