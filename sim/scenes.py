@@ -215,37 +215,51 @@ def _play_container(seed: int, directory: Path, *, is_read_only: bool = False) -
     return Played(1, 0, [] if answers[0] else ["the answer is empty"], str(log))
 
 
+CONNECTIONS = 50
+PAUSES_S = ("12", "60", "80")
+"""How long the clients of a language stop between their questions: longer than many servers keep a connection."""
+LANGUAGE_S = 600.0
+"""How long all their answers may take beside the pauses: a client that waits for ever is a finding."""
+_CURL = 'curl -sN "$1" -H "Content-Type: application/json" -d "$2"; echo ---'
 LANGUAGES = {
-    "Java": ("java", ["java", "{folder}/Ask.java"]),
-    "Go": ("go", ["go", "run", "{folder}/ask.go"]),
-    "Node": ("node", ["node", "{folder}/ask.mjs"]),
-    "curl": ("curl", ["sh", "-c", 'exec curl -sN "$1" -H "Content-Type: application/json" -d "$2"', "sh"]),
+    "Java": ["java", "{folder}/Ask.java"],
+    "Go": ["go", "run", "{folder}/ask.go"],
+    "Node": ["node", "{folder}/ask.mjs"],
+    "Python": [sys.executable, "{folder}/ask.py"],
+    "curl": ["sh", "-c", _CURL, "curl"],
 }
-"""By language: the program that has to be there, and the command, which is followed by the URL and the body."""
+"""By language: the command, which is followed by the URL, the body, the number of clients and the pauses."""
 
 
 def _play_language(language: str, seed: int, directory: Path) -> Played:
-    """Ask a gateway with a client of another language, and compare its text with that of ours."""
-    program, words = LANGUAGES[language]
-    if not shutil.which(program):
+    """Ask a gateway with clients of another language side by side, and compare their texts with that of ours."""
+    command = [word.format(folder=ROOT / "sim/languages") for word in LANGUAGES[language]]
+    if not shutil.which(program := command[-1] if language == "curl" else command[0]):
         raise LeftOutError(f"{program} is not installed")
-    body = {**ASKED, "seed": seed}
+    body = {**ASKED, "seed": seed, "max_tokens": 8}
     with Stack(directory, prefill=0, decode=0, auto=1, gateway=find_free_port()) as stack:
         stack.wait_until_ready(START_PATIENCE_S)
         url = f"{stack.gateway_url}/v1/completions"
         expected = _join_texts(_ask(url, body))
-        command = [word.format(folder=ROOT / "sim/languages") for word in words] if program != "curl" else words
-        told = subprocess.run(
-            [*command, url, json.dumps(body)], capture_output=True, text=True, timeout=START_PATIENCE_S, check=False
-        )
-    if _join_texts(told.stdout) == expected != "":
-        return Played(2)
-    return Played(2, 0, [f"{language} got {(told.stdout or told.stderr)[:200]!r}"])
+        patience_s = LANGUAGE_S + sum(map(float, PAUSES_S))
+        try:
+            told = subprocess.run(
+                [*command, url, json.dumps(body), str(CONNECTIONS), *PAUSES_S],
+                capture_output=True, text=True, timeout=patience_s, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Played(1, 0, [f"{language}: it still waits after {patience_s:g} s"])
+    count = 1 if language == "curl" else CONNECTIONS * (1 + len(PAUSES_S))
+    answers = told.stdout.split("---\n")[:-1]
+    wrong = [answer for answer in answers if _join_texts(answer) != expected]
+    findings = [f"{len(answers)} of {count} answers came: {told.stderr[-200:]!r}"] if len(answers) != count else []
+    findings += [f"{len(wrong)} answers differ, the first is {wrong[0][:200]!r}"] if wrong or not expected else []
+    return Played(1 + count, 0, [f"{language}: {told}" for told in findings])
 
 
 def _language(language: str, known: str = "") -> Scene:
     return Scene(
-        f"a client in {language}", "it gets the text that our client gets",
+        f"a client in {language}", "each answer has the text that our client gets",
         lambda seed, directory: _play_language(language, seed, directory), known,
     )  # fmt: skip
 
@@ -276,7 +290,7 @@ SCENES = (
         "a container with a read-only root", "`penstock up` starts and answers",
         lambda seed, directory: _play_container(seed, directory, is_read_only=True), "D4",
     ),
-    _language("Java", "D1"), _language("Go"), _language("Node"), _language("curl"),
+    *map(_language, LANGUAGES),
 )  # fmt: skip
 
 

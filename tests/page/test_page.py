@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import FloatRect, Locator, Page, expect
+from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
 from penstock.cli.up import build_endpoint_environment
 from penstock.local.stack import Stack
@@ -323,6 +323,30 @@ def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path
         page.click("#forget")
         page.wait_for_selector("#key-form:not([hidden])")
         tabs.close()
+
+
+ASK_FROM_ELSEWHERE = """async ([url, body]) => {
+    const headers = {"content-type": "application/json", authorization: "Bearer none", "x-own": "1"};
+    try {
+        const answer = await fetch(url, {method: "POST", headers, body});
+        return [answer.headers.get("x-request-id"), await answer.text()];
+    } catch (error) { return [null, String(error)]; }
+}"""
+
+
+@pytest.mark.proof
+def test_a_page_of_another_origin_reads_a_stream_if_its_origin_is_allowed(
+    browser: Browser, line: Stack, tmp_path: Path
+) -> None:
+    allowed, other = line.gateway_url, line.gateway_url.replace("127.0.0.1", "localhost")
+    body = json.dumps({"model": "demo", "prompt": "In the", "max_tokens": 4, "stream": True})
+    with GatewayProcess(line.addresses, tmp_path, {"GATEWAY_ORIGINS": allowed}) as gateway:
+        for origin in (allowed, other):
+            page = browser.new_page()
+            page.goto(f"{origin}/healthz")
+            name, text = page.evaluate(ASK_FROM_ELSEWHERE, [f"{gateway.url}/v1/completions", body])
+            page.close()
+            assert (name is not None, text.endswith("data: [DONE]\n\n")) == (origin == allowed,) * 2, text
 
 
 @pytest.mark.proof

@@ -325,16 +325,21 @@ class GuardSettings(BaseSettings):
     max_headers: int = Field(default=100, ge=1)
     """The most header lines."""
     headers_s: float = Field(default=10.0, gt=0)
-    """The longest time to the end of the headers, from the connection or from the last request or answer. So a
-    connection that is idle for this long is closed, with 408."""
+    """The longest time from a request's first byte to the end of its headers; 408 beyond it."""
+    idle_s: float = Field(default=620.0, gt=0)
+    """A connection on which no request is under way is closed after so many seconds: later than clients and proxies
+    close theirs. Where connections are short, the one that is idle for the longest time is closed before."""
     body_s: float = Field(default=20.0, gt=0)
     """How long a body may take after the headers, plus its length divided by `PENSTOCK_GATEWAY_BODY_KB_PER_S`."""
     body_kb_per_s: float = Field(default=64.0, gt=0)
     """The slowest rate at which a large body may arrive."""
     stalled_s: float = Field(default=60.0, gt=0)
-    """How long a reader may accept no bytes before its connection is closed."""
+    """How long, or up to twice as long, a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
     """The most connections at the same time; 503 beyond it. Fewer where the process may not open so many files."""
+    origins: str = ""
+    """The origins, separated by commas, whose pages may call the gateway from a browser, such as
+    `https://app.example.com`; `*`: all. Empty: no page of another origin may."""
 
 
 class TraceSettings(BaseSettings):

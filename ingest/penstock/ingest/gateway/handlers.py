@@ -75,6 +75,8 @@ async def _handle_http_error(request: Request, error: HTTPException, routes: Seq
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
     elif error.status_code == 405:
         allowed = ", ".join(_allowed_methods(request, routes))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed})
         message, code = f"{request.method} is not allowed at {request.url.path}: use {allowed}.", "method_not_allowed"
         headers = {"Allow": allowed}
     return render_error(request, ApiError(error.status_code, message, code=code, headers=headers))

@@ -31,10 +31,6 @@ log = logging.getLogger(__name__)
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 128 * 1024
 """What the kernel buffers for a client that does not read; its default is megabytes."""
-IDLE_CONNECTION_S = 75
-"""An idle connection is closed after so many seconds. Clients and proxies keep theirs for 4 to 60 s: where a gateway
-closes one first, a request that is sent at that moment is reset.
-"""
 MAX_OPEN_FILES = 65536
 NUM_OWN_FILES = 256
 """How many open files are left for Redis, Kafka, receivers and batches, and for connections that are being refused."""
@@ -98,7 +94,6 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=settings.gateway.stop_s,  # type: ignore[arg-type]  # it takes fractions
             )
         )
