@@ -267,10 +267,10 @@ SCENES = (
     _undisturbed("one of four workers four times slower", auto=4, num_in_flight=8, slowness={"auto-3": 4.0}),
     _undisturbed("clocks that jump", with_clock_jumps=True, auto=0, prefill=1, decode=2),
     _undisturbed("half a core", half_core=True, num_in_flight=3),
-    Scene("a container with 64 MB of shared memory", "`penstock up` starts and answers", _play_container, "D4"),
+    Scene("a container with 64 MB of shared memory", "`penstock up` starts and answers", _play_container),
     Scene(
         "a container with a read-only root", "`penstock up` starts and answers",
-        lambda seed, directory: _play_container(seed, directory, is_read_only=True), "D4",
+        lambda seed, directory: _play_container(seed, directory, is_read_only=True),
     ),
     _language("Java", "D1"), _language("Go"), _language("Node"), _language("curl"),
 )  # fmt: skip

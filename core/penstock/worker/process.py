@@ -32,7 +32,7 @@ from penstock.config.settings import (
     load_group,
     load_settings,
 )
-from penstock.errors import DependencyMissing, SettingsError
+from penstock.errors import DependencyMissing, KVStoreError, SettingsError
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access, check_redis_access
@@ -89,12 +89,13 @@ class WorkerProcess:
         """Closes what was opened for the process, at its end."""
 
     def __enter__(self) -> Self:
-        """Check that the servers allow what a worker of this kind does, take the name, and begin heartbeat and
-        telemetry. Raise `AccessRefused`, `NameTaken` or `ServerEvicts`.
+        """Check that host and servers allow what a worker of this kind does, take the name, and begin heartbeat and
+        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken` or `ServerEvicts`.
         """
-        settings, addresses = self.settings, self.addresses
         if self.kind != "endpoint":
-            _keep_bytecode(settings.engine)
+            _keep_bytecode(self.settings.engine)
+            self._fit_tiers()
+        settings, addresses = self.settings, self.addresses
         failpoints.arm(settings.faults.failpoints)
         pin_to_cores(settings.worker.cores)
         check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
@@ -148,6 +149,17 @@ class WorkerProcess:
         self.beat.update_status(now=True, doing="opening the KV store")
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
+
+    def _fit_tiers(self) -> None:
+        """Fit the KV store's tiers to this host. Raise `KVStoreError` for what was asked for and cannot be."""
+        with require_libraries():
+            from penstock.kvstore.room import fit_tiers
+        kv, told, refused = fit_tiers(self.settings.kv, self.pipeline.name)
+        if refused:
+            raise KVStoreError("; ".join(refused))
+        for line in told:
+            log.warning(line)
+        self.settings = self.settings._replace(kv=kv)
 
     def _find_opening(self, *, only_prompts: bool) -> "OpenCore":
         """Return what loads the model into the engine that the settings name."""
