@@ -1,12 +1,14 @@
 """`penstock up`: the whole pipeline on this machine."""
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.request import getproxies
 
 import typer
 from rich.console import Console
@@ -92,8 +94,10 @@ def build_curl_body(model: str = "") -> dict[str, object]:
 
 
 def format_curl_command(gateway_url: str, model: str = "") -> str:
-    """Return a shell command that sends this body and prints the stream."""
-    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body(model))}'"
+    """Return a shell command that sends this body, by no proxy, and prints the stream."""
+    no_proxy = "--noproxy '*' " if getproxies().get("http") else ""
+    url = shlex.quote(f"{gateway_url}/v1/completions")
+    return f"curl -N {no_proxy}{url} -d '{json.dumps(build_curl_body(model))}'"
 
 
 def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> str:

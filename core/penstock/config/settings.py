@@ -103,8 +103,8 @@ class KVSettings(BaseSettings):
     salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
     shared_mb: int = Field(default=256, ge=0)
-    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it. If it is
-    not set, it is at most half of what the directory's file system has."""
+    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it. If not
+    set, it is at most half of what the directory's file system has."""
     shared_dir: str = ""
     """The directory of the shared memory, and of the tables of the blocks on disk. Empty: `/dev/shm`, or the system's
     directory for temporary files."""

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import DependencyMissing
+from penstock.own_servers import bind_port, has_listener
 from penstock.waiting import wait_until
 
 # Runs in the child before the program: requests the signal, and checks whether the parent died meanwhile.
@@ -192,9 +193,11 @@ def find_free_port() -> int:
 def describe_port_problem(host: str, port: int) -> str:
     """Return why nobody can listen on a TCP port now; empty if it is free."""
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        bind_port(host, port)
     except OSError as error:
-        return "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used on {host} ({error.strerror})"
+        if error.errno != errno.EADDRINUSE:
+            return f"cannot be used on {host} ({error.strerror})"
+        return "is taken" if has_listener(host, port) else "is taken by a connection that goes out from it"
     return ""
 
 
