@@ -13,6 +13,7 @@ from urllib.request import getproxies
 import typer
 from rich.console import Console
 
+from penstock.bytecode import describe_lost_bytecode
 from penstock.cli.error_lines import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
@@ -193,6 +194,8 @@ def up(
     )
     refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway), *refused])
     stop = StopSignal().install()
+    if not asks_endpoints and (line := describe_lost_bytecode(load_settings(EngineSettings).find_cache_directory())):
+        console.print(line)
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
     if redis and (running := list_running_workers(stack.addresses)):
         console.print(f"workers that run already, and that these join: {describe_workers(running)}")

@@ -4,18 +4,16 @@
 """
 
 import contextlib
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Member
+from penstock.bytecode import describe_lost_bytecode, keep_bytecode
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -93,7 +91,10 @@ class WorkerProcess:
         telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken` or `ServerEvicts`.
         """
         if self.kind != "endpoint":
-            _keep_bytecode(self.settings.engine)
+            cache = self.settings.engine.find_cache_directory()
+            if line := describe_lost_bytecode(cache):
+                log.warning(line)
+            keep_bytecode(cache)
             self._fit_tiers()
         settings, addresses = self.settings, self.addresses
         failpoints.arm(settings.faults.failpoints)
@@ -237,16 +238,3 @@ def require_libraries() -> Iterator[None]:
         yield
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
-
-
-def _keep_bytecode(settings: EngineSettings) -> None:
-    """Have what is imported from now on compiled once in the cache directory, where Python was told to keep nothing.
-
-    Many images set PYTHONDONTWRITEBYTECODE, and torch and transformers take minutes to compile on a busy machine. What
-    lies compiled beside its source is taken from there.
-    """
-    if not sys.dont_write_bytecode:
-        return
-    specs = [importlib.util.find_spec(package) for package in ("torch", "transformers")]
-    if any(spec and not Path(spec.cached or "").is_file() for spec in specs):
-        sys.pycache_prefix, sys.dont_write_bytecode = str(settings.find_cache_directory() / "bytecode"), False
