@@ -21,11 +21,11 @@ from penstock.cli.up import format_curl_command
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.server import open_listener
 from penstock.local import memory
-from penstock.local.processes import describe_port_problem, find_free_port, start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, WorkerSlot, split_cores
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
-from penstock.own_servers import find_own_url
+from penstock.own_servers import describe_port_problem, find_own_url
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for

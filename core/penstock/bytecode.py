@@ -1,9 +1,12 @@
 """Python code that would be compiled anew at each start of a worker: torch and transformers take longest."""
 
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers")
 
@@ -25,6 +28,8 @@ def keep_bytecode(cache: Path) -> None:
     Many images set PYTHONDONTWRITEBYTECODE, or have packages of another user that nobody compiled. What lies compiled
     beside its source is taken from there.
     """
+    if line := describe_lost_bytecode(cache):
+        log.warning(line)
     if is_bytecode_lost():
         sys.pycache_prefix, sys.dont_write_bytecode = str(cache / "bytecode"), False
 

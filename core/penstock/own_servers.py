@@ -4,7 +4,6 @@ import errno
 import logging
 import socket
 import time
-from http.client import HTTPResponse
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
@@ -12,6 +11,7 @@ log = logging.getLogger(__name__)
 
 PORT_PATIENCE_S = 150.0
 """How long a server waits for its port while nobody listens on it. The system keeps it 60 s after a client left."""
+TAKEN_BY_CLIENT = "is taken by a connection that goes out from it"
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 """What servers that listen on all addresses are asked at, by what they listen on."""
 
@@ -26,20 +26,24 @@ def find_own_url(host: str, port: int | None) -> str:
     return f"http://{format_place(_ALL_ADDRESSES.get(host, host), port or 0)}"
 
 
-def ask_own(url: str, body: bytes | None = None, timeout_s: float = 60.0) -> HTTPResponse:
-    """Send a request to one of our own servers, by no proxy. Raises `OSError`, also for an answer that is an error."""
-    answer: Any = build_opener(ProxyHandler({})).open(url, body, timeout_s)
-    return answer  # type: ignore[no-any-return]
+def ask_own(url: str, body: bytes | None = None, timeout_s: float = 60.0) -> Any:
+    """Return an `HTTPResponse` of one of our own servers, asked by no proxy. Raises `OSError`, also for an error's."""
+    return build_opener(ProxyHandler({})).open(url, body, timeout_s)
 
 
-def bind_port(host: str, port: int) -> None:
-    """Take a port for listening, and give it back. Raises `OSError` if that is not possible now."""
-    is_six = ":" in host
-    with socket.socket(socket.AF_INET6 if is_six else socket.AF_INET) as probe:
-        if is_six:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+def describe_port_problem(host: str, port: int) -> str:
+    """Return why nobody can listen on a TCP port now; empty if it is free."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # nobody is accepted by it
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if probe.family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return f"cannot be used on {host} ({error.strerror})"
+        return "is taken" if has_listener(host, port) else TAKEN_BY_CLIENT
+    return ""
 
 
 def has_listener(host: str, port: int) -> bool:
@@ -59,18 +63,12 @@ def wait_until_free(host: str, port: int) -> None:
     A client of this machine that connects again and again to a port on which nobody listens is given the same port for
     its own end sooner or later, where it is among the outgoing ones, and is then connected with itself.
     """
-    until_s, is_told = time.monotonic() + PORT_PATIENCE_S, False
-    while time.monotonic() < until_s:
-        try:
-            return bind_port(host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or has_listener(host, port):
-                return None  # whoever binds it is told
-        if not is_told:
-            is_told = True
+    until_s = 0.0
+    while describe_port_problem(host, port) == TAKEN_BY_CLIENT and not 0 < until_s < time.monotonic():
+        if not until_s:
+            until_s = time.monotonic() + PORT_PATIENCE_S
             log.warning(
                 f"port {port} is taken though nobody listens on it, as a connection goes out from it: waiting for "
                 f"{PORT_PATIENCE_S:.0f} s at most. Ports below net.ipv4.ip_local_port_range are not taken like that"
             )
         time.sleep(0.1)
-    return None

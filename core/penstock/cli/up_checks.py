@@ -16,11 +16,11 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
 from penstock.engine.files import MODEL_ADVICE, check_model_here
 from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
-from penstock.local.processes import describe_port_problem
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
+from penstock.own_servers import describe_port_problem
 from penstock.redis.urls import split_urls
 
 MIN_FREE_MB = 16

@@ -7,7 +7,6 @@ process. Elsewhere children end when the parent exits in an orderly way.
 
 import atexit
 import contextlib
-import errno
 import os
 import queue
 import secrets
@@ -22,7 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import DependencyMissing
-from penstock.own_servers import bind_port, has_listener
 from penstock.waiting import wait_until
 
 # Runs in the child before the program: requests the signal, and checks whether the parent died meanwhile.
@@ -188,17 +186,6 @@ def find_free_port() -> int:
             if port not in _reserved_ports:
                 _reserved_ports.add(port)
                 return port
-
-
-def describe_port_problem(host: str, port: int) -> str:
-    """Return why nobody can listen on a TCP port now; empty if it is free."""
-    try:
-        bind_port(host, port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return f"cannot be used on {host} ({error.strerror})"
-        return "is taken" if has_listener(host, port) else "is taken by a connection that goes out from it"
-    return ""
 
 
 def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s: float) -> None:

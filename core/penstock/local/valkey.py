@@ -14,13 +14,12 @@ import redis
 from penstock.errors import DependencyMissing, DirectoryTaken, PenstockError
 from penstock.local.processes import (
     Child,
-    describe_port_problem,
     find_free_port,
     is_container_engine_running,
     start_child,
     wait_until_serving,
 )
-from penstock.own_servers import wait_until_free
+from penstock.own_servers import describe_port_problem, wait_until_free
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
 

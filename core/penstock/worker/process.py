@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Member
-from penstock.bytecode import describe_lost_bytecode, keep_bytecode
+from penstock.bytecode import keep_bytecode
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -91,10 +91,7 @@ class WorkerProcess:
         telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken` or `ServerEvicts`.
         """
         if self.kind != "endpoint":
-            cache = self.settings.engine.find_cache_directory()
-            if line := describe_lost_bytecode(cache):
-                log.warning(line)
-            keep_bytecode(cache)
+            keep_bytecode(self.settings.engine.find_cache_directory())
             self._fit_tiers()
         settings, addresses = self.settings, self.addresses
         failpoints.arm(settings.faults.failpoints)

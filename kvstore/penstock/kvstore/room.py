@@ -5,29 +5,28 @@ the start is refused.
 """
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.config.settings import KVSettings
 from penstock.errors import KVStoreError
-from penstock.kvstore.arena.directory import DIRECTORY_SETTING, check_shared_memory
+from penstock.kvstore.arena.directory import DIRECTORY_SETTING, SlotDirectory
 from penstock.kvstore.arena.directory import SIZE_SETTING as SIZE_ON_DISK
 from penstock.kvstore.arena.file import SETTING as SIZE_IN_MEMORY
 from penstock.kvstore.arena.file import arena_directory, find_arenas
 
-DIRECTORY_OF_TABLES = "PENSTOCK_KV_STORE_SHARED_DIR"
-MIB = 2**20
-
 
 class FittedTiers(NamedTuple):
-    """Settings with which the tiers of this host can be opened, as far as that is known now."""
+    """Settings with which the tiers of this host can be opened, as far as that is known now.
+
+    `told` has a line for each tier that nobody asked for and that is smaller or left out, `refused` for each that was
+    asked for and cannot be.
+    """
 
     settings: KVSettings
     told: list[str]
-    """A line for each tier that nobody asked for and that is smaller than usual, or left out."""
     refused: list[str]
-    """A line for each that was asked for and cannot be."""
 
 
 def fit_tiers(settings: KVSettings, pipeline: str) -> FittedTiers:
@@ -65,30 +64,25 @@ def _find_directory_problem(directory: Path) -> str:
     if os.access(directory, os.W_OK | os.X_OK):
         return ""
     what = "cannot be written to" if directory.is_dir() else "is no directory"
-    return f"{directory} {what}: {DIRECTORY_OF_TABLES} names another one"
+    return f"{directory} {what}: PENSTOCK_KV_STORE_SHARED_DIR names another one"
 
 
 def _measure_room(directory: Path, pipeline: str) -> tuple[int, int]:
     """Return how many MiB the file system of shared memory has, and how many of them are free or the pipeline's."""
-    system, num_own_bytes = os.statvfs(directory), 0
-    for arena in find_arenas(str(directory)):
-        if arena.pipeline == pipeline:
-            with suppress(FileNotFoundError):
-                num_own_bytes += arena.path.stat().st_blocks * 512
-    return system.f_blocks * system.f_frsize // MIB, (system.f_bavail * system.f_frsize + num_own_bytes) // MIB
+    system, own = os.statvfs(directory), [arena for arena in find_arenas(str(directory)) if arena.pipeline == pipeline]
+    num_free_bytes = system.f_bavail * system.f_frsize + sum(arena.bytes for arena in own)
+    return system.f_blocks * system.f_frsize // 2**20, num_free_bytes // 2**20
 
 
 def _find_disk_problem(settings: KVSettings) -> str:
     """Return why blocks cannot be kept on disk; empty if they can. A full disk is no reason: it may have room later."""
     root = settings.disk_path.absolute()
     nearest = next(path for path in (root, *root.parents) if os.path.exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} cannot be written to: {DIRECTORY_SETTING} names another one"
     try:
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            return f"{nearest} cannot be written to: {DIRECTORY_SETTING} names another one"
-        with suppress(FileNotFoundError):  # nobody has used it yet
-            check_shared_memory(root, settings.shared_dir)
-    except KVStoreError as error:
+        with suppress(FileNotFoundError), closing(SlotDirectory(root, 0, settings.shared_dir, create=False)) as folder:
+            folder.check_tables()  # where somebody has used it
+    except (KVStoreError, OSError) as error:
         return str(error)
-    except OSError as error:
-        return f"{root}: {error.strerror}: {DIRECTORY_SETTING} names another one"
     return ""

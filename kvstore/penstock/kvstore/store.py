@@ -8,8 +8,8 @@ read); the tiers below it are written afterwards.
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol, Self
 
@@ -170,8 +170,12 @@ class KVStore:
         block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:
             budget_bytes, directory = settings.shared_mb * 2**20, settings.shared_dir
-            with _leaving_out(is_asked="shared_mb" in settings.model_fields_set):
+            try:
                 tiers.append(HostTier.open_shared(block_format, pipeline, budget_bytes, directory))
+            except KVStoreError as problem:
+                if "shared_mb" in settings.model_fields_set:
+                    raise
+                log.warning("no KV blocks are kept in shared memory: %s", problem)
         if settings.disk_mb:
             budget_bytes = settings.disk_mb * 2**20
             tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
@@ -338,17 +342,6 @@ class KVStore:
         for tier in self.tiers:
             with suppress(OSError):
                 tier.close()
-
-
-@contextmanager
-def _leaving_out(*, is_asked: bool) -> Iterator[None]:
-    """A block that opens a tier. If that fails and nobody asked for the tier, say so and go on without it."""
-    try:
-        yield
-    except KVStoreError as problem:
-        if is_asked:
-            raise
-        log.warning("no KV blocks are kept in shared memory: %s", problem)
 
 
 def is_lossy(settings: KVSettings) -> bool:

@@ -106,13 +106,14 @@ class SlotDirectory:
 
     def check_tables(self) -> None:
         """Raise `KVStoreError` if other processes of this version have any model's slot file open with other tables."""
-        for path in find_slot_files(self._root):
-            slots = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if read_format(slots):
-                    self._find_used_tables(slots)
-            finally:
-                os.close(slots)
+        with self.hold_lock():
+            for path in find_slot_files(self._root):
+                slots = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if read_format(slots):
+                        self._find_used_tables(slots)
+                finally:
+                    os.close(slots)
 
     def _find_used_tables(self, slots: int) -> "tuple[int, _FoundTables | None]":
         """Return the id of the tables by which other processes use a slot file, or 0, and the tables that are here.
@@ -195,16 +196,6 @@ class SlotDirectory:
         for path in arena_directory(self._tables_directory).glob(f"{self._tables_prefix}-*"):
             if path not in current:
                 remove_arena(path)
-
-
-def check_shared_memory(root: Path, tables_directory: str) -> None:
-    """Raise `KVStoreError` if processes that have other shared memory use a directory, `OSError` if it fails."""
-    folder = SlotDirectory(root, 0, tables_directory, create=False)
-    try:
-        with folder.hold_lock():
-            folder.check_tables()
-    finally:
-        folder.close()
 
 
 def find_slot_files(root: Path) -> list[Path]:
