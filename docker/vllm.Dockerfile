@@ -27,8 +27,10 @@ COPY prefill_worker/penstock prefill_worker/penstock
 COPY decode_worker/penstock decode_worker/penstock
 COPY kvstore/penstock kvstore/penstock
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install --python /opt/penstock/bin/python --override constraints-vllm.txt ".[worker,${VLLM}]" \
+    uv pip install --compile-bytecode --python /opt/penstock/bin/python --override constraints-vllm.txt ".[worker,${VLLM}]" \
     && python -c 'import vllm'
+# Python's own library, too: this image's user cannot write there, and each start would compile it.
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 COPY --chmod=755 docker/healthy /usr/local/bin/healthy
 
 ENV PYTHONUNBUFFERED=1 \

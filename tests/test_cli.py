@@ -226,16 +226,18 @@ def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
     options = ("--data", str(tmp_path), "--gateway-port", str(taken_port), "--prefill", "1")
     kafka = f"127.0.0.1:{find_free_port()}"
     done = terminal(
-        "up", *options, "--kafka", kafka, PENSTOCK_ENGINE_MODEL="/nope", PENSTOCK_TELEMETRY_PORT=str(taken_port)
-    )
+        "up", *options, "--kafka", kafka, PENSTOCK_ENGINE_MODEL="/nope", PENSTOCK_TELEMETRY_PORT=str(taken_port),
+        PENSTOCK_KV_STORE_SHARED_MB=str(2**40),
+    )  # fmt: skip
     head, *found = done.stderr.splitlines()
-    assert (done.returncode, head) == (1, "penstock: nothing was started, for 5 reasons:")
+    assert (done.returncode, head) == (1, "penstock: nothing was started, for 6 reasons:")
     for line, words in zip(found, (
         f"port {taken_port} for the gateway is taken: ",
         f"port {taken_port} is for the gateway and for the metrics of prefill-0: choose another --gateway-port or ",
         "PENSTOCK_ENGINE_MODEL=/nope: there is no directory /nope; set PENSTOCK_ENGINE_MODEL to ",
         "Redis at 127.0.0.1:",
         "Kafka at 127.0.0.1:",
+        f"shared memory for KV blocks: no room for {2**40} MB in ",
     ), strict=True):  # fmt: skip
         assert words in line
     assert not list(tmp_path.iterdir())
@@ -365,6 +367,19 @@ def test_a_key_of_another_type_ends_a_worker_before_it_is_ready(
     assert "is a zset, and this version expects a hash" in said
     assert f"redis-cli DEL {key}" in said
     assert f"the key {key} " in penstock("doctor", **environment).stdout
+
+
+def test_a_worker_whose_shared_memory_cannot_be_ends_before_it_looks_for_its_model(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    given = {
+        "PENSTOCK_ENGINE_MODEL": str(tmp_path / "no model"),
+        "PENSTOCK_KV_STORE_SHARED_DIR": str(tmp_path / "none"),
+    }
+    done = terminal("worker", "decode", **given)
+    assert done.returncode == 1
+    assert "penstock: shared memory for KV blocks: " in done.stderr.splitlines()[-1]
+    assert "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one" in done.stderr
 
 
 def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:

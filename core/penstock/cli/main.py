@@ -1,7 +1,9 @@
 """The command `penstock`. Each of its commands is a module of this package."""
 
 import logging
+import os
 import sys
+import tempfile
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -90,9 +92,21 @@ def root(
     """Durable, disaggregated LLM inference. Settings come from PENSTOCK_… variables (docs/settings.md)."""
 
 
+def find_temporary_directory() -> None:
+    """Have temporary files in shared memory where they can be nowhere else, as in a container that is all read-only.
+
+    Without a place for them transformers cannot be imported.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        os.environ["TMPDIR"] = "/dev/shm"
+
+
 def main() -> None:
     """Run a command. An error of Penstock or Redis is printed as one line, with exit code 1 and no traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    find_temporary_directory()
     try:
         app()
     except Exception as error:

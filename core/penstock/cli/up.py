@@ -1,16 +1,19 @@
 """`penstock up`: the whole pipeline on this machine."""
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.request import getproxies
 
 import typer
 from rich.console import Console
 
+from penstock.bytecode import describe_lost_bytecode
 from penstock.cli.error_lines import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
@@ -32,13 +35,28 @@ def default_data_directory() -> Path:
     return Path.home() / ".local" / "share" / "penstock"
 
 
-def build_kv_environment() -> dict[str, str]:
-    """Return the workers' KV settings: shared memory where `penstock kv` looks for it, and a tier on disk."""
-    from penstock.kvstore.arena.file import arena_directory
+def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> tuple[dict[str, str], list[str]]:
+    """Return the workers' KV settings, and a line for each tier that was asked for and cannot be.
+
+    Shared memory is where `penstock kv` looks for it. A tier on disk is added, in the directory of data if one was
+    given. What nobody asked for and this host has no room for is said.
+    """
+    from penstock.kvstore.room import fit_tiers
 
     settings = load_settings(KVSettings)
-    disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DEFAULT_DISK_MB
-    return {SHARED_DIR_VARIABLE: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
+    given = settings.model_fields_set
+    changes: dict[str, object] = {} if "disk_mb" in given else {"disk_mb": DEFAULT_DISK_MB}
+    if data is not None and not settings.disk_dir:
+        changes["disk_dir"] = str(data.absolute() / "kv")
+    wanted = KVSettings.model_construct(_fields_set=given, **{**settings.model_dump(), **changes})
+    fitted, told, refused = fit_tiers(wanted, pipeline)
+    for line in told:
+        console.print(line)
+    return {
+        SHARED_DIR_VARIABLE: fitted.shared_dir,
+        "PENSTOCK_KV_STORE_DISK_MB": str(fitted.disk_mb),
+        "PENSTOCK_KV_STORE_DISK_DIR": fitted.disk_dir,
+    }, refused
 
 
 def build_endpoint_environment(urls: Sequence[str]) -> dict[str, str]:
@@ -77,8 +95,10 @@ def build_curl_body(model: str = "") -> dict[str, object]:
 
 
 def format_curl_command(gateway_url: str, model: str = "") -> str:
-    """Return a shell command that sends this body and prints the stream."""
-    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body(model))}'"
+    """Return a shell command that sends this body, by no proxy, and prints the stream."""
+    no_proxy = "--noproxy '*' " if getproxies().get("http") else ""
+    url = shlex.quote(f"{gateway_url}/v1/completions")
+    return f"curl -N {no_proxy}{url} -d '{json.dumps(build_curl_body(model))}'"
 
 
 def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> str:
@@ -147,7 +167,7 @@ def up(
     ] = None,
     url: Annotated[list[str] | None, typer.Option(help="Such a server, http://HOST:8000; may be repeated.")] = None,
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Directory for data, logs, and KV blocks on disk.")] = None,
 ) -> None:
     """Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -160,7 +180,8 @@ def up(
     workers = choose_workers({"prefill": prefill, "decode": decode, "auto": auto}, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
-    environment = build_endpoint_environment(url or []) if asks_endpoints else build_kv_environment()
+    kv_environment, refused = ({}, []) if asks_endpoints else build_kv_environment(given.pipeline, data, console)
+    environment = build_endpoint_environment(url or []) if asks_endpoints else kv_environment
     stack = Stack(
         directory,
         pipeline=given.pipeline,
@@ -171,8 +192,10 @@ def up(
         gateway=gateway,
         environment=environment,
     )
-    refuse_obstacles(find_obstacles(stack, None if redis else port, gateway))
+    refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway), *refused])
     stop = StopSignal().install()
+    if not asks_endpoints and (line := describe_lost_bytecode(load_settings(EngineSettings).find_cache_directory())):
+        console.print(line)
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
     if redis and (running := list_running_workers(stack.addresses)):
         console.print(f"workers that run already, and that these join: {describe_workers(running)}")

@@ -1,7 +1,9 @@
 """What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once."""
 
+import errno
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,12 +16,15 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
 from penstock.engine.files import MODEL_ADVICE, check_model_here
 from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
-from penstock.local.processes import describe_port_problem
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
+from penstock.own_servers import describe_port_problem
 from penstock.redis.urls import split_urls
+
+MIN_FREE_MB = 16
+"""Space for data and logs without which nothing is started: a server's first files, and the first day's logs."""
 
 
 class WantedPort(NamedTuple):
@@ -75,17 +80,23 @@ def _find_port_problems(ports: Sequence[WantedPort]) -> Iterator[str]:
 
 
 def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[str]:
+    advice = "choose another --data"
     try:
         stack.directory.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(stack.directory, os.W_OK) else "it cannot be written to"
         if not reason:
             stack.lock_data()
+            with tempfile.TemporaryFile(dir=stack.directory) as file:
+                file.write(bytes(MIN_FREE_MB * 2**20))
+                file.flush()
     except DirectoryTaken as taken:
         yield str(taken)
     except OSError as error:
         reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason, advice = f"fewer than {MIN_FREE_MB} MB are free there", f"make room, or {advice}"
     if reason:
-        yield f"{stack.directory}, for data and logs: {reason}: choose another --data"
+        yield f"{stack.directory}, for data and logs: {reason}: {advice}"
     if starts_redis:
         try:
             find_binary()

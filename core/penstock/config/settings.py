@@ -103,7 +103,8 @@ class KVSettings(BaseSettings):
     salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
     shared_mb: int = Field(default=256, ge=0)
-    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it."""
+    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it. If not
+    set, it is at most half of what the directory's file system has."""
     shared_dir: str = ""
     """The directory of the shared memory, and of the tables of the blocks on disk. Empty: `/dev/shm`, or the system's
     directory for temporary files."""
@@ -111,7 +112,7 @@ class KVSettings(BaseSettings):
     """Space for blocks on disk; 0: none. `penstock up` sets 1024 if it is not set."""
     disk_dir: str = ""
     """The directory of blocks on disk. All workers that use it, of any pipeline, need the same
-    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`."""
+    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`, or with `penstock up --data DIR` `DIR/kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
     redis_codec: CodecChoice = "auto"

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +19,7 @@ import redis
 
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load_settings
+from penstock.config.settings import BusSettings, GatewaySettings, load_settings
 from penstock.cores import list_usable_cores
 from penstock.errors import PenstockError
 from penstock.local.memory import StackMemory
@@ -29,6 +28,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access
 from penstock.ops.status import read_heartbeats
+from penstock.own_servers import ask_own, find_own_url
 from penstock.redis.client import redis_client
 
 DEFAULT_REDIS_PORT = 7379
@@ -126,8 +126,8 @@ class Stack:
 
     @property
     def gateway_url(self) -> str:
-        """The address of the gateway, if there is one."""
-        return f"http://127.0.0.1:{self._gateway_port}"
+        """The address of the gateway, if there is one, as this machine reaches it."""
+        return find_own_url(load_settings(GatewaySettings).host, self._gateway_port)
 
     def lock_data(self) -> None:
         """Take the data of the server that will be started, if any, until `stop`. Raises `DirectoryTaken`."""
@@ -255,7 +255,7 @@ class Stack:
         if self.gateway is None or self.gateway.child is None:
             return False
         try:
-            with urllib.request.urlopen(f"{self.gateway_url}/healthz", timeout=GATEWAY_TIMEOUT_S) as answer:
+            with ask_own(f"{self.gateway_url}/healthz", timeout_s=GATEWAY_TIMEOUT_S) as answer:
                 return bool(json.load(answer)["pid"] == self.gateway.child.pid)
         except (OSError, ValueError, KeyError):
             return False

@@ -14,12 +14,12 @@ import redis
 from penstock.errors import DependencyMissing, DirectoryTaken, PenstockError
 from penstock.local.processes import (
     Child,
-    describe_port_problem,
     find_free_port,
     is_container_engine_running,
     start_child,
     wait_until_serving,
 )
+from penstock.own_servers import describe_port_problem, wait_until_free
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
 
@@ -73,6 +73,7 @@ class ValkeyServer:
         """Start, and wait until the server answers. Raises `DependencyMissing`, and as `lock_directory`."""
         if self._child is not None and self._child.is_alive():
             return self
+        wait_until_free("127.0.0.1", self.port)
         if describe_port_problem("127.0.0.1", self.port):
             raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
         held = self.lock_directory()

@@ -24,6 +24,7 @@ from penstock.errors import PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.protocol import make_guarded_protocol
+from penstock.own_servers import format_place, wait_until_free
 from penstock.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)
@@ -44,17 +45,19 @@ def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters
     with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
         freeze_loaded_objects()
-        log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        log.info("the gateway listens on http://%s", format_place(host, port))
         _Server(app, settings).run(sockets=[listener])
 
 
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises `PenstockError`."""
+    wait_until_free(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
-        raise PenstockError(f"the gateway cannot listen on {host}:{port}: {error}; PENSTOCK_GATEWAY_PORT") from None
+        place = format_place(host, port)
+        raise PenstockError(f"the gateway cannot listen on {place}: {error}; PENSTOCK_GATEWAY_PORT") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     return listener
 
