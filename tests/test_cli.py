@@ -4,6 +4,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from penstock.cli.main import COMMANDS, load_command
 from penstock.cli.up import choose_workers, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
+from penstock.engine.files import DEMO_MODEL
 from penstock.errors import BusUnavailable, DirectoryTaken, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
@@ -233,12 +235,26 @@ def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
     for line, words in zip(found, (
         f"port {taken_port} for the gateway is taken: ",
         f"port {taken_port} is for the gateway and for the metrics of prefill-0: choose another --gateway-port or ",
-        "PENSTOCK_ENGINE_MODEL=/nope: there is no directory /nope; set PENSTOCK_ENGINE_MODEL to ",
+        "cannot load model '/nope': there is no directory /nope: use `demo`, a directory with config.json",
         "Redis at 127.0.0.1:",
         "Kafka at 127.0.0.1:",
     ), strict=True):  # fmt: skip
         assert words in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_served_is_told_once_before_torch_is_imported(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    (model / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    options = [str(model), "--data", str(tmp_path / "data"), "--port", "0", "--gateway-port", str(find_free_port())]
+    words = f"import sys; sys.argv = {['penstock', 'up', *options]!r}; from penstock.cli.main import main\n"
+    words += "try:\n    main()\nfinally:\n    print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "[]\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"penstock: cannot load model '{model}': {model}/config.json is of type 't5', which is an enc"
+    )
 
 
 def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
@@ -329,6 +345,7 @@ IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"url": ["http://h:1"], "prefill": 2}, {}, "--prefill 2 has no effect with --url"),
     ({"engine_kind": "openai", "decode": 1}, {}, "--decode 1 has no effect with --engine-kind openai"),
     ({"decode": 1}, {"PENSTOCK_ENGINE_KIND": "openai"}, "--decode 1 has no effect with PENSTOCK_ENGINE_KIND=openai"),
+    ({"model": "org/name", "url": ["http://h:1"]}, {}, "the model org/name has no effect with --url"),
     ({"engine_kind": "own", "url": ["http://h:1"]}, {}, "--url has no effect with --engine-kind own"),
 ]
 
@@ -412,8 +429,8 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     assert "does not answer" in find_wait_reasons(silent, "interactive")[0]
 
 
-def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | None = None) -> Child:
-    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(data)]
+def start_up(port: int, data: Path, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> Child:
+    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(data), *options]
     command += ["--gateway-port", str(find_free_port())]
     return start_child(command, name="up", log=log, environment=environment, directory=HERE)
 
@@ -421,11 +438,16 @@ def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | 
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"
-    child = start_up(port, tmp_path / "data", log)
+    model = os.path.relpath(DEMO_MODEL, HERE)
+    environment = {**os.environ, "PENSTOCK_ENGINE_MODEL": "/none", "PENSTOCK_ENGINE_SERVED_NAME": "other"}
+    child = start_up(port, tmp_path / "data", log, model, "--served-name", "mine", environment=environment)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
     wait_for(lambda: log.exists() and "Or:  curl" in log.read_text(), "penstock up", every_s=0.1)
     states = read_worker_status(addresses)
     assert {status["state"] for status in states} == {"ready"}
+    assert [(one["model"], one["model_source"]) for one in states] == [("mine", str(DEMO_MODEL))]
+    wait_for(lambda: "The page: http://" in log.read_text(), "the hints")
+    assert "Penstock is up: mine, pipeline demo" in log.read_text()
     lines = log.read_text().splitlines()
     assert lines[0] == f"pipeline demo; the logs of all processes are in {tmp_path / 'data'}"
     assert lines[1] == "auto-0: starting, gateway: starting"
@@ -446,7 +468,7 @@ def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> N
     shared = tmp_path / "shared"
     shared.mkdir()
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
-    child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment)
+    child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment=environment)
     wait_for((tmp_path / "auto-0.log").exists, "the first worker was started")
     child.send_signal(signal.SIGTERM)
     assert child.wait(PATIENCE_S) == 0, child.read_log_tail()

@@ -1,8 +1,10 @@
 """The embedded stack without its workers, quick to start, and the processes that it starts."""
 
 import fcntl
+import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 import redis
 
-from penstock.errors import PenstockError
+from penstock.engine.files import DEMO_MODEL
+from penstock.errors import ModelLoadError, PenstockError
 from penstock.local import memory
 from penstock.local.processes import start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, WorkerSlot, split_cores
@@ -68,6 +71,23 @@ def test_a_worker_that_died_is_not_ready_while_its_start_is_put_off(
         stack.restart_dead()
         assert worker.child is None
         assert not worker.was_ready
+
+
+def test_a_model_that_no_start_would_load_ends_the_stack_at_once(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
+    stack = ForkedStack(
+        tmp_path, redis=redis_url, pipeline=pipeline.name, prefill=0, decode=0, auto=1,
+        environment={"PENSTOCK_ENGINE_MODEL": str(model)},
+    )  # fmt: skip
+    said: list[str] = []
+    with stack, pytest.raises(ModelLoadError, match=r"^cannot load model '.*in the weights, and .*by config.json"):
+        stack.wait_until_ready(PATIENCE_S, said.append)
+    assert stack.workers[0].num_deaths == 1
+    assert not [line for line in said if "cannot load" in line], "it is said once, in the error"
 
 
 def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(

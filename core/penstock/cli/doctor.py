@@ -25,7 +25,7 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
-from penstock.engine.files import MODEL_ADVICE, check_model_here
+from penstock.engine.files import check_model_here
 from penstock.errors import (
     BusUnavailable,
     DependencyMissing,
@@ -231,7 +231,7 @@ def _check_model() -> Iterator[Finding]:
     try:
         check_model_here(settings.model)
     except ModelLoadError as error:
-        yield Finding("fail", "model", f"{settings.model}: {error}", MODEL_ADVICE)
+        yield Finding("fail", "model", f"{settings.model}: {error}", "")
     else:
         yield Finding("ok", "model", f"{settings.model}, which callers ask for as {settings.find_served_name()!r}")
 

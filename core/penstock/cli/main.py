@@ -9,7 +9,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "up": "Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway.",
+    "up": "Serve a model on this machine: Redis (where none is given), a worker, or several, and a gateway, "
+    "until Ctrl-C.",
     "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. "
     "Any number of gateways may run beside each other.",
     "generate": "Send a prompt through the pipeline and print the answer as it comes.",
@@ -91,7 +92,9 @@ def root(
 
 
 def main() -> None:
-    """Run a command. An error of Penstock or Redis is printed as one line, with exit code 1 and no traceback."""
+    """Run a command. An error of Penstock or Redis is printed as one line, without a traceback. The exit status is 1,
+    or 78 for a model that cannot be loaded.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         app()
@@ -102,7 +105,7 @@ def main() -> None:
         if line is None:
             raise
         print(f"penstock: {line}", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_status", 1))
 
 
 if __name__ == "__main__":
