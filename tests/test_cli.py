@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,66 @@ def test_doctor_finds_a_missing_topic(terminal: Terminal, redis_url: str, pipeli
     assert all(f"made {topic}" in made.stdout for topic in pipeline.all_topics())
     again = terminal("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
     assert "all topics exist" in again.stdout
+
+
+def test_doctor_says_what_servers_answer_before_it_imports_anything_heavy() -> None:
+    words = "import sys\nfrom penstock.cli.doctor import run_checks\nseen = []\n"
+    words += "for one in run_checks():\n    seen.append(one.subject)\n    if one.subject == 'packed weights': break\n"
+    words += "print(seen[0], *sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=True)
+    assert done.stdout == "stream Redis\n"
+
+
+@pytest.mark.parametrize(
+    ("beats", "said"),
+    [
+        ({"auto": "ready"}, ["ok auto workers 1 ready of 1"]),
+        ({"auto": "loading"}, ["note auto workers 0 ready of 1", "fail workers none is ready for prefill and decode"]),
+        ({"prefill": "ready"}, ["ok prefill workers 1 ready of 1", "fail workers none is ready for decode"]),
+        ({"endpoint": "ready"}, ["ok endpoint workers 1 ready of 1"]),
+        ({}, ["fail workers none is ready for prefill and decode"]),
+    ],
+)
+def test_doctor_counts_each_worker_once(
+    beats: dict[Any, str], said: list[str], redis_url: str, pipeline: Pipeline
+) -> None:
+    for kind, state in beats.items():
+        beat = Heartbeat(redis_url, pipeline, kind, "one", 60)
+        beat.update_status(state=state)
+        beat.write_beat()
+    found = doctor._check_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name))
+    assert [f"{one.state} {one.subject} {one.detail}" for one in found] == said
+    with redis_client(redis_url) as client:  # a gateway of a later test would list its model
+        client.delete(*(pipeline.worker_key(kind, "one") for kind in beats), "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0), (["plan", "--help"], 0), (["doctor"], 1), (["config", "show"], 0),
+        (["generate", "schöne Grüße →", "--max-tokens", "4"], 0), (["generate", "x", "--id", "ü"], 1),
+        (["explain", "ü"], 1), (["plan", "--trace", "ü"], 1),
+    ],
+)  # fmt: skip
+def test_a_locale_of_8_bits_ends_no_command(arguments: list[str], status: int, url: str, tmp_path: Path) -> None:
+    """Nor does a config.json that is nested deeper than Python can read."""
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "modèle"))
+    (model / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 200_000)
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+    done = penstock(*arguments, PENSTOCK_STREAM_URL=url, PENSTOCK_ENGINE_MODEL=str(model), **locale)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert arguments != ["doctor"] or "is not JSON" in done.stdout
+
+
+def test_what_is_no_redis_is_named(terminal: Terminal, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"redis://127.0.0.1:{server.server_port}/0"
+        said = "it is no Redis, as it speaks HTTP: see PENSTOCK_STREAM_URL"
+        for command in (["doctor"], ["generate", "x"], ["lag"], ["up", "--redis", url, "--data", str(tmp_path)]):
+            done = terminal(*command, PENSTOCK_STREAM_URL=url)
+            assert (done.returncode, said in done.stdout + done.stderr) == (1, True), done
+        server.shutdown()
 
 
 def test_a_check_that_does_not_end_is_told_behind_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

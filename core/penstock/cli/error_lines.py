@@ -79,4 +79,5 @@ def format_address(url: str) -> str:
     """Return host and port of an address, or the whole address without its password if it has neither."""
     parts = split_address(url)
     is_plain = parts.scheme in ("redis", "rediss") and parts.hostname
-    return f"{parts.hostname}:{parts.port or 6379}" if is_plain else hide_password(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{parts.port or 6379}" if is_plain else hide_password(url)

@@ -1,5 +1,6 @@
 """The command `penstock`. Each of its commands is a module of this package."""
 
+import io
 import logging
 import sys
 from importlib import import_module
@@ -95,6 +96,9 @@ def main() -> None:
     """Run a command. An error of Penstock or Redis is printed as one line, without a traceback. The exit status is 1,
     or 78 for a model that cannot be loaded.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale of 8 bits has no arrows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         app()

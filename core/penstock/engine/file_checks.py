@@ -54,7 +54,10 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     config = _read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise build_damage_error(f"{path} has no model_type")
-    _check_values(path, config)
+    try:
+        _check_values(path, config)
+    except RecursionError:
+        raise build_damage_error(f"{path} is nested too deep for a configuration") from None
     _check_type(path, config)
     return config
 

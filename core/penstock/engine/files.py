@@ -50,8 +50,11 @@ def check_model_here(name: str, report: Progress | None = None) -> None:
         _check_hub(name)
         return
     directory = directory or _download_model(name, report or ignore_progress)
-    check_description(directory)
-    find_weight_files(directory)
+    try:
+        check_description(directory)
+        find_weight_files(directory)
+    except OSError as error:
+        raise ModelLoadError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
 
 
 def _find_gguf(name: str) -> Path | None:
