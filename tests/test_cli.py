@@ -30,7 +30,7 @@ from penstock.cli.generate import (
     find_wait_reasons,
     format_shell_command,
 )
-from penstock.cli.main import COMMANDS, load_command
+from penstock.cli.main import COMMANDS, GROUPS, load_command
 from penstock.cli.up import choose_workers, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
@@ -238,7 +238,9 @@ def test_the_version_is_told(terminal: Terminal) -> None:
     assert (done.returncode, done.stdout) == (0, f"{version('penstock')}\n")
 
 
-def test_the_help_is_that_of_the_commands() -> None:
+def test_the_help_is_that_of_the_commands(terminal: Terminal) -> None:
+    printed = terminal("--help").stdout
+    assert [printed.index(title) for title in GROUPS] == sorted(printed.index(f"{title} ─") for title in GROUPS)
     for name, line in COMMANDS.items():
         assert load_command(name).help.partition("\n\n")[0].replace("\n", " ") == line
 
