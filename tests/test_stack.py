@@ -1,9 +1,11 @@
 """The embedded stack without its workers, quick to start, and the processes that it starts."""
 
 import fcntl
+import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -18,7 +20,8 @@ import redis
 
 from penstock.cli.error_lines import format_address
 from penstock.cli.up import format_curl_command
-from penstock.errors import PenstockError
+from penstock.engine.files import DEMO_MODEL
+from penstock.errors import ModelLoadError, PenstockError
 from penstock.ingest.gateway.server import open_listener
 from penstock.local import memory
 from penstock.local.processes import find_free_port, start_child
@@ -133,6 +136,23 @@ def test_a_worker_that_died_is_not_ready_while_its_start_is_put_off(
         stack.restart_dead()
         assert worker.child is None
         assert not worker.was_ready
+
+
+def test_a_model_that_no_start_would_load_ends_the_stack_at_once(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
+    stack = ForkedStack(
+        tmp_path, redis=redis_url, pipeline=pipeline.name, prefill=0, decode=0, auto=1,
+        environment={"PENSTOCK_ENGINE_MODEL": str(model)},
+    )  # fmt: skip
+    said: list[str] = []
+    with stack, pytest.raises(ModelLoadError, match=r"^cannot load model '.*in the weights, and .*by config.json"):
+        stack.wait_until_ready(PATIENCE_S, said.append)
+    assert stack.workers[0].num_deaths == 1
+    assert not [line for line in said if "cannot load" in line], "it is said once, in the error"
 
 
 def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(

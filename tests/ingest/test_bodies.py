@@ -274,6 +274,23 @@ async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(bare: 
     assert "allow" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"), ("/nothing", ""), ("/v1/v1/nothing", ""), ("/completions/x", ""),
+    ],
+)  # fmt: skip
+async def test_a_base_url_without_v1_or_with_two_of_them_gets_a_hint(
+    bare: httpx.AsyncClient, path: str, meant: str
+) -> None:
+    answer = await bare.post(path, json={"model": "demo"})
+    error = answer.json()["error"]
+    said = f" {meant} is known: a base URL ends with /v1 once, or without it for programs that add it." if meant else ""
+    assert (answer.status_code, error["code"]) == (404, "unknown_url")
+    assert error["message"] == f"Unknown request URL: POST {path}.{said}"
+
+
 ILL: dict[str, tuple[dict[str, Any], str]] = {
     "an effort": ({"reasoning_effort": "most"}, f"Invalid value for 'reasoning_effort': {EFFORTS}"),
     "no list": ({"messages": "hi"}, "Invalid value for 'messages': must be a valid list"),

@@ -42,6 +42,9 @@ async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redi
         assert [(model.name, model.source) for model in mine] == [(name, f"/a/{name}")]
         for asked, found in ((name, pipeline), (f"/a/{name}", pipeline), (f"/b/{name}", other)):
             assert (await models.find_model(asked)).pipeline == found.name
+        with pytest.raises(ApiError, match=rf"'nothing' does not exist .* Served here: .*{name!r}") as unknown:
+            await models.find_model("nothing")
+        assert f"/a/{name}" not in str(unknown.value)
         assert {name, f"/a/{name}", f"/b/{name}"} <= set(await models.read_names() or ())
 
 

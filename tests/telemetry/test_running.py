@@ -23,7 +23,7 @@ from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import redis_client
 from penstock.telemetry import catalog, tracing
 from penstock.telemetry.spans import MAX_SPANS_PER_REQUEST, RedisSpanExporter
-from penstock.telemetry.timeline import UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
+from penstock.telemetry.timeline import SPAN_WORDS, UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
 from tests.telemetry.receiver import Receiver, receiving
@@ -158,6 +158,7 @@ async def test_a_timeline_has_all_spans_in_order(observed: ObservedStack) -> Non
         "end", "settle",
     }  # fmt: skip
     assert names.count("queue.wait") == 2
+    assert set(names) <= SPAN_WORDS.keys(), "people are told what each one is"
     ids = {span["id"] for span in timeline.spans}
     assert all(span["parent"] is None or span["parent"] in ids for span in timeline.spans)
     assert [span["start_s"] for span in timeline.spans] == sorted(span["start_s"] for span in timeline.spans)

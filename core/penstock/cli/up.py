@@ -1,6 +1,7 @@
 """`penstock up`: the whole pipeline on this machine."""
 
 import json
+import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from penstock.cli.generate import format_shell_command
 from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
+from penstock.config.sources import variable_name
 from penstock.endpoint_worker.endpoints import parse_urls
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
@@ -33,6 +35,26 @@ DEFAULT_DISK_MB = 1024
 def default_data_directory() -> Path:
     """Return the directory where the embedded stack keeps its data and logs by default."""
     return Path.home() / ".local" / "share" / "penstock"
+
+
+def load_engine_settings(model: str, served_name: str, endpoint_source: str) -> EngineSettings:
+    """Return the engine's settings, in which the command line's model and name go before the environment's.
+
+    Raise `SettingsError` for a model where servers are asked.
+    """
+    if model and endpoint_source:
+        raise SettingsError(
+            f"the model {model} has no effect with {endpoint_source}, as servers have their own: leave it out. "
+            "--served-name is the name by which callers ask"
+        )
+    given = {"model": os.path.abspath(model) if model and Path(model).exists() else model, "served_name": served_name}
+    return load_settings(EngineSettings, **{name: value for name, value in given.items() if value})
+
+
+def build_engine_environment(engine: EngineSettings) -> dict[str, str]:
+    """Return the variables of model and served name, as workers need them where the command line has named either."""
+    given = {name: str(getattr(engine, name)) for name in ("model", "served_name") if name in engine.model_fields_set}
+    return {variable_name(EngineSettings, name): value for name, value in given.items()}
 
 
 def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> tuple[dict[str, str], list[str]]:
@@ -150,6 +172,15 @@ def refuse_obstacles(obstacles: Sequence[str]) -> None:
 
 
 def up(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A directory, a GGUF file or a name of the hub; else PENSTOCK_ENGINE_MODEL, else a small demo model."
+        ),
+    ] = "",
+    served_name: Annotated[
+        str, typer.Option(help="The name by which callers ask for the model; else PENSTOCK_ENGINE_SERVED_NAME.")
+    ] = "",
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
     port: Annotated[
@@ -169,7 +200,7 @@ def up(
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
     data: Annotated[Path | None, typer.Option(help="Directory for data, logs, and KV blocks on disk.")] = None,
 ) -> None:
-    """Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway."""
+    """Serve a model on this machine: Redis (where none is given), a worker, or several, and a gateway, until Ctrl-C."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis_source = "--redis" if redis else "PENSTOCK_STREAM_URL"
@@ -178,6 +209,7 @@ def up(
     endpoint_source = find_endpoint_source(url, engine_kind)
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
     workers = choose_workers({"prefill": prefill, "decode": decode, "auto": auto}, endpoint_source)
+    engine = load_engine_settings(model, served_name, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
     kv_environment, refused = ({}, []) if asks_endpoints else build_kv_environment(given.pipeline, data, console)
@@ -190,9 +222,9 @@ def up(
         port=port,
         **workers,
         gateway=gateway,
-        environment=environment,
+        environment=environment | build_engine_environment(engine),
     )
-    refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway), *refused])
+    refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway, engine), *refused])
     stop = StopSignal().install()
     if not asks_endpoints and (line := describe_lost_bytecode(load_settings(EngineSettings).find_cache_directory())):
         console.print(line)
@@ -222,9 +254,10 @@ def wait_until_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
 
 def print_hints(stack: Stack, console: Console) -> None:
     """Print what can be done now, as commands that work from another shell."""
-    console.print(f"Penstock is up: pipeline {stack.addresses.pipeline}")
+    model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
+    console.print(f"Penstock is up: {f'{model}, ' if model else ''}pipeline {stack.addresses.pipeline}")
     generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
     console.print(f"Try: {generate}    (Ctrl-C stops)")
     if stack.gateway is not None:
-        model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
         console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")
+        console.print(f"Programs: base URL {stack.gateway_url}/v1, model {model!r}. The page: {stack.gateway_url}/")

@@ -176,7 +176,7 @@ class ValkeySentinel(ValkeyServer):
                 f"sentinel down-after-milliseconds {self._service} {round(self._down_after_s * 1000)}",
                 f"sentinel failover-timeout {self._service} 10000",
             ]
-            config.write_text("".join(f"{line}\n" for line in lines))
+            config.write_text("".join(f"{line}\n" for line in lines), "utf-8", "surrogateescape")
         return [str(find_binary()), str(config), "--sentinel"]
 
 

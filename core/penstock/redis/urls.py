@@ -23,7 +23,7 @@ def hide_password(url: str) -> str:
     while is_sentinel(url) and (host := re.match(r"(?:\[[^\]]*\]|[^:/?#,]*)(?::\d+)?,", rest)):
         hosts.append(host[0])
         rest = rest.removeprefix(host[0])
-    rest = re.sub(r"^(\[[^\]]*\]|[^:/?#]*):(?!\d*(?:[/?#]|$)).*", r"\1:***", rest, flags=re.DOTALL)
+    rest = re.sub(r"^(\[[^\]]*\]|(?!\[[^\]]*\])[^:/?#]*):(?!\d*(?:[/?#]|$)).*", r"\1:***", rest, flags=re.DOTALL)
     return f"{scheme}{login}{''.join(hosts)}{rest}"
 
 

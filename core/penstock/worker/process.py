@@ -30,7 +30,8 @@ from penstock.config.settings import (
     load_group,
     load_settings,
 )
-from penstock.errors import DependencyMissing, KVStoreError, SettingsError
+from penstock.engine.files import check_model_here
+from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access, check_redis_access
@@ -132,10 +133,14 @@ class WorkerProcess:
     def open_engine(self, *, only_prompts: bool = False) -> "ServingEngine":
         """Load the model, of which a stage may need the prompts' part only, and open the KV store.
 
-        Raise `DependencyMissing` where the libraries are not installed, and `ArithmeticDiffers` beside workers that
-        compute otherwise.
+        Raise `ModelLoadError`, before the libraries are imported where the model's files show it; `DependencyMissing`
+        where these are not installed; `ArithmeticDiffers` beside workers that compute otherwise.
         """
         settings = self.settings
+        try:
+            check_model_here(settings.engine.model, self.beat.report_progress)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"cannot load model {settings.engine.model!r}: {error}") from error
         library = "vLLM" if settings.engine.kind == "vllm" else "torch"
         self.beat.update_status(now=True, doing=f"importing {library}")
         open_core = self._find_opening(only_prompts=only_prompts)

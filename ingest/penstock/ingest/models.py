@@ -77,7 +77,7 @@ class ServedModels:
             return self._known[name]
         if not self._known:
             raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
-        raise unknown_model_error(name)
+        raise unknown_model_error(name, (model.name for model in self._known.values()))
 
     async def _refresh_models(self, max_age_s: float = MODELS_TTL_S) -> None:
         """Read the heartbeats again if that was longer ago than `max_age_s`, once for all callers that wait."""
