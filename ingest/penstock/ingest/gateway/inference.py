@@ -14,7 +14,7 @@ from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse
-from penstock.ingest.gateway.metrics import ARRIVAL_KEY
+from penstock.ingest.gateway.metrics import ARRIVAL_KEY, SPAN_KEY
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.streaming import (
@@ -45,11 +45,12 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, fields = get_gateway(request), read_json(await request.body())
         body, (_, ignored) = endpoint.parse_body(fields), strip_ignored_fields(endpoint.path, fields)
-        with tracing.continue_trace(request.headers):
+        arrived_s = request.scope[ARRIVAL_KEY]
+        with tracing.start_server_span(request.headers, endpoint.path, arrived_s) as span:
+            request.scope[SPAN_KEY] = span  # it ends with the answer
             input_items, first_id = None, None
             if isinstance(body, ResponseBody):
                 body, input_items, first_id = await prepare_response(gateway, caller.tenant, body)
-            arrived_s = request.scope[ARRIVAL_KEY]
             meta, ticket = await accept_request(
                 gateway, caller, headers, endpoint, body, arrived_s, input_items, first_id
             )
