@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import FloatRect, Locator, Page, expect
+from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
 from penstock.cli.up import build_endpoint_environment
 from penstock.local.stack import Stack
@@ -420,6 +420,13 @@ def test_files_come_under_a_strict_policy_and_once(line: Stack) -> None:
             assert (first.status_code, first.headers[POLICY]) == (200, page.headers[POLICY])
             assert client.get(name, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
         assert client.get("/page/nothing.js").json()["error"]["code"] == "unknown_url"
+
+
+def test_an_alerts_link_leads_to_its_section(browser: Browser, line: Stack) -> None:
+    page = browser.new_page()
+    page.goto(f"{line.gateway_url}/page/operations.md#:~:text=%23%23%23%20PenstockRedisFull")
+    page.wait_for_function("scrollY > 0")
+    page.close()
 
 
 @pytest.mark.proof

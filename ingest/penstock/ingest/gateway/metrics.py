@@ -81,6 +81,8 @@ class GatewayMetrics:
             yield Reading(catalog.PIPELINE_UP, (name,), int(snapshot is not None))
             if snapshot is not None:
                 yield Reading(catalog.REDIS_EVICTS, (name,), int(self.watch_pipeline(name).eviction != ""))
+                if (share := self.watch_pipeline(name).memory_share) is not None:
+                    yield Reading(catalog.REDIS_MEMORY, (name,), share)
                 for topic, count in self.watch_pipeline(name).lost.items():
                     yield Reading(catalog.MESSAGES_LOST, (name, topic), count)
                 yield from _read_pipeline(name, snapshot)
