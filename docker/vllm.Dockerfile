@@ -21,6 +21,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev t
 ENV PATH=/opt/penstock/bin:$PATH
 WORKDIR /src
 COPY pyproject.toml constraints-vllm.txt hatch_build.py README.md LICENSE ./
+COPY docs/operations.md docs/operations.md
 COPY core/penstock core/penstock
 COPY ingest/penstock ingest/penstock
 COPY prefill_worker/penstock prefill_worker/penstock

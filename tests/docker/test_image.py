@@ -34,7 +34,7 @@ def test_all_that_is_installed_is_copied_and_let_in() -> None:
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     beside = {
         "pyproject.toml", "constraints.txt", "constraints-vllm.txt", "hatch_build.py", "README.md", "LICENSE",
-        "docker/healthy",
+        "docker/healthy", "docs/operations.md",
     }  # fmt: skip
     assert sources == {*packages, *beside}
     let_in = {line[1:] for line in (HERE / ".dockerignore").read_text().splitlines() if line.startswith("!")}
