@@ -21,14 +21,17 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev t
 ENV PATH=/opt/penstock/bin:$PATH
 WORKDIR /src
 COPY pyproject.toml constraints-vllm.txt hatch_build.py README.md LICENSE ./
+COPY docs/operations.md docs/operations.md
 COPY core/penstock core/penstock
 COPY ingest/penstock ingest/penstock
 COPY prefill_worker/penstock prefill_worker/penstock
 COPY decode_worker/penstock decode_worker/penstock
 COPY kvstore/penstock kvstore/penstock
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install --python /opt/penstock/bin/python --override constraints-vllm.txt ".[worker,${VLLM}]" \
+    uv pip install --compile-bytecode --python /opt/penstock/bin/python --override constraints-vllm.txt ".[worker,${VLLM}]" \
     && python -c 'import vllm'
+# Python's own library, too: this image's user cannot write there, and each start would compile it.
+RUN python -m compileall -q -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 COPY --chmod=755 docker/healthy /usr/local/bin/healthy
 
 ENV PYTHONUNBUFFERED=1 \

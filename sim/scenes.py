@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -21,20 +20,20 @@ import tempfile
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.local.processes import find_free_port, start_child
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
-from penstock.waiting import wait_until
 from sim.chaos.clients import Load
 from sim.chaos.faults import Bus
 from sim.chaos.history import read_history
 from sim.chaos.poison import POISON, name_poison
 from sim.chaos.runner import ChaosRound, run_round
+from sim.container import Container, ask_penstock_up
 from sim.forked import preload_modules
 
 ROOT = Path(__file__).parents[1]
@@ -180,72 +179,64 @@ def _join_texts(events: str) -> str:
     return "".join(choice["text"] for line in lines for choice in json.loads(line).get("choices", ()))
 
 
-def _play_container(seed: int, directory: Path, *, is_read_only: bool = False) -> Played:
-    """Start `penstock up` with what a container has by Docker's defaults, and ask it."""
-    if os.geteuid() != 0 or not shutil.which("unshare"):
-        raise LeftOutError("a mount namespace needs root and unshare")
-    data, log = directory / "data", directory / "up.log"
-    data.mkdir(parents=True)
-    mounts = ["mount -t tmpfs -o size=64m tmpfs /dev/shm", f"mount -t tmpfs tmpfs {shlex.quote(str(data))}"]
-    if is_read_only:
-        mounts.append("mount -o remount,bind,ro /")
-    port, gateway = find_free_port(), find_free_port()
-    up = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--gateway-port", str(gateway)]
-    command = " && ".join([*mounts, f"exec {shlex.join([*up, '--data', str(data)])}"])
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    child = start_child(
-        ["unshare", "-m", "sh", "-c", command], name="container", log=log, environment={**environment, "HOME": "/"}
-    )
-
-    def has_answered() -> bool:
-        if not child.is_alive():
-            raise ChildProcessError
-        with suppress(OSError):
-            answers.append(_join_texts(_ask(f"http://127.0.0.1:{gateway}/v1/completions", ASKED)))
-        return bool(answers)
-
-    answers: list[str] = []
+def _play_container(container: Container, seed: int, directory: Path) -> Played:
+    """Start `penstock up` in a container, and ask it."""
+    if problem := container.find_problem():
+        raise LeftOutError(problem)
     try:
-        wait_until(has_answered, START_PATIENCE_S, "the container answers", every_s=0.5)
+        answer = ask_penstock_up(container, directory, {}, START_PATIENCE_S)
     except (ChildProcessError, TimeoutError):
-        last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        return Played(1, 0, [f"`penstock up` does not answer; its last line: {' '.join(last)}"], str(log))
-    finally:
-        child.stop(timeout_s=60.0)
-    return Played(1, 0, [] if answers[0] else ["the answer is empty"], str(log))
+        last = (directory / "log").read_text(errors="replace").strip().splitlines()[-1:]
+        told = f"`penstock up` does not answer; its last line: {' '.join(last)}"
+        return Played(1, 0, [told], str(directory / "log"))
+    return Played(1, 0, [] if answer else ["the answer is empty"], str(directory / "log"))
 
 
+CONNECTIONS = 50
+PAUSES_S = ("12", "60", "80")
+"""How long the clients of a language stop between their questions: longer than many servers keep a connection."""
+LANGUAGE_S = 600.0
+"""How long all their answers may take beside the pauses: a client that waits for ever is a finding."""
+_CURL = 'curl -sN "$1" -H "Content-Type: application/json" -d "$2"; echo ---'
 LANGUAGES = {
-    "Java": ("java", ["java", "{folder}/Ask.java"]),
-    "Go": ("go", ["go", "run", "{folder}/ask.go"]),
-    "Node": ("node", ["node", "{folder}/ask.mjs"]),
-    "curl": ("curl", ["sh", "-c", 'exec curl -sN "$1" -H "Content-Type: application/json" -d "$2"', "sh"]),
+    "Java": ["java", "{folder}/Ask.java"],
+    "Go": ["go", "run", "{folder}/ask.go"],
+    "Node": ["node", "{folder}/ask.mjs"],
+    "Python": [sys.executable, "{folder}/ask.py"],
+    "curl": ["sh", "-c", _CURL, "curl"],
 }
-"""By language: the program that has to be there, and the command, which is followed by the URL and the body."""
+"""By language: the command, which is followed by the URL, the body, the number of clients and the pauses."""
 
 
 def _play_language(language: str, seed: int, directory: Path) -> Played:
-    """Ask a gateway with a client of another language, and compare its text with that of ours."""
-    program, words = LANGUAGES[language]
-    if not shutil.which(program):
+    """Ask a gateway with clients of another language side by side, and compare their texts with that of ours."""
+    command = [word.format(folder=ROOT / "sim/languages") for word in LANGUAGES[language]]
+    if not shutil.which(program := command[-1] if language == "curl" else command[0]):
         raise LeftOutError(f"{program} is not installed")
-    body = {**ASKED, "seed": seed}
+    body = {**ASKED, "seed": seed, "max_tokens": 8}
     with Stack(directory, prefill=0, decode=0, auto=1, gateway=find_free_port()) as stack:
         stack.wait_until_ready(START_PATIENCE_S)
         url = f"{stack.gateway_url}/v1/completions"
         expected = _join_texts(_ask(url, body))
-        command = [word.format(folder=ROOT / "sim/languages") for word in words] if program != "curl" else words
-        told = subprocess.run(
-            [*command, url, json.dumps(body)], capture_output=True, text=True, timeout=START_PATIENCE_S, check=False
-        )
-    if _join_texts(told.stdout) == expected != "":
-        return Played(2)
-    return Played(2, 0, [f"{language} got {(told.stdout or told.stderr)[:200]!r}"])
+        patience_s = LANGUAGE_S + sum(map(float, PAUSES_S))
+        try:
+            told = subprocess.run(
+                [*command, url, json.dumps(body), str(CONNECTIONS), *PAUSES_S],
+                capture_output=True, text=True, timeout=patience_s, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Played(1, 0, [f"{language}: it still waits after {patience_s:g} s"])
+    count = 1 if language == "curl" else CONNECTIONS * (1 + len(PAUSES_S))
+    answers = told.stdout.split("---\n")[:-1]
+    wrong = [answer for answer in answers if _join_texts(answer) != expected]
+    findings = [f"{len(answers)} of {count} answers came: {told.stderr[-200:]!r}"] if len(answers) != count else []
+    findings += [f"{len(wrong)} answers differ, the first is {wrong[0][:200]!r}"] if wrong or not expected else []
+    return Played(1 + count, 0, [f"{language}: {told}" for told in findings])
 
 
 def _language(language: str, known: str = "") -> Scene:
     return Scene(
-        f"a client in {language}", "it gets the text that our client gets",
+        f"a client in {language}", "each answer has the text that our client gets",
         lambda seed, directory: _play_language(language, seed, directory), known,
     )  # fmt: skip
 
@@ -271,12 +262,13 @@ SCENES = (
     _undisturbed("one of four workers four times slower", auto=4, num_in_flight=8, slowness={"auto-3": 4.0}),
     _undisturbed("clocks that jump", with_clock_jumps=True, auto=0, prefill=1, decode=2),
     _undisturbed("half a core", half_core=True, num_in_flight=3),
-    Scene("a container with 64 MB of shared memory", "`penstock up` starts and answers", _play_container, "D4"),
-    Scene(
-        "a container with a read-only root", "`penstock up` starts and answers",
-        lambda seed, directory: _play_container(seed, directory, is_read_only=True), "D4",
+    *(
+        Scene(f"a container with {what}", "`penstock up` starts and answers", partial(_play_container, container))
+        for what, container in {
+            "64 MB of shared memory": Container(), "a read-only root": Container(is_read_only=True),
+        }.items()
     ),
-    _language("Java", "D1"), _language("Go"), _language("Node"), _language("curl"),
+    *map(_language, LANGUAGES),
 )  # fmt: skip
 
 

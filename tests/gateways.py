@@ -90,9 +90,9 @@ class GatewayProcess:
 class ScriptedPipeline:
     """A pipeline without workers: a test reads what gateways publish, and writes the answers itself."""
 
-    def __init__(self, redis_url: str, pipeline: Pipeline, model: str = "") -> None:
+    def __init__(self, redis_url: str, pipeline: Pipeline, model: str = "", kafka: str = "") -> None:
         self.pipeline, self.model = pipeline, model or pipeline.name
-        self.addresses = Addresses(stream_url=redis_url, pipeline=pipeline.name)
+        self.addresses = Addresses(stream_url=redis_url, pipeline=pipeline.name, kafka=kafka)
         self.server = redis.Redis.from_url(redis_url)
         self.record = Record(self.server, pipeline, RecordSettings(lease_s=600))
         self.bus = connect_bus(self.addresses, BusSettings())

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,11 @@ from penstock.cli.generate import (
     find_wait_reasons,
     format_shell_command,
 )
-from penstock.cli.main import COMMANDS, load_command
+from penstock.cli.main import COMMANDS, GROUPS, load_command
 from penstock.cli.up import choose_workers, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
+from penstock.engine.files import DEMO_MODEL
 from penstock.errors import BusUnavailable, DirectoryTaken, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
@@ -96,6 +99,66 @@ def test_doctor_finds_a_missing_topic(terminal: Terminal, redis_url: str, pipeli
     assert all(f"made {topic}" in made.stdout for topic in pipeline.all_topics())
     again = terminal("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
     assert "all topics exist" in again.stdout
+
+
+def test_doctor_says_what_servers_answer_before_it_imports_anything_heavy() -> None:
+    words = "import sys\nfrom penstock.cli.doctor import run_checks\nseen = []\n"
+    words += "for one in run_checks():\n    seen.append(one.subject)\n    if one.subject == 'packed weights': break\n"
+    words += "print(seen[0], *sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=True)
+    assert done.stdout == "stream Redis\n"
+
+
+@pytest.mark.parametrize(
+    ("beats", "said"),
+    [
+        ({"auto": "ready"}, ["ok auto workers 1 ready of 1"]),
+        ({"auto": "loading"}, ["note auto workers 0 ready of 1", "fail workers none is ready for prefill and decode"]),
+        ({"prefill": "ready"}, ["ok prefill workers 1 ready of 1", "fail workers none is ready for decode"]),
+        ({"endpoint": "ready"}, ["ok endpoint workers 1 ready of 1"]),
+        ({}, ["fail workers none is ready for prefill and decode"]),
+    ],
+)
+def test_doctor_counts_each_worker_once(
+    beats: dict[Any, str], said: list[str], redis_url: str, pipeline: Pipeline
+) -> None:
+    for kind, state in beats.items():
+        beat = Heartbeat(redis_url, pipeline, kind, "one", 60)
+        beat.update_status(state=state)
+        beat.write_beat()
+    found = doctor._check_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name))
+    assert [f"{one.state} {one.subject} {one.detail}" for one in found] == said
+    with redis_client(redis_url) as client:  # a gateway of a later test would list its model
+        client.delete(*(pipeline.worker_key(kind, "one") for kind in beats), "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0), (["plan", "--help"], 0), (["doctor"], 1), (["config", "show"], 0),
+        (["generate", "schöne Grüße →", "--max-tokens", "4"], 0), (["generate", "x", "--id", "ü"], 1),
+        (["explain", "ü"], 1), (["plan", "--trace", "ü"], 1),
+    ],
+)  # fmt: skip
+def test_a_locale_of_8_bits_ends_no_command(arguments: list[str], status: int, url: str, tmp_path: Path) -> None:
+    """Nor does a config.json that is nested deeper than Python can read."""
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "modèle"))
+    (model / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 200_000)
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+    done = penstock(*arguments, PENSTOCK_STREAM_URL=url, PENSTOCK_ENGINE_MODEL=str(model), **locale)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert arguments != ["doctor"] or "is not JSON" in done.stdout
+
+
+def test_what_is_no_redis_is_named(terminal: Terminal, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"redis://127.0.0.1:{server.server_port}/0"
+        said = "it is no Redis, as it speaks HTTP: see PENSTOCK_STREAM_URL"
+        for command in (["doctor"], ["generate", "x"], ["lag"], ["up", "--redis", url, "--data", str(tmp_path)]):
+            done = terminal(*command, PENSTOCK_STREAM_URL=url)
+            assert (done.returncode, said in done.stdout + done.stderr) == (1, True), done
+        server.shutdown()
 
 
 def test_a_check_that_does_not_end_is_told_behind_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +238,9 @@ def test_the_version_is_told(terminal: Terminal) -> None:
     assert (done.returncode, done.stdout) == (0, f"{version('penstock')}\n")
 
 
-def test_the_help_is_that_of_the_commands() -> None:
+def test_the_help_is_that_of_the_commands(terminal: Terminal) -> None:
+    printed = terminal("--help").stdout
+    assert [printed.index(title) for title in GROUPS] == sorted(printed.index(f"{title} ─") for title in GROUPS)
     for name, line in COMMANDS.items():
         assert load_command(name).help.partition("\n\n")[0].replace("\n", " ") == line
 
@@ -226,19 +291,35 @@ def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
     options = ("--data", str(tmp_path), "--gateway-port", str(taken_port), "--prefill", "1")
     kafka = f"127.0.0.1:{find_free_port()}"
     done = terminal(
-        "up", *options, "--kafka", kafka, PENSTOCK_ENGINE_MODEL="/nope", PENSTOCK_TELEMETRY_PORT=str(taken_port)
-    )
+        "up", *options, "--kafka", kafka, PENSTOCK_ENGINE_MODEL="/nope", PENSTOCK_TELEMETRY_PORT=str(taken_port),
+        PENSTOCK_KV_STORE_SHARED_MB=str(2**40),
+    )  # fmt: skip
     head, *found = done.stderr.splitlines()
-    assert (done.returncode, head) == (1, "penstock: nothing was started, for 5 reasons:")
+    assert (done.returncode, head) == (1, "penstock: nothing was started, for 6 reasons:")
     for line, words in zip(found, (
         f"port {taken_port} for the gateway is taken: ",
         f"port {taken_port} is for the gateway and for the metrics of prefill-0: choose another --gateway-port or ",
-        "PENSTOCK_ENGINE_MODEL=/nope: there is no directory /nope; set PENSTOCK_ENGINE_MODEL to ",
+        "cannot load model '/nope': there is no directory /nope: use `demo`, a directory with config.json",
         "Redis at 127.0.0.1:",
         "Kafka at 127.0.0.1:",
+        f"shared memory for KV blocks: no room for {2**40} MB in ",
     ), strict=True):  # fmt: skip
         assert words in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_served_is_told_once_before_torch_is_imported(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    (model / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    options = [str(model), "--data", str(tmp_path / "data"), "--port", "0", "--gateway-port", str(find_free_port())]
+    words = f"import sys; sys.argv = {['penstock', 'up', *options]!r}; from penstock.cli.main import main\n"
+    words += "try:\n    main()\nfinally:\n    print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "[]\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"penstock: cannot load model '{model}': {model}/config.json is of type 't5', which is an enc"
+    )
 
 
 def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
@@ -329,6 +410,7 @@ IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"url": ["http://h:1"], "prefill": 2}, {}, "--prefill 2 has no effect with --url"),
     ({"engine_kind": "openai", "decode": 1}, {}, "--decode 1 has no effect with --engine-kind openai"),
     ({"decode": 1}, {"PENSTOCK_ENGINE_KIND": "openai"}, "--decode 1 has no effect with PENSTOCK_ENGINE_KIND=openai"),
+    ({"model": "org/name", "url": ["http://h:1"]}, {}, "the model org/name has no effect with --url"),
     ({"engine_kind": "own", "url": ["http://h:1"]}, {}, "--url has no effect with --engine-kind own"),
 ]
 
@@ -365,6 +447,19 @@ def test_a_key_of_another_type_ends_a_worker_before_it_is_ready(
     assert "is a zset, and this version expects a hash" in said
     assert f"redis-cli DEL {key}" in said
     assert f"the key {key} " in penstock("doctor", **environment).stdout
+
+
+def test_a_worker_whose_shared_memory_cannot_be_ends_before_it_looks_for_its_model(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    given = {
+        "PENSTOCK_ENGINE_MODEL": str(tmp_path / "no model"),
+        "PENSTOCK_KV_STORE_SHARED_DIR": str(tmp_path / "none"),
+    }
+    done = terminal("worker", "decode", **given)
+    assert done.returncode == 1
+    assert "penstock: shared memory for KV blocks: " in done.stderr.splitlines()[-1]
+    assert "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one" in done.stderr
 
 
 def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
@@ -412,8 +507,8 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     assert "does not answer" in find_wait_reasons(silent, "interactive")[0]
 
 
-def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | None = None) -> Child:
-    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(data)]
+def start_up(port: int, data: Path, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> Child:
+    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(data), *options]
     command += ["--gateway-port", str(find_free_port())]
     return start_child(command, name="up", log=log, environment=environment, directory=HERE)
 
@@ -421,11 +516,16 @@ def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | 
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"
-    child = start_up(port, tmp_path / "data", log)
+    model = os.path.relpath(DEMO_MODEL, HERE)
+    environment = {**os.environ, "PENSTOCK_ENGINE_MODEL": "/none", "PENSTOCK_ENGINE_SERVED_NAME": "other"}
+    child = start_up(port, tmp_path / "data", log, model, "--served-name", "mine", environment=environment)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
     wait_for(lambda: log.exists() and "Or:  curl" in log.read_text(), "penstock up", every_s=0.1)
     states = read_worker_status(addresses)
     assert {status["state"] for status in states} == {"ready"}
+    assert [(one["model"], one["model_source"]) for one in states] == [("mine", str(DEMO_MODEL))]
+    wait_for(lambda: "The page: http://" in log.read_text(), "the hints")
+    assert "Penstock is up: mine, pipeline demo" in log.read_text()
     lines = log.read_text().splitlines()
     assert lines[0] == f"pipeline demo; the logs of all processes are in {tmp_path / 'data'}"
     assert lines[1] == "auto-0: starting, gateway: starting"
@@ -446,7 +546,7 @@ def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> N
     shared = tmp_path / "shared"
     shared.mkdir()
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
-    child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment)
+    child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment=environment)
     wait_for((tmp_path / "auto-0.log").exists, "the first worker was started")
     child.send_signal(signal.SIGTERM)
     assert child.wait(PATIENCE_S) == 0, child.read_log_tail()

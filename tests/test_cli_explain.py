@@ -42,16 +42,24 @@ def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal
         )
     waiting = terminal("explain", "r-1", **environment).stdout
     assert "no worker has seen it" in waiting
-    assert "partition 2 of auto-1 by least work left; 512 tokens" in waiting
+    assert "partition 2 of auto-1, which had the least prefill work left; 512 of its tokens should be cached" in waiting
     assert waiting.index("auto-1: 90") < waiting.index("auto-[b]0: 4,100"), "the least first"
     with InProcessPipeline(addresses, RecordSettings()) as line:
         line.send_requests(poison("r-1"))
         line.run_until_results(1)
     with redis_client(redis_url) as client:
-        client.rpush(pipeline.trace_key("r-1"), make_span("decode", 1.002, 2.0))
+        client.rpush(
+            pipeline.trace_key("r-1"), make_span("queue.wait", 1.002, 1.003), make_span("decode", 1.003, 2.001)
+        )
     ended = terminal("explain", "r-1", **environment).stdout
-    for words in ("state   end; ", "end     length", "998.0 ms  decode  penstock-auto auto-1"):
+    for words in (
+        "state   ended; ",
+        "end     length",
+        " prompt tokens, 0 of them cached",
+        "998.0 ms  decode  auto-1",
+        "1.0 ms  wait in queue  auto-1",
+    ):
         assert words in ended
     told = json.loads(terminal("explain", "r-1", "--json", **environment).stdout)
     assert (told["placement"], told["record"]["stage"], told["end"]["finish_reason"]) == (PLACED, "end", "length")
-    assert len(told["timeline"]["spans"]) == 2
+    assert [span["name"] for span in told["timeline"]["spans"]] == ["request", "queue.wait", "decode"]

@@ -192,8 +192,14 @@ def test_no_password_is_shown_of_a_url_that_is_wrong(word: str) -> None:
     for url in (
         f"redis://me:{word}@host/0", f"redis://{word.replace(':', '')}@host", f"me:{word}@host", f"redis://me:{word}",
         f"rediss://h/0?password={word.replace('&', '').replace('#', '')}", f"redis://a,redis://me:{word}@b:1/0",
+        f"redis://me:{word}@[::1]:1/0",
     ):  # fmt: skip
         assert MARK not in hide_passwords(url)
+
+
+def test_an_address_without_a_password_is_shown_as_it_is() -> None:
+    for url in ("redis://h:1/0", "redis://[::1]:7379/0", "rediss://[2001:db8::1]/0?db=1#a", "unix:///run/redis"):
+        assert hide_passwords(url) == url
 
 
 def test_all_that_may_be_secret_may_come_from_a_file() -> None:

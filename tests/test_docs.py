@@ -302,7 +302,7 @@ def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pip
 # Links
 
 FOUND = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-PAGES = sorted(path for path in FOUND if "node_modules" not in path.relative_to(ROOT).parts)
+PAGES = sorted(path for path in FOUND if "node_modules" not in path.relative_to(ROOT).parts and not path.is_symlink())
 
 
 def list_anchors(page: Path) -> set[str]:

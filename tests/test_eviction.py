@@ -1,5 +1,6 @@
 """A stream server that evicts is refused, or told: in logs, on the page, by a metric."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from penstock.config.settings import BusSettings
 from penstock.ingest.gateway.metrics import GatewayMetrics
 from penstock.local.valkey import ValkeyServer
 from penstock.ops import eviction
-from penstock.ops.eviction import watch_eviction
+from penstock.ops.eviction import measure_memory, watch_eviction
 from penstock.telemetry.exposition import render_metrics
 from penstock.telemetry.meters import Meters
 from sim.servers import start_or_skip
@@ -53,6 +54,9 @@ def test_what_is_accepted_or_comes_later_is_told_until_it_is_mended(
     with watch_eviction(addresses, "warn"):
         assert any(f"({policy})" in reason for reason in watch.read_latest()["health"]["reasons"])
         assert b'penstock_redis_evicts{pipeline="demo"} 1.0' in render_metrics(meters)
+        used, limit = client.info("memory")["used_memory"], 10**9
+        assert measure_memory(addresses) == pytest.approx(used / limit, rel=0.5)
+        assert re.search(rb'penstock_redis_memory_share{pipeline="demo"} 0\.00', render_metrics(meters))
         wait_for(lambda: caplog.text.count(f"({policy})") > 1, "it is said again")
         client.config_set("maxmemory-policy", "noeviction")
         wait_for(lambda: b'penstock_redis_evicts{pipeline="demo"} 0.0' in render_metrics(meters), "it is mended")

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 from penstock.bus.kafka.bus import RESULTS_RETENTION_MS, WORK_RETENTION_MS
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.settings import list_variables
+from penstock.ingest.gateway.site import PAGE_FILES
 from penstock.names import CLASSES, Pipeline
 from penstock.plan.plan import LOG_REQUEST_BYTES, LOG_TOKEN_BYTES
 
@@ -20,7 +21,9 @@ def test_every_alert_has_its_section_and_leads_there() -> None:
     alerts = re.findall(r"- alert: (\w+)", RULES)
     assert {f"### {alert}" for alert in alerts} <= set(BOOK.splitlines())
     assert len(alerts) > 10
-    assert re.findall(r"runbook_url: docs/operations.md#(\S+)", RULES) == [alert.lower() for alert in alerts]
+    links = re.findall(r"runbook_url: http://127\.0\.0\.1:8080/page/(\S+?)#:~:text=(\S+)", RULES)
+    assert links == [("operations.md", f"%23%23%23%20{alert}") for alert in alerts]
+    assert PAGE_FILES["operations.md"].body.decode() == BOOK, "a gateway serves it"
 
 
 def test_settings_topics_and_figures_are_those_of_the_code() -> None:

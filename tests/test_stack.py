@@ -1,23 +1,34 @@
 """The embedded stack without its workers, quick to start, and the processes that it starts."""
 
 import fcntl
+import json
 import math
 import os
+import shlex
+import shutil
 import signal
 import socket
+import struct
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from penstock.errors import PenstockError
+from penstock.cli.error_lines import format_address
+from penstock.cli.up import format_curl_command
+from penstock.engine.files import DEMO_MODEL
+from penstock.errors import ModelLoadError, PenstockError
+from penstock.ingest.gateway.server import open_listener
 from penstock.local import memory
-from penstock.local.processes import start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, WorkerSlot, split_cores
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
+from penstock.own_servers import describe_port_problem, find_own_url
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
@@ -57,6 +68,63 @@ def test_a_stack_without_workers_is_ready_at_once(
     assert split_cores(0) == []
 
 
+@pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0", "::1"])
+def test_a_gateway_is_found_ready_wherever_it_listens_and_no_proxy_is_asked_for_it(
+    host: str, tmp_path: Path, redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the health check of the image."""
+    if ":" in host and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    port = find_free_port()
+    ports = {"PENSTOCK_GATEWAY_PORT": str(port), "PENSTOCK_TELEMETRY_PORT": str(find_free_port())}
+    for name, value in {"PENSTOCK_GATEWAY_HOST": host, "PENSTOCK_GATEWAY_KEYS": "open", **ports}.items():
+        monkeypatch.setenv(name, value)
+    stack = Stack(tmp_path, pipeline=pipeline.name, redis=redis_url, prefill=0, decode=0, gateway=port)
+    with stack:
+        stack.wait_until_ready(PATIENCE_S)
+        healthy = [sys.executable, str(Path(__file__).parents[1] / "docker/healthy")]
+        assert subprocess.run(healthy, check=False).returncode == 0
+        command = format_curl_command(stack.gateway_url)
+        assert f"curl -N --noproxy '*' {shlex.quote(f'{stack.gateway_url}/v1/completions')} -d " in command
+    assert subprocess.run(healthy, check=False).returncode == 1
+
+
+def test_a_port_that_a_client_has_connected_with_itself_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """As it happens to clients that connect again and again while a gateway is started anew."""
+    port = find_free_port()
+    with ThreadPoolExecutor() as pool:
+        with socket.socket() as client:
+            client.bind(("127.0.0.1", port))
+            client.connect(("127.0.0.1", port))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
+            assert describe_port_problem("127.0.0.1", port) == "is taken by a connection that goes out from it"
+            opened = pool.submit(open_listener, "127.0.0.1", port)
+            wait_for(lambda: f"port {port} is taken though nobody listens on it" in caplog.text, "it is said")
+            assert not opened.done()
+        with opened.result() as listener:
+            assert listener.getsockname()[1] == port
+            assert describe_port_problem("127.0.0.1", port) == "is taken"
+            with pytest.raises(PenstockError, match=f"cannot listen on 127.0.0.1:{port}"):
+                open_listener("127.0.0.1", port)
+    assert caplog.text.count("nobody listens") == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("fd00::7", "http://[fd00::7]:80"),
+        ("10.1.2.3", "http://10.1.2.3:80"), ("localhost", "http://localhost:80"), ("", "http://127.0.0.1:80"),
+    ],
+)  # fmt: skip
+def test_a_server_is_asked_where_it_listens(host: str, url: str) -> None:
+    assert find_own_url(host, 80) == url
+    assert format_address(url.replace("http", "redis")) == url.removeprefix("http://")
+
+
 def test_a_worker_that_died_is_not_ready_while_its_start_is_put_off(
     shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
 ) -> None:
@@ -68,6 +136,23 @@ def test_a_worker_that_died_is_not_ready_while_its_start_is_put_off(
         stack.restart_dead()
         assert worker.child is None
         assert not worker.was_ready
+
+
+def test_a_model_that_no_start_would_load_ends_the_stack_at_once(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
+    stack = ForkedStack(
+        tmp_path, redis=redis_url, pipeline=pipeline.name, prefill=0, decode=0, auto=1,
+        environment={"PENSTOCK_ENGINE_MODEL": str(model)},
+    )  # fmt: skip
+    said: list[str] = []
+    with stack, pytest.raises(ModelLoadError, match=r"^cannot load model '.*in the weights, and .*by config.json"):
+        stack.wait_until_ready(PATIENCE_S, said.append)
+    assert stack.workers[0].num_deaths == 1
+    assert not [line for line in said if "cannot load" in line], "it is said once, in the error"
 
 
 def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(

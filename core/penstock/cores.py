@@ -1,11 +1,10 @@
 """The cores that this process may use."""
 
-import math
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-"""The quota of a container as it sees it itself: microseconds of a period, and the period."""
+from penstock.control_groups import iter_groups
 
 
 def list_usable_cores() -> list[int]:
@@ -13,11 +12,38 @@ def list_usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def count_usable_cores(cpu_max: Path = CPU_MAX) -> int:
-    """Return how many cores this process may keep busy: those that it may run on, or its container's quota if lower."""
+def count_usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may keep busy: those that it may run on, or the quota of one of its control
+    groups if lower. Of a part of a core nothing is counted, but one core always is.
+    """
     count = len(list_usable_cores()) or os.cpu_count() or 1
-    try:
-        quota, period = cpu_max.read_text().split()
-        return max(1, min(count, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no quota ("max"), or none to be seen
-        return count
+    return max(1, min([count, *(quota for _, quota in _iter_quotas(root))]))
+
+
+def count_group_cores(group: PurePosixPath, root: Path = Path("/")) -> int:
+    """Return how many cores all processes of a control group may keep busy together: it is this process's or above."""
+    limits = [*_iter_quotas(root), *_iter_core_sets(root)]
+    return max(1, min([os.cpu_count() or 1, *(count for path, count in limits if group.is_relative_to(path))]))
+
+
+def _iter_quotas(root: Path) -> Iterator[tuple[PurePosixPath, int]]:
+    """Yield the control groups that have a quota, and how many whole cores it is."""
+    for group in iter_groups("cpu", root):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if group.is_first_version else ("cpu.max",)
+        try:
+            quota, period = (int(word) for name in names for word in (group.directory / name).read_text().split())
+        except (OSError, ValueError):  # no quota ("max"), or not to be seen
+            continue
+        if quota > 0:  # -1: none
+            yield group.path, quota // period
+
+
+def _iter_core_sets(root: Path) -> Iterator[tuple[PurePosixPath, int]]:
+    """Yield the control groups that have certain cores, and how many these are."""
+    for group in iter_groups("cpuset", root):
+        name = "cpuset.effective_cpus" if group.is_first_version else "cpuset.cpus.effective"
+        try:
+            ranges = [span.split("-") for span in (group.directory / name).read_text().strip().split(",")]
+            yield group.path, sum(int(span[-1]) - int(span[0]) + 1 for span in ranges)
+        except (OSError, ValueError):
+            continue

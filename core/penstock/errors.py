@@ -73,6 +73,9 @@ def reword_validation(message: str) -> str:
 class PenstockError(Exception):
     """The root of the tree."""
 
+    exit_status: ClassVar[int] = 1
+    """That of a command which ends with this error."""
+
 
 class RequestError(PenstockError):
     """A request that cannot be answered. Clients see the class's `code`."""
@@ -244,7 +247,9 @@ class NameShared(MemberFenced):
 
 
 class ModelLoadError(PenstockError):
-    """The model cannot be loaded."""
+    """The model cannot be loaded. To start the process again with the same files and settings ends the same way."""
+
+    exit_status = 78
 
 
 def build_damage_error(what: str) -> ModelLoadError:

@@ -400,7 +400,7 @@ def find_flaw(flaw: Flaw, root: Path, seeds: int, seconds: float = 1e9) -> tuple
     """
     with tempfile.TemporaryDirectory(prefix="penstock-flaw-") as folder:
         for name in FOLDERS:
-            shutil.copytree(root / name, Path(folder) / name, symlinks=True)
+            shutil.copytree(root / name, Path(folder) / name)
         path = Path(folder) / flaw.file
         source = path.read_text()
         if source.count(flaw.before) != 1:

@@ -17,6 +17,7 @@ from penstock.worker.settler import Settler, _PendingSettlement
 from sim.waiting import wait_for
 from tests.bus.buses import SETTINGS, list_values, make_bus, publish_messages, take_deliveries
 from tests.bus.test_doctor import set_topic_settings
+from tests.gateways import ScriptedPipeline
 
 
 class Forgetful:
@@ -124,3 +125,15 @@ def test_a_request_that_its_topic_does_not_take_is_refused_and_not_sent_again(ka
     bus = KafkaBus(pipeline, kafka, SETTINGS)
     bus.create_topics()
     shrink_topic(bus, pipeline.request_topic("interactive"), "2000")
+
+
+def test_a_caller_is_told_that_its_topic_does_not_take_a_request(
+    kafka: str, redis_url: str, pipeline: Pipeline
+) -> None:
+    with ScriptedPipeline(redis_url, pipeline, kafka=kafka) as scripted:
+        assert isinstance(scripted.bus, KafkaBus)
+        shrink_topic(scripted.bus, pipeline.request_topic("interactive"), "2000")
+        body = {"model": scripted.model, "prompt": random.Random(1).randbytes(4000).hex(), "max_tokens": 5}
+        with scripted.open_gateway() as gateway, gateway.client() as client:
+            answer = client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")

@@ -26,6 +26,7 @@ from tests.engine.helpers import (
     generate_with_transformers,
     hand_over,
     make_tiny,
+    needs_kernels,
     run_sequences,
     save_model,
     sequence,
@@ -71,8 +72,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 """The proof is held against transformers itself. `test_compatibility.py` proves more architectures."""
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "mamba": (transformers.MambaConfig, {"state_size": 8}, "it caches no keys and values"),
-    "bert": (transformers.BertConfig, {}, "it is an encoder"),
+    "openai-gpt": (transformers.OpenAIGPTConfig, {}, "it caches no keys and values"),
+    "mamba": (transformers.MambaConfig, {"state_size": 8}, "its layers keep no keys and values"),
+    "bert": (transformers.BertConfig, {}, "is an encoder"),
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
             "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}  # fmt: skip
@@ -82,6 +84,7 @@ def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
     return load_model(EngineSettings(model=str(save_model(directory, kind(**{**BASE, **extra})))))
 
 
+@needs_kernels
 @pytest.mark.proof
 def test_latent_attention_makes_no_keys_and_values_for_an_answer(tmp_path: Path) -> None:
     model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
@@ -243,7 +246,7 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wrong_positions_are_noticed(dtype: str, wrong_positions: None) -> None:
-    with pytest.raises(EngineCheckFailed, match=r"other logits.* than by itself"):
+    with pytest.raises(EngineCheckFailed, match=r"other logits.* than in transformers"):
         prove_model(load_model(EngineSettings(dtype=dtype)), EngineSettings())
 
 

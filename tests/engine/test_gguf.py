@@ -491,7 +491,8 @@ def test_what_is_no_gguf_file_is_seen_before_anything_is_loaded(plain: Path, con
     with pytest.raises(ModelLoadError, match=r"has 7 GGUF files: name one, such as .*big.gguf"):
         check_model_here(str(folder))
     shutil.copy(plain / "model.safetensors", folder)
-    shutil.copy(plain / "config.json", folder)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(plain / name, folder)
     check_model_here(str(folder))  # weights in safetensors come first
 
 

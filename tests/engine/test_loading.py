@@ -11,9 +11,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
+from penstock.engine.file_checks import parse_tables
 from penstock.engine.files import check_model_here
 from penstock.engine.limits import max_length
 from penstock.engine.loading import load_model, open_model
@@ -29,7 +31,10 @@ from tests.engine.helpers import sequence
 from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
 
 WEIGHTS = "model.safetensors"
-WORKS = ": use |: take it out|docs/models.md|PENSTOCK_|can(not)? be served|: there is no |: no device "
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+WORKS = (
+    ": (use|fetch them|merge it|take it out)|docs/models.md|PENSTOCK_|can(not)? be served|: there is no |: no device "
+)
 """What would work, in the words of a refusal; or that a kind of model cannot be served, or what is not there."""
 
 
@@ -225,11 +230,14 @@ def test_weights_replaced_while_they_are_read(copy: Path) -> None:
         ({"model_type": "mixtral", "num_local_experts": 4000}, "config.json describes|in the weights"),
         ({"model_type": "gptj", "max_position_embeddings": 2**24}, "the tables that config.json asks for take"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is of BertForMaskedLM, which generates no"),
-        ({"model_type": "roberta", "architectures": None}, "it is an encoder"),
+        ({"model_type": "roberta", "architectures": None}, "is an encoder, which fills in masks"),
         ({"model_type": "its_own", "auto_map": {"AutoConfig": "x.Y"}}, "is code of its authors .*which is never run"),
         ('{"model_type": "llama", "a": ' + "[" * 200_000, "is not JSON"),
         ({"attn_implementation": "someone/else"}, "attn_implementation 'someone/else', which is code of the hub"),
-        ({"model_type": "clip"}, "no causal language model of type 'clip'"),
+        ({"model_type": "clip"}, "'clip', which is no causal language model"),
+        ({"model_type": "llama", "is_encoder_decoder": True}, "is an encoder-decoder model"),
+        ({"model_type": "mamba"}, "keep no keys and values"),
+        ({"model_type": "recurrent_gemma"}, "keeps its recurrent state in its modules"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": None}, "has no model_type"),
         ("{", "is not JSON"),
@@ -250,6 +258,17 @@ def test_a_config_that_lies_or_is_none(copy: Path, lie: dict[str, object] | str,
         (lambda copy: (copy / "config.json").unlink(), "no config.json"),
         (lambda copy: (copy / WEIGHTS).unlink(), "no .safetensors"),
         (lambda copy: _configure(copy, model_type="no_such_thing"), "transformers knows no model_type 'no_such_thing'"),
+        (lambda copy: _configure(copy, model_type="t5"), "is an encoder-decoder model"),
+        (lambda copy: _configure(copy, model_type="bert", architectures=["BertModel"]), "is an encoder, which fills"),
+        (lambda copy: (copy / "config.json").rename(copy / "adapter_config.json"), "has an adapter .LoRA. alone"),
+        (lambda copy: os.truncate(copy / WEIGHTS, 5000), "damaged or cut off: it has 5,000 bytes, and its header says"),
+        (lambda copy: os.truncate(copy / WEIGHTS, 20), "damaged or cut off: its header is not within"),
+        (lambda copy: (copy / WEIGHTS).write_bytes(b"<html>" * 99), "damaged or cut off: its header is"),
+        (lambda copy: (copy / WEIGHTS).write_bytes(LFS_POINTER), "is a pointer of Git LFS"),
+        (lambda copy: (copy / WEIGHTS).rename(copy / "pytorch_model.bin"), "pytorch_model.bin may run code"),
+        (lambda copy: (copy / "tokenizer.json").unlink(), "no usable tokenizer in .*no tokenizer.json"),
+        (lambda copy: (copy / "tokenizer.json").write_text("{"), "no usable tokenizer in .*is not JSON"),
+        (lambda copy: (copy / "tokenizer.json").write_text('{"added_tokens": []}'), "has no `model`, so it is none"),
     ],
 )
 def test_what_cannot_be_loaded_is_seen_before_anything_is(
@@ -259,7 +278,13 @@ def test_what_cannot_be_loaded_is_seen_before_anything_is(
     damage(copy)
     with pytest.raises(ModelLoadError, match=message):
         check_model_here(str(copy))
-    _refused(copy, message.strip("'").rpartition("'")[2])
+    _refused(copy, message)
+
+
+def test_the_tables_that_are_read_as_text_are_those_of_transformers() -> None:
+    read = parse_tables(Path(modeling_auto.__file__).read_text("utf-8"))
+    for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        assert read[task] == getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").keys()
 
 
 def test_a_name_of_the_hub_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -289,7 +314,7 @@ def test_no_tokenizer(copy: Path, model_type: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "JSONDecodeError"),
+        ("tokenizer.json", "{", "is not JSON"),
         ("tokenizer.json", "{}", "has no `model`, so it is none"),
         ("tokenizer.json", '[{"added_tokens": []}]', "has no `model`, so it is none"),
         (
@@ -385,7 +410,7 @@ def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path, redis_url: str,
     addresses = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
     given = {**os.environ, **addresses, "PENSTOCK_ENGINE_MODEL": str(copy)}
     child = fork_process("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
-    assert child.wait(PATIENCE_S) == 1
+    assert child.wait(PATIENCE_S) == ModelLoadError.exit_status
     assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.read_log_tail(1)
     assert "Traceback" not in child.read_log_tail(1000)
 

@@ -20,7 +20,7 @@ from penstock.engine.step import SingleSequenceStep
 from penstock.engine.storage import number_index_keys
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
-from tests.engine.helpers import run_sequences, save_model, sequence
+from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence
 from tests.engine.test_check import ALONE, BASE
 
 SETTINGS = EngineSettings(dtype="float32", block_size=16, max_step_tokens=20, pool_mb=16)
@@ -77,6 +77,7 @@ def test_an_indexer_that_forgets_is_noticed(model: LoadedModel, monkeypatch: pyt
         prove_model(load_model(EngineSettings(model=model.name, dtype="float32")), SETTINGS)
 
 
+@needs_kernels
 @pytest.mark.proof
 def test_it_says_so_at_load_and_is_not_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kind, extra = ALONE["bloom"]

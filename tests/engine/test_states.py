@@ -100,6 +100,7 @@ def run_together(engine: Engine, seqs: list[Sequence], num_new: int = NUM_NEW) -
     return [(seq.output_token_ids, states[seq]) for seq in seqs]
 
 
+@needs_kernels
 def test_tokens_and_states_depend_on_no_batch_chunk_prefix_or_resumption(model: LoadedModel) -> None:
     prompts = make_prompts(model)
     alone = [run_alone(model, prompt, number) for number, prompt in enumerate(prompts)]

@@ -69,10 +69,11 @@ def test_a_child_that_does_not_start_is_no_fault_of_the_grammar(
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize(("limit", "limit_s"), [("CHECK_S", 1e-6), ("ANSWER_TIMEOUT_S", 0.0)])
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, limit: str, limit_s: float
 ) -> None:
-    monkeypatch.setattr(checker_module, "CHECK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(checker_module, limit, limit_s)
     with pytest.raises(InvalidRequest, match="could not be checked"):
         checker.check_grammar(GOOD)
     monkeypatch.undo()

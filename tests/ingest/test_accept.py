@@ -138,6 +138,18 @@ async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(site
     assert not site.server.exists(rate_key(site.caller.tenant))
 
 
+async def test_what_its_topic_does_not_take_costs_nothing(site: Site) -> None:
+    async def refuse(*_: object) -> None:
+        raise RequestTooLarge("the brokers take less")
+
+    site.caller = replace(site.caller, tokens_per_min=10)
+    with site.patch.context() as patch:
+        patch.setattr(AsyncClient, "send", refuse)
+        with pytest.raises(RequestTooLarge):
+            await site.post(0, NO_KEY)
+    await site.post(0, NO_KEY)
+
+
 async def test_who_is_refused_by_the_limits_has_nothing_made(site: Site) -> None:
     site.caller = replace(site.caller, requests_per_min=1)
     await site.post(0, NO_KEY)

@@ -3,24 +3,25 @@
 import gzip
 import json
 import re
+import uuid
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import RequestFields, make_request
+from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
 from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
+from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.guard import GuardMiddleware
-from penstock.ingest.gateway.server import _Server
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
 from penstock.ingest.openai.body import TRANSLATED_FIELDS
 from penstock.ingest.openai.endpoint import use_response_template
@@ -273,6 +274,23 @@ async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(bare: 
     assert "allow" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"), ("/nothing", ""), ("/v1/v1/nothing", ""), ("/completions/x", ""),
+    ],
+)  # fmt: skip
+async def test_a_base_url_without_v1_or_with_two_of_them_gets_a_hint(
+    bare: httpx.AsyncClient, path: str, meant: str
+) -> None:
+    answer = await bare.post(path, json={"model": "demo"})
+    error = answer.json()["error"]
+    said = f" {meant} is known: a base URL ends with /v1 once, or without it for programs that add it." if meant else ""
+    assert (answer.status_code, error["code"]) == (404, "unknown_url")
+    assert error["message"] == f"Unknown request URL: POST {path}.{said}"
+
+
 ILL: dict[str, tuple[dict[str, Any], str]] = {
     "an effort": ({"reasoning_effort": "most"}, f"Invalid value for 'reasoning_effort': {EFFORTS}"),
     "no list": ({"messages": "hi"}, "Invalid value for 'messages': must be a valid list"),
@@ -343,22 +361,34 @@ async def test_probes_of_readiness_ask_one_bus(bare: httpx.AsyncClient, monkeypa
 # Whom an open gateway answers.
 
 
-async def ask_guard(host: str, *, only_local: bool, origin: str | None = None) -> httpx.Response:
+async def ask_guard(host: str, *, only_local: bool, origin: str | None = None, allowed: str = "") -> httpx.Response:
     app = Starlette(routes=[Route("/x", lambda _: PlainTextResponse("fine"))])
-    guard = GuardMiddleware(app, GuardSettings(), only_local=only_local)
+    guard = GuardMiddleware(app, GuardSettings(origins=allowed), only_local=only_local)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guard)) as client:
         return await client.get(
             "http://gateway/x", headers={"host": host} | ({} if origin is None else {"origin": origin})
         )
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.1", "[::1]:8080", "[::1]"])
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.1", "[::1]:8080", "[::1]", "host.docker.internal:8080",
+     "Host.Docker.Internal", "host.containers.internal"],
+)  # fmt: skip
 async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None:
     assert (await ask_guard(host, only_local=True)).text == "fine"
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8080", "10.0.0.1:8080", "[::2]:8080", "localhost.evil:1"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8080",
+        "10.0.0.1:8080",
+        "[::2]:8080",
+        "localhost.evil:1",
+        "host.docker.internal.evil",
+    ],
 )
 async def test_and_to_no_others(host: str) -> None:
     refused = await ask_guard(host, only_local=True)
@@ -367,15 +397,64 @@ async def test_and_to_no_others(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "status"),
-    [("http://localhost:3000", 200), ("http://[::1]", 200), ("https://evil.example", 403), ("null", 403), ("", 403)],
-)
-async def test_pages_of_other_sites_are_refused(origin: str, status: int) -> None:
-    assert (await ask_guard("localhost:8080", only_local=True, origin=origin)).status_code == status
+    ("origin", "allowed", "status"),
+    [
+        ("http://localhost:3000", "", 200), ("http://[::1]", "", 200), ("https://evil.example", "", 403),
+        ("null", "", 403), ("", "", 403), ("https://app.example", "http://a, https://app.example/", 200),
+        ("https://app.example.evil", "https://app.example", 403), ("https://evil.example", "*", 200),
+    ],
+)  # fmt: skip
+async def test_pages_of_other_sites_are_refused(origin: str, allowed: str, status: int) -> None:
+    answer = await ask_guard("localhost:8080", only_local=True, origin=origin, allowed=allowed)
+    assert answer.status_code == status
+    assert (await ask_guard("evil.example", only_local=True, origin=origin, allowed=allowed)).status_code == 403
 
 
-def test_the_client_closes_an_idle_connection_before_the_gateway_does() -> None:
+def open_app(redis_url: str, **changes: dict[str, str]) -> httpx.AsyncClient:
+    """Return a client of a gateway that has no pipeline, with other settings."""
+    settings = load_group(GatewayProcessSettings)
+    changed = {name: getattr(settings, name).model_copy(update=fields) for name, fields in changes.items()}
+    app = create_app(
+        settings._replace(**changed), Addresses(stream_url=redis_url, pipeline=f"t-{uuid.uuid4().hex[:12]}")
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tower.lan:8080")
+
+
+async def test_a_refused_name_gets_in_where_the_advice_is_followed(redis_url: str) -> None:
+    async with open_app(redis_url) as client:
+        refused = await client.get("/healthz")
+        assert (refused.status_code, "or to 'open'" in refused.json()["error"]["message"]) == (403, True)
+    async with open_app(redis_url, admission={"keys": "open"}) as client:
+        assert (await client.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize(("origins", "granted"), [("", ""), ("https://app.example", "https://app.example"), ("*", "*")])
+async def test_a_browser_is_told_which_origins_may_call(redis_url: str, origins: str, granted: str) -> None:
+    async with open_app(redis_url, admission={"keys": "open"}, guard={"origins": origins}) as client:
+        asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        asks |= {"access-control-request-headers": "authorization,x-stainless-lang"}
+        allowed = await client.options("/v1/chat/completions", headers=asks)
+        assert (allowed.status_code, allowed.headers.get("access-control-allow-origin", "")) == (
+            200 if origins else 204, granted,
+        )  # fmt: skip
+        if origins:
+            assert allowed.headers["access-control-allow-headers"] == asks["access-control-request-headers"]
+            assert "DELETE" in allowed.headers["access-control-allow-methods"]
+        refused = await client.post("/v1/chat/completions", content=b"{", headers=asks)  # its error can be read
+        assert (refused.status_code, refused.headers.get("access-control-allow-origin", "")) == (400, granted)
+        other = await client.options("/v1/chat/completions", headers=asks | {"origin": "https://evil.example"})
+        assert other.headers.get("access-control-allow-origin", "") == ("*" if origins == "*" else "")
+
+
+@pytest.mark.parametrize(("path", "allowed"), [("/v1/models", "GET"), ("/v1/responses/resp_1", "DELETE, GET")])
+async def test_options_names_the_methods_of_a_path(bare: httpx.AsyncClient, path: str, allowed: str) -> None:
+    answer = await bare.options(path)
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allowed, b"")
+    assert (await bare.options("/v1/nothing")).status_code == 404
+
+
+def test_clients_and_proxies_close_an_idle_connection_before_the_gateway_does() -> None:
     """Otherwise a request that is sent as the gateway closes is reset. OpenAI's client keeps them as httpx does."""
     kept_s = httpx.Limits().keepalive_expiry
     assert kept_s is not None
-    assert _Server(FastAPI(), load_group(GatewayProcessSettings)).config.timeout_keep_alive > 2 * kept_s
+    assert GuardSettings().idle_s > max(2 * kept_s, 600)

@@ -1,8 +1,14 @@
 """What strangers may send to a running gateway, over plain sockets: a clear error each, and it goes on."""
 
+import fcntl
 import json
+import os
+import re
 import resource
+import signal
 import socket
+import termios
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -17,7 +23,7 @@ from penstock.bus.contract import Outgoing
 from penstock.ingest.tenants import TenantEntry
 from penstock.messages import Request, Result, Usage
 from penstock.names import Pipeline
-from sim.forked import run_penstock
+from sim.forked import pause_process, run_penstock
 from sim.waiting import wait_for
 from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 
@@ -26,6 +32,7 @@ MODEL = "hostile-demo"
 SIZES = {"GATEWAY_MAX_BODY_MB": "1", "GATEWAY_MAX_FILE_MB": "2"}
 TIMES = {
     "GATEWAY_HEADERS_S": "1", "GATEWAY_BODY_S": "1", "GATEWAY_BODY_KB_PER_S": "1000", "GATEWAY_STALLED_S": "1",
+    "GATEWAY_IDLE_S": "1",
 }  # fmt: skip
 """Limits that a good request, too, may miss on a busy machine: of a gateway by itself."""
 PATIENT = {"GATEWAY_HEADERS_S": "600", "GATEWAY_BODY_S": "600", "GATEWAY_STALLED_S": "600"}
@@ -157,7 +164,7 @@ def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.proof
 def test_a_request_that_never_ends_is_closed(impatient: GuardedGateway) -> None:
-    for begin in (b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nhost: gateway\r\nx-slow: ", b"\r\n"):
+    for begin in (b"G", b"GET / HT", b"GET /healthz HTTP/1.1\r\nhost: gateway\r\nx-slow: ", b"\r\nG"):
         with impatient.connect() as connection:
             connection.sendall(begin)
             reply = read_reply(connection)
@@ -183,6 +190,60 @@ def test_the_second_request_of_a_connection_may_not_be_slow_either(impatient: Gu
         assert read_reply(connection).status == 200
         connection.sendall(b"\r\nGET /heal")
         assert read_reply(connection).status == 408
+
+
+def test_a_connection_without_a_request_is_closed_without_a_word(impatient: GuardedGateway) -> None:
+    for sent in (b"", b"\r\n", encode_request("GET", "/healthz")):
+        with impatient.connect() as connection:
+            connection.sendall(sent)
+            if len(sent) > 2:
+                assert read_reply(connection).status == 200
+            assert connection.recv(1) == b""
+
+
+def test_what_came_in_time_is_answered_by_a_gateway_that_stood_still(impatient: GuardedGateway) -> None:
+    pid, half = impatient.gateway.process.pid, 20
+    get = encode_request("GET", "/healthz")
+    post = encode_request("POST", "/v1/files", {"authorization": f"Bearer {impatient.acme}", **FORM}, BODY)
+    with ExitStack() as stack:
+
+        def stop_with_open_connections() -> dict[socket.socket, bytes]:
+            """Stop the gateway while each connection is somewhere else on its way; return what remains to be sent."""
+            stack.pop_all().close()
+            found = dict[socket.socket, bytes]()
+            for first, then in ((b"", get), (get, get), (get[:half], get[half:]), (post[:-half], post[-half:])):
+                connection = stack.enter_context(impatient.connect())
+                connection.sendall(first)
+                if first == get:
+                    assert read_reply(connection).status == 200
+                found[connection] = then
+            wait_for(lambda: all(map(is_received, found)), "all is received")
+            pause_process(pid)
+            return found
+
+        while not all(map(is_silent, (found := stop_with_open_connections()))):
+            os.kill(pid, signal.SIGCONT)  # this process was so slow that the gateway's times were over: again
+        try:
+            for connection, then in found.items():
+                connection.sendall(then)
+            until = time.monotonic() + 2 * float(TIMES["GATEWAY_BODY_S"])
+            wait_for(lambda: time.monotonic() > until, "all times are over", every_s=0.1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [read_reply(connection).status for connection in found] == [200] * 4
+
+
+def is_received(connection: socket.socket) -> bool:
+    """Whether the other side's kernel has all that was sent."""
+    return fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)) == bytes(4)
+
+
+def is_silent(connection: socket.socket) -> bool:
+    """Whether nothing came, neither bytes nor an end."""
+    with suppress(BlockingIOError):
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
+    return True
 
 
 @pytest.mark.proof
@@ -275,14 +336,110 @@ def test_many_half_requests_at_once_hold_up_nobody(impatient: GuardedGateway) ->
         connection.close()
 
 
-def test_more_idle_connections_than_open_files_hold_up_nobody_for_longer_than_their_time(few: GuardedGateway) -> None:
+def test_more_idle_connections_than_open_files_hold_up_nobody(few: GuardedGateway) -> None:
     assert "160 open files are allowed, so 80 connections instead of 4000" in few.gateway.log.read_text()
     with ExitStack() as stack:
+        first = stack.enter_context(few.connect())
+        first.sendall(encode_request("GET", "/healthz"))
+        assert read_reply(first).status == 200
         for _ in range(300):
             stack.enter_context(few.connect())
         wait_for(few.is_well, "it answers somebody else while they are open here")
+        assert first.recv(1) == b"", "the one that is idle for the longest time is closed for a new one"
 
 
+# HTTP.
+
+FORM = {"content-type": "multipart/form-data; boundary=cut"}
+BODY = (
+    b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--cut\r\n'
+    b'Content-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\nGET /version HTTP/1.1\r\n\r\n--cut--\r\n'
+)
+"""An upload, whose answer says how many bytes the file has; a request is in it."""
+CHUNKED = b"7;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\n" % (BODY[:7], len(BODY) - 7, BODY[7:])
+SIZED = f"content-length: {len(BODY)}"
+
+
+def encode_head(line: str, *headers: str, version: str = "1.1", host: str = "host: gateway") -> bytes:
+    """Return a head of these lines, with acme's key where the test puts it in."""
+    given = [f"{line} HTTP/{version}", *([host] if host else []), "authorization: Bearer {acme}", *headers]
+    return "\r\n".join([*given, "", ""]).encode()
+
+
+def encode_upload(*headers: str, body: bytes = BODY, **fields: str) -> bytes:
+    form = (f"{name}: {value}" for name, value in FORM.items())
+    return encode_head("POST /v1/files", *form, *headers, **fields) + body
+
+
+HTTP: dict[str, bytes] = {
+    "a POST with its length": encode_upload(SIZED),
+    "`Transfer-Encoding: chunked`, with extensions and trailers": encode_upload(
+        "transfer-encoding: chunked", body=CHUNKED + b"x-trailer: 1\r\n\r\n"
+    ),
+    "`Expect: 100-continue`": encode_upload(SIZED, "expect: 100-continue"),
+    "`Upgrade: h2c` or another protocol, also with a body": b"".join(
+        encode_upload(SIZED, "connection: Upgrade, HTTP2-Settings", f"upgrade: {other}", "http2-settings: AAMAAABk")
+        for other in ("h2c", "websocket", "TLS/1.0")
+    )
+    + encode_upload("transfer-encoding: chunked", "connection: upgrade", "upgrade: h2c", body=CHUNKED + b"\r\n"),
+    "two requests at once": encode_head("GET /healthz") + encode_upload(SIZED),
+    "a GET with a body": encode_head("GET /healthz", SIZED) + BODY,
+    "an absolute URI": encode_head("GET http://gateway:80/healthz?x=1") + encode_head("GET HTTP://gateway"),
+    "`OPTIONS`, also `OPTIONS *`": encode_head("OPTIONS /healthz") + encode_head("OPTIONS *"),
+    "`HEAD`": encode_head("HEAD /healthz"),
+    "HTTP/1.0, also with `keep-alive`": encode_head("GET /healthz", "connection: keep-alive", version="1.0", host=""),
+    "HTTP/1.0, a stream": encode_head("GET /v1/live?looks=1", version="1.0"),
+    "HTTP/1.0 with `Expect: 100-continue`": encode_upload(SIZED, "expect: 100-continue", version="1.0"),
+    "HTTP/1.0 with `Transfer-Encoding`": encode_upload("transfer-encoding: chunked", body=CHUNKED, version="1.0"),
+    "HTTP/2, also without an offer": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "another version": encode_head("GET /healthz", version="2.0"),
+    "`CONNECT`": encode_head("CONNECT gateway:443"),
+    "`Content-Encoding: gzip`": encode_upload(SIZED, "content-encoding: gzip"),
+    "`Transfer-Encoding: gzip, chunked`": encode_upload("transfer-encoding: gzip, chunked", body=CHUNKED + b"\r\n"),
+    "two lengths, also if they are the same": encode_upload(SIZED, SIZED),
+    "a length beside `chunked`": encode_upload(SIZED, "transfer-encoding: chunked", body=CHUNKED),
+    "a length that is none": encode_upload("content-length: -1"),
+    "no `Host`, in HTTP/1.1": encode_head("GET /healthz", host=""),
+    "two `Host`": encode_head("GET /healthz", "host: other"),
+}
+"""What is sent for each row of the table of requests in docs/gateway.md."""
+
+
+def read_rows() -> dict[str, tuple[str, str]]:
+    """Return answer and connection for each request in the page's table."""
+    section = (
+        (Path(__file__).parents[2] / "docs/gateway.md").read_text().partition("\n## HTTP\n")[2].partition("\n## ")[0]
+    )
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {request: (answer, connection.strip()) for request, answer, connection in rows[1:]}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", sorted(HTTP.keys() | read_rows().keys()))
+@pytest.mark.parametrize("size", [1, MB], ids=["byte by byte", "at once"])
+def test_a_request_has_one_answer_as_the_page_says(gateway: GuardedGateway, name: str, size: int) -> None:
+    answer, then = read_rows()[name]
+    raw = HTTP[name].replace(b"{acme}", gateway.acme.encode())
+    if then == "stays open":
+        raw += encode_request("GET", "/healthz", {"connection": "close"})
+    with gateway.connect() as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # it may refuse before all is sent
+            for at in range(0, len(raw), size):
+                connection.sendall(raw[at : at + size])
+        got = b"".join(iter(lambda: connection.recv(65536), b""))
+    statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", got)]
+    expected = [int(status) for status in re.findall(r"\b\d{3}\b", answer)]
+    assert statuses == expected + ([200] if then == "stays open" else []), got.decode()
+    num_uploads = raw.count(b"POST /v1/files") if expected[-1] == 200 else 0
+    assert got.count(b'"bytes":23,') == num_uploads, "each body is read whole"
+    if expected[-1] >= 400 and name != "`HEAD`":
+        assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["message"]
+    if "1.0" in name:
+        assert b"transfer-encoding" not in got
+
+
+# Nonsense.
 # Nonsense.
 
 

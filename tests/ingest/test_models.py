@@ -42,7 +42,21 @@ async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redi
         assert [(model.name, model.source) for model in mine] == [(name, f"/a/{name}")]
         for asked, found in ((name, pipeline), (f"/a/{name}", pipeline), (f"/b/{name}", other)):
             assert (await models.find_model(asked)).pipeline == found.name
+        with pytest.raises(ApiError, match=rf"'nothing' does not exist .* Served here: .*{name!r}") as unknown:
+            await models.find_model("nothing")
+        assert f"/a/{name}" not in str(unknown.value)
         assert {name, f"/a/{name}", f"/b/{name}"} <= set(await models.read_names() or ())
+
+
+async def test_the_models_of_the_gateways_own_pipeline_come_first(redis_url: str, pipeline: Pipeline) -> None:
+    before = Pipeline(f"a-{pipeline.name}")
+    beat(redis_url, before)
+    beat(redis_url, pipeline)
+    async with async_redis_client(redis_url) as client:
+        for own, other in ((pipeline, before), (before, pipeline)):
+            listed = [model.name for model in await ServedModels(client, own.name).list_models()]
+            assert listed[0] == own.name
+            assert other.name in listed
 
 
 async def test_a_model_is_found_as_soon_as_its_first_worker_has_reported(redis_url: str, pipeline: Pipeline) -> None:

@@ -35,7 +35,8 @@ def test_text_and_token_ids_are_echoed_with_their_log_probabilities(sdk: Any) ->
     for token, value, top in list(zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, strict=True))[1:]:
         ((best, best_value),) = top.items()
         assert value == best_value if token == best else value <= best_value
-    assert other.logprobs.token_logprobs[1:5] == lists.token_logprobs[1:5]
+    # Without kernels the last bits depend on what else is computed.
+    assert other.logprobs.token_logprobs[1:5] == pytest.approx(lists.token_logprobs[1:5], abs=1e-4)
 
 
 CHOICES = [

@@ -17,7 +17,7 @@ from penstock.kvstore.arena.medium import SlotFile
 from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers import host
 from penstock.kvstore.tiers.host import HostTier
-from sim.small_disk import fill_disk
+from sim.container import fill_disk
 from sim.waiting import wait_for
 from tests.kvstore.blocks import TAG, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.children import die, halt

@@ -15,7 +15,7 @@ from penstock.kvstore.arena.medium import SlotFile
 from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers import host
 from penstock.kvstore.tiers.host import HostTier
-from sim.small_disk import run_on_small_disk
+from sim.container import run_on_small_disk
 from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 

@@ -1,16 +1,20 @@
 """The store: tiers in order, the prefix up to the first block nobody has, and never a wrong block."""
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.config.settings import KVSettings
+from penstock.errors import KVStoreError
 from penstock.kvstore.block import Block, BlockKey, ReadRequest
 from penstock.kvstore.codec import PayloadShape
 from penstock.kvstore.cost import NUM_PROBE_BLOCKS
+from penstock.kvstore.room import fit_tiers
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.local.processes import find_free_port
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
@@ -252,3 +256,64 @@ def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -
 def test_each_tier_has_as_many_mebibytes_as_its_setting_says(make_store: MakeStore) -> None:
     store = make_store(shared_mb=1, disk_mb=2, redis_mb=3)
     assert [tier.read_usage().budget for tier in store.tiers] == [2**20, 2 * 2**20, 3 * 2**20]
+
+
+# What this host has room for.
+
+HUGE_MB = 2**40
+"""More than any file system has."""
+NOT_HERE = "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one"
+
+
+@pytest.mark.parametrize(
+    ("given", "refused", "told"),
+    [
+        ({"shared_mb": 1, "disk_mb": 1}, "", ""),
+        ({"shared_mb": HUGE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 does", "shared memory"),
+        ({"shared_mb": 1, "shared_dir": "{}/none"}, NOT_HERE, ""),
+        ({"shared_mb": 0, "shared_dir": "{}/none", "disk_mb": 1}, NOT_HERE, f"kept on disk: .*{NOT_HERE}"),
+        ({"disk_mb": 1, "disk_dir": "{}/file/kv"}, "file cannot be written to: PENSTOCK_KV_STORE_DISK", "no KV bl"),
+        ({"disk_mb": 1, "disk_dir": "{}/used"}, "processes that have other shared memory use", "no KV blocks"),
+    ],
+)  # fmt: skip
+def test_tiers_are_looked_at_before_they_are_opened(
+    given: dict[str, object], refused: str, told: str, tmp_path: Path
+) -> None:
+    """What was asked for and cannot be is refused, what nobody asked for is said. Looking changes nothing."""
+    (tmp_path / "file").touch()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    kept = {"shared_mb": 1, "shared_dir": str(tmp_path / "memory"), "disk_dir": str(tmp_path / "kv"), "redis_mb": 0}
+    used = {"shared_mb": 0, "disk_mb": 1, "disk_dir": str(tmp_path / "used"), "shared_dir": str(tmp_path / "elsewhere")}
+    others = KVStore.open(LAYOUT, KVSettings(**(kept | used)), "", "demo")  # type: ignore[arg-type]
+    filled = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in given.items()}
+    asked = KVSettings(**(kept | filled))  # type: ignore[arg-type]
+    for settings, is_asked in ((asked, True), (asked.model_construct(_fields_set=set(), **dict(asked)), False)):
+        before = sorted(tmp_path.rglob("*"))
+        found = fit_tiers(settings, "demo")
+        assert sorted(tmp_path.rglob("*")) == before
+        is_refused = bool(refused) and (is_asked or not told)
+        assert (len(found.refused), len(found.told)) == (int(is_refused), int(bool(told) and not is_asked))
+        assert re.search(refused if is_refused else "" if is_asked else told, "".join(found.refused + found.told))
+        if not is_refused:
+            in_memory, on_disk = min(1, found.settings.shared_mb), found.settings.disk_mb
+            store = KVStore.open(LAYOUT, found.settings.model_copy(update={"shared_mb": in_memory}), "", "demo")
+            assert len(store.tiers) == bool(in_memory) + bool(on_disk)
+            store.close()
+    others.close()
+
+
+def test_shared_memory_that_holds_no_block_is_left_out_if_nobody_asked_for_it(
+    settings: KVSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = replace(LAYOUT, payload_bytes=2**21)
+    for given in ({"shared_mb", "disk_mb"}, {"disk_mb"}):
+        wanted = settings.model_construct(_fields_set=given, **{**dict(settings), "disk_mb": 8, "redis_mb": 0})
+        if "shared_mb" in given:
+            with pytest.raises(KVStoreError, match="hold no block"):
+                KVStore.open(layout, wanted, "", "demo")
+        else:
+            store = KVStore.open(layout, wanted, "", "demo")
+            assert [tier.name for tier in store.tiers] == ["disk"]
+            store.close()
+    assert "no KV blocks are kept in shared memory: PENSTOCK_KV_STORE_SHARED_MB" in caplog.text

@@ -26,7 +26,7 @@ PROMPT = "Tell me of the waters above the firmament."
 PSALM = "The LORD is my shepherd; I shall not want. He maketh me to lie down in green pastures. "
 NUM_INTERACTIVE, NUM_BATCH = 10, 14
 SHEET = ViewportSize(width=1360, height=1000)
-SCREENS = ("header", "#ask", "#life")
+SCREENS = ("header", "#life", "#pipeline")
 GAP = 24
 
 

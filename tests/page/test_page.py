@@ -9,13 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import FloatRect, Locator, Page, expect
+from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
 from penstock.cli.up import build_endpoint_environment
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
+from penstock.worker.heartbeat import Heartbeat
 from sim.chaos.proxy import Proxy
 from sim.endpoint import MODEL, CountingEndpoint
 from sim.waiting import wait_for
@@ -26,6 +27,17 @@ from tests.pipeline.site import hanging
 PIECES = "[...document.querySelectorAll('.turn:last-child .piece')].map((piece) => piece.textContent)"
 POLICY = "content-security-policy"
 MARKUP = "<img src=x onerror=alert(1)> & the <b>deep</b>"
+SMALLER = """(least) => [...document.querySelectorAll("a, button, input, select, textarea")]
+    .filter((one) => one.getClientRects().length && one.getBoundingClientRect().height < least)
+    .map((one) => one.id || one.textContent)"""
+CUT = """() => [...document.querySelectorAll(".what > *, .shares > *, .worker > *, .spark > span, thead th")]
+    .filter((one) => one.getBoundingClientRect().right > one.parentElement.getBoundingClientRect().right + 0.5
+        || one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflow !== "visible")
+    .map((one) => one.textContent)"""
+SIZES = "[...document.querySelectorAll('body *')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
+PAINT = """() => ["#health::before", ".worker .is::before", "tbody .swatch", "#bars .fill", ".shares .swatch"]
+    .map((name) => name.split("::"))
+    .map(([one, part]) => getComputedStyle(document.querySelector(one), part && "::" + part).backgroundColor)"""
 expect.set_options(timeout=PATIENCE_MS)
 
 
@@ -91,13 +103,23 @@ def test_a_request_is_drawn_with_parts_that_add_up(tabs: Tabs, line: Stack) -> N
     assert sum(parts) == pytest.approx(total_s, abs=1e-4)
     names = page.evaluate("[...document.querySelectorAll('.bar[data-name]')].map((bar) => bar.dataset.name)")
     assert {"request", "queue.wait", "prefill", "hand_off", "decode", "end"} <= set(names)
+    told = page.locator(".shares").inner_text()
+    assert "first token" in told
+    assert not re.search("[a-z][._][a-z]", told), "no name of the program"
+    assert page.locator(".shares .swatch").count() == page.locator(".shares > span").count() > 4
+    page.route("**/timeline", lambda route: None)
+    page.fill("#life-id", "chatcmpl-another")
+    page.press("#life-id", "Enter")
+    expect(page.locator("#life-state")).to_have_text("Loading the timeline.")
+    assert page.locator("#bars > *").count() == 0, "no bars of one request under the id of another"
 
 
-def test_a_worker_of_both_stages_is_shown_in_both_and_its_request_is_drawn_whole(tabs: Tabs, tmp_path: Path) -> None:
+def test_a_worker_of_both_stages_is_one_worker_and_its_request_is_drawn_whole(tabs: Tabs, tmp_path: Path) -> None:
     with open_stack(tmp_path, pipeline="both", prefill=0, decode=0, auto=1) as stack:
         page = tabs.open(stack.gateway_url)
-        for stage in ("prefill", "decode"):
-            expect(page.locator(f"[data-workers={stage}] .worker")).to_have_attribute("data-worker", "auto-0")
+        expect(page.locator(".worker")).to_have_attribute("data-worker", "auto-0")
+        expect(page.locator("[data-workers=decode] .worker .name")).to_have_text("auto-0 prefill and decode")
+        expect(page.locator("[data-workers=prefill]")).to_have_text("1 worker under Decode")
         for max_tokens in (1, 20):
             ask(page, "Tell me of the beginning.", max_tokens, temperature="0")
             wait_for_state(page, "done")
@@ -140,13 +162,72 @@ def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
     expect(page.locator("#send")).to_be_enabled()
 
 
+def test_a_gateway_that_sends_nothing_more_is_told_from_one_that_is_well(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    ask(page, "Tell me of the beginning.", 900, seed="7")
+    wait_for_tokens(page, 20)
+    assert line.gateway is not None
+    assert line.gateway.child is not None
+    with hanging(line.gateway.child.pid):
+        expect(page.locator("#health")).to_have_text("unreachable")
+        expect(page.locator("#notice")).to_have_text(
+            re.compile(r"^Nothing has come from this gateway for 10 s: what is shown is of \d\d:\d\d:\d\d\.$")
+        )
+        wait_for_state(page, "broken")
+    expect(page.locator("#health")).to_have_text("ok")
+    expect(page.locator("#notice")).to_be_empty()
+    wait_for_state(page, "done")
+    text = "".join(page.evaluate(PIECES))
+    assert text == whole_answer(line.gateway_url, page.inner_text(".turn .id")).lstrip()
+
+
+def test_the_pages_own_models_are_offered_first(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
+    beat = Heartbeat(line.addresses.stream_url, Pipeline("another"), "decode", "nobody", 600)
+    beat.update_status(model="aaa", state="ready")
+    beat.write_beat()
+    page = tabs.open(line.gateway_url)
+    expect(page.locator("#model optgroup[label='other pipelines']")).to_have_text("aaa")
+    expect(page.locator("#model")).to_have_value("demo")
+    expect(page.locator("#send")).to_be_enabled()
+    with GatewayProcess(line.addresses.model_copy(update={"pipeline": "lonely"}), tmp_path) as gateway:
+        page = tabs.open(gateway.url)
+        expect(page.locator("#no-model")).to_contain_text("one of another pipeline may be chosen")
+        expect(page.locator("#model")).to_have_value("")
+        expect(page.locator("#send")).to_be_disabled()
+        own = Heartbeat(line.addresses.stream_url, Pipeline("lonely"), "decode", "nobody", 600)
+        own.update_status(model="zzz", state="ready")
+        own.write_beat()
+        expect(page.locator("#model")).to_have_value("zzz")
+        tabs.close()
+
+
+def test_sizes_follow_the_readers_font_and_marks_his_colours(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    ask(page, "Tell me of the beginning.", 60)
+    page.wait_for_selector("#bars[data-whole=true]")
+    before = page.evaluate(SIZES)
+    assert min(before) >= 12
+    page.emulate_media(forced_colors="active")
+    canvas = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert not {canvas, "rgba(0, 0, 0, 0)"} & {*page.evaluate(PAINT)}, "they do not vanish"
+    page.evaluate("document.documentElement.style.fontSize = '32px'")
+    assert page.evaluate(SIZES) == pytest.approx([2 * size for size in before])
+
+
 @pytest.mark.parametrize("width", [320, PHONE["width"]])
 def test_a_phone_needs_no_sideways_scroll(tabs: Tabs, line: Stack, width: int) -> None:
     page = tabs.open(line.gateway_url, {"width": width, "height": PHONE["height"]})
+    assert box(page.locator("#prompt-form"))["y"] < 2 * PHONE["height"], "within the first two screens"
     page.fill("#prompt", "Lead me beside the still waters, " + "o" * 60)
-    page.fill("#max-tokens", "30")
+    page.fill("#max-tokens", "300")
+    page.fill("#temperature", "0")
     page.tap("#send")
     page.wait_for_selector("#bars[data-whole=true]")
+    prompt, answer, chat = (box(page.locator(one)) for one in (".turn .prompt", ".turn .answer", "#chat"))
+    assert chat["height"] < answer["height"], "it is longer than what is seen"
+    assert max(0, chat["y"], prompt["y"] + prompt["height"] - 1) <= answer["y"], "its first lines are seen"
+    assert page.evaluate(SMALLER, 43.99) == []
+    assert page.evaluate(CUT) == []
     wide, there = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert wide <= there == width
     for station in page.locator(".station").all():
@@ -168,6 +249,7 @@ def test_stations_begin_where_their_column_does_and_the_pipe_reaches_the_end(
     jets = page.evaluate("document.querySelector('.jets').getBoundingClientRect().right")
     assert jets == pytest.approx(desk["width"] - title["x"], abs=10), "the nozzle is at the end of the sheet"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CUT) == []
     grown = page.evaluate("document.querySelector('.glyph').getBoundingClientRect().width") / 96
     assert grown == pytest.approx(1.45 if width == 2560 else 1.0, abs=0.01), "on a large screen all is larger"
 
@@ -182,6 +264,8 @@ def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line
     failed = page.locator(".turn[data-state=failed]")
     why = failed.locator(".outcome").inner_text()
     assert "1,024" in why or "1024" in why, why
+    seen = " ".join(page.locator("header, #notice, #ask > :not(#spoken), #life").all_inner_texts())
+    assert re.findall("Not answered|exceed|maximum context", seen) == ["Not answered", "maximum context"], "said once"
     assert page.input_value("#prompt") == too_long, "it can be sent again"
     places = ("#chat", ".turn .prompt", ".turn[data-state=failed]")
     whole, answered, after = (box(page.locator(one).first) for one in places)
@@ -325,6 +409,30 @@ def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path
         tabs.close()
 
 
+ASK_FROM_ELSEWHERE = """async ([url, body]) => {
+    const headers = {"content-type": "application/json", authorization: "Bearer none", "x-own": "1"};
+    try {
+        const answer = await fetch(url, {method: "POST", headers, body});
+        return [answer.headers.get("x-request-id"), await answer.text()];
+    } catch (error) { return [null, String(error)]; }
+}"""
+
+
+@pytest.mark.proof
+def test_a_page_of_another_origin_reads_a_stream_if_its_origin_is_allowed(
+    browser: Browser, line: Stack, tmp_path: Path
+) -> None:
+    allowed, other = line.gateway_url, line.gateway_url.replace("127.0.0.1", "localhost")
+    body = json.dumps({"model": "demo", "prompt": "In the", "max_tokens": 4, "stream": True})
+    with GatewayProcess(line.addresses, tmp_path, {"GATEWAY_ORIGINS": allowed}) as gateway:
+        for origin in (allowed, other):
+            page = browser.new_page()
+            page.goto(f"{origin}/healthz")
+            name, text = page.evaluate(ASK_FROM_ELSEWHERE, [f"{gateway.url}/v1/completions", body])
+            page.close()
+            assert (name is not None, text.endswith("data: [DONE]\n\n")) == (origin == allowed,) * 2, text
+
+
 @pytest.mark.proof
 def test_files_come_under_a_strict_policy_and_once(line: Stack) -> None:
     with httpx.Client(base_url=line.gateway_url, timeout=None) as client:
@@ -336,6 +444,13 @@ def test_files_come_under_a_strict_policy_and_once(line: Stack) -> None:
             assert (first.status_code, first.headers[POLICY]) == (200, page.headers[POLICY])
             assert client.get(name, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
         assert client.get("/page/nothing.js").json()["error"]["code"] == "unknown_url"
+
+
+def test_an_alerts_link_leads_to_its_section(browser: Browser, line: Stack) -> None:
+    page = browser.new_page()
+    page.goto(f"{line.gateway_url}/page/operations.md#:~:text=%23%23%23%20PenstockRedisFull")
+    page.wait_for_function("scrollY > 0")
+    page.close()
 
 
 @pytest.mark.proof

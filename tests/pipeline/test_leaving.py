@@ -1,11 +1,12 @@
 """A worker that reads requests and jobs hands off what it decodes for each of its causes, and no token is another."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from opentelemetry.trace import NonRecordingSpan, Span
 
 from penstock.bus.joined import JoinedMember
 from penstock.config.settings import StaySettings
@@ -31,14 +32,17 @@ def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
 @pytest.fixture
 def causes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The causes of the hand-offs, as their spans have them."""
-    found, record_span = list[str](), tracing.record_span
+    found, start_span = list[str](), tracing.start_span
 
-    def note_span(name: str, *given: Any, **attributes: Any) -> None:
-        if name == "hand_off":
+    class HandOff(NonRecordingSpan):
+        def set_attributes(self, attributes: Mapping[str, Any]) -> None:
             found.append(attributes["cause"])
-        record_span(name, *given, **attributes)
 
-    monkeypatch.setattr(tracing, "record_span", note_span)
+    def note_span(name: str, *given: Any, **attributes: Any) -> Span:
+        span = start_span(name, *given, **attributes)
+        return HandOff(span.get_span_context()) if name == "hand_off" else span
+
+    monkeypatch.setattr(tracing, "start_span", note_span)
     return found
 
 

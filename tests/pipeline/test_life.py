@@ -13,6 +13,7 @@ from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, core_of
 from sim.waiting import wait_for
 from sim.workload import load_split_model
+from tests.engine.helpers import needs_kernels
 
 pytestmark = [pytest.mark.in_memory, pytest.mark.proof]
 
@@ -111,6 +112,7 @@ def test_ended_while_its_prompt_is_computed(line: InProcessPipeline, how: str) -
     assert 0 < result.usage.prompt_tokens < len(token_ids)
 
 
+@needs_kernels
 @pytest.mark.in_memory
 def test_one_hop_changes_no_token_where_prompts_and_answers_have_weights_in_two_forms(
     make_line: Callable[..., InProcessPipeline],

@@ -170,6 +170,8 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
         off_s = np.abs(np.array(told) - np.array(simulated)).mean()
         assert off_s < 0.03 * np.mean(simulated), "each request goes where it goes in the simulation"
     assert (made.prefill, made.decode) == (real.prefill, real.decode)
+    assert made.auto == pytest.approx(real.auto, abs=1)
+    assert made.auto_waits.ttft_p50_s == pytest.approx(real.auto_waits.ttft_p50_s, rel=0.2)
     assert made.goodput == pytest.approx(real.goodput, rel=0.1)
     said = [line for _, line in render_plan(made, trace)]
     assert any("coarse model" in line and "error" in line for line in said)

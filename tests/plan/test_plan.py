@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.names import Pipeline
+from penstock.names import CLASSES, Pipeline
 from penstock.plan import plan
 from penstock.plan.goodput import Slo, Slos
 from penstock.plan.plan import (
@@ -18,6 +18,7 @@ from penstock.plan.plan import (
     Goals,
     make_plan,
     measure_waits,
+    play_auto,
     play_trace,
     render_plan,
 )
@@ -50,6 +51,10 @@ def test_the_sums_are_those_done_by_hand() -> None:
     assert made.decode_by_blocks == 1, "660 / (1,000 x 0.8) = 0.83"
     assert made.redis_bytes == pytest.approx(100 * (6000 + 100 * 80) * 3600 / 99)
     assert (made.prefill, made.decode) == (3, 1)
+    assert made.auto_busy == pytest.approx(2000 / 1000 + 100 / 320)
+    assert made.auto_by_rate == made.auto == 3, "2.31 / 0.8 = 2.9"
+    lines = [f"{name:5} {line}" for name, line in render_plan(made, STEADY)]
+    assert lines.index("      or 3 auto workers") == lines.index("plan  3 prefill and 1 decode workers") + 1
 
 
 def test_the_pool_may_ask_for_more_than_the_rate() -> None:
@@ -68,17 +73,43 @@ def test_a_goal_for_first_tokens_adds_workers_until_the_simulation_meets_it() ->
     assert make_plan(burst, RATES, GOALS).prefill == 1, "800 tokens/s, in the peak's ten seconds"
     assert make_plan(burst, RATES, replace(GOALS, ttft_s=2.0)).prefill == 4, "two after each other, a second each"
     assert make_plan(burst, RATES, replace(GOALS, ttft_s=1.0)).prefill == 8
-    hopeless = make_plan(burst, RATES, replace(GOALS, ttft_s=0.5))
-    assert not hopeless.meets_ttft
-    assert hopeless.prefill == 1
-    assert any("not met by any number of workers" in line for _, line in render_plan(hopeless, burst))
+    goal = make_plan(burst, RATES, replace(GOALS, ttft_s=2.0, slos={"interactive": Slo(9.0, 1.0)}))
+    assert goal.auto >= goal.prefill
+    assert goal.auto_waits.ttft_p99_s <= 2.0
 
 
 def test_what_no_number_of_workers_can_do_is_an_error_that_says_so() -> None:
     with pytest.raises(PlanError, match=r"the quickest takes 0\.02 s"):
         make_plan(STEADY, RATES, replace(GOALS, itl_s=0.01))
+    with pytest.raises(PlanError, match=r"99% of the first tokens within 1\.5 s: prompts alone take 2 s; a faster dev"):
+        make_plan(STEADY, RATES, replace(GOALS, ttft_s=1.5))
     with pytest.raises(PlanError, match="needs 132 KV blocks and the pool has 100"):
         make_plan(STEADY, replace(RATES, pool_blocks=100), GOALS)
+
+
+def test_limits_by_default_that_no_number_of_workers_meets_are_refused_as_given_ones() -> None:
+    batch = [one._replace(klass="batch") for one in STEADY]
+    slos: Slos = {"interactive": Slo(4.0, 0.015), "batch": Slo(1.0, 0.5)}
+    goals = replace(GOALS, slos=slos)
+    with pytest.raises(PlanError, match=r"no measured batch keeps to 0\.015 s .* PENSTOCK_SLO_…_ITL_S"):
+        make_plan(STEADY, RATES, goals)
+    with pytest.raises(PlanError, match=r"90% of the first tokens within 1 s: .* PENSTOCK_SLO_…_TTFT_S"):
+        make_plan(batch, RATES, goals)
+    assert make_plan(STEADY, RATES, replace(goals, itl_s=0.03)).batch.size == 1, "a goal that is given goes before"
+    assert make_plan(STEADY, RATES, replace(GOALS, slos={"interactive": Slo(4.0, 0.04)})).batch.size == 8
+    few_long = [*STEADY, *(one._replace(prompt_tokens=9000) for one in STEADY[:9])]
+    assert make_plan(sorted(few_long), RATES, GOALS).prefill, "nine of ten are enough"
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_an_auto_worker_alone_takes_no_longer_than_one_of_each(data: st.DataObject) -> None:
+    """A single request has a step's own time once for its prompt's chunks, and its tokens at the measured rate."""
+    trace = [Arrival(0.0, data.draw(st.integers(1, 5000)), data.draw(st.integers(1, 300)))]
+    rates = replace(RATES, pool_blocks=None)
+    (both,), (apart,) = play_auto(trace, rates, RATES.batches[0], 1), play_trace(trace, rates, RATES.batches[0], 1, 1)
+    assert both.itl_s == pytest.approx(apart.itl_s)
+    assert apart.ttft_s * 0.9 <= both.ttft_s <= apart.ttft_s + RATES.batches[0].step_s
 
 
 def test_the_simulation_is_that_of_workers_one_step_after_the_other() -> None:
@@ -101,9 +132,8 @@ def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
     assert lines["goodput"] == f"{made.goodput:.2f} requests/s, 90% of them in time"
     easy = make_plan(trace, rates, replace(in_time, slos={"interactive": Slo(60.0, 1.0)}))
     assert dict(render_plan(easy, trace))["goodput"].startswith("at least 2.39 requests/s")
-    hopeless = make_plan(trace, rates, replace(in_time, slos={"interactive": Slo(1.0, 1.0)}))
-    assert dict(render_plan(hopeless, trace))["goodput"].startswith("at most 0.13 requests/s")
-    assert hopeless.met_share == 0
+    with pytest.raises(PlanError, match="90% of the first tokens within 1 s"):
+        make_plan(trace, rates, replace(in_time, slos={"interactive": Slo(1.0, 1.0)}))
 
 
 def test_each_class_has_limits_of_its_own_and_the_worse_one_counts() -> None:
@@ -140,14 +170,16 @@ TRACES = st.lists(ARRIVALS, min_size=1, max_size=30).map(sorted)
 def test_more_load_or_slower_workers_never_need_fewer(
     trace: list[Arrival], more: Arrival, utilisation: float, factor: float
 ) -> None:
-    goals, roomy = replace(GOALS, utilisation=utilisation), replace(RATES, pool_blocks=10_000)
+    slos: Slos = dict.fromkeys(CLASSES, Slo(60.0, 1.0))
+    goals, roomy = replace(GOALS, utilisation=utilisation, slos=slos), replace(RATES, pool_blocks=10_000)
 
-    def by_sums(trace: list[Arrival], rates: WorkerRates, goals: Goals) -> tuple[int, int, int]:
-        simulated = dict.fromkeys(("play_trace", "measure_waits", "find_goodput", "compute_met_share"), mock.DEFAULT)
+    def by_sums(trace: list[Arrival], rates: WorkerRates, goals: Goals) -> tuple[int, ...]:
+        names = ("play_trace", "play_auto", "measure_waits", "find_goodput", "compute_met_share")
+        simulated = dict.fromkeys(names, mock.DEFAULT)
         with mock.patch.multiple(plan, **simulated):  # no sum follows from these
             made = make_plan(trace, rates, goals)
         assert made.prefill >= made.prefill_by_rate
-        return made.prefill_by_rate, made.decode_by_rate, made.decode
+        return made.prefill_by_rate, made.decode_by_rate, made.decode, made.auto
 
     base = by_sums(trace, roomy, goals)
     busier = by_sums(sorted([*trace, more]), roomy, goals)

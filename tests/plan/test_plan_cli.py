@@ -47,7 +47,11 @@ def beating(redis_url: str, pipeline: Pipeline) -> Iterator[dict[str, str]]:
 @pytest.mark.proof
 def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: str, terminal: Terminal) -> None:
     asked = ("plan", "--model", "demo", "--trace", trace, "--utilisation", "0.8")
-    done = terminal(*asked, **beating)
+    slow = terminal(*asked, **beating)
+    assert (slow.returncode, slow.stdout) == (1, "")
+    assert "no measured batch keeps to 0.2 s between tokens, the quickest takes 0.4 s" in slow.stderr, "by default"
+    limits = {"PENSTOCK_SLO_INTERACTIVE_TTFT_S": "4.2", "PENSTOCK_SLO_INTERACTIVE_ITL_S": "9"}
+    done = terminal(*asked, **beating, **limits)
     assert done.returncode == 0, done.stderr
     for line in (
         "rates        of one worker, from 2 running workers",
@@ -55,11 +59,11 @@ def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: s
         "decode       batch 4: 10.0 tokens/s, 400.0 ms a token",
         "             20.0 / (10.0 tokens/s x 0.8) → 3",
         "plan         1 prefill and 3 decode workers",
+        "             or 4 auto workers",
         "             leaves out: prefix hits",
     ):
         assert line in done.stdout
-    limits = {"PENSTOCK_SLO_INTERACTIVE_TTFT_S": "4.2", "PENSTOCK_SLO_INTERACTIVE_ITL_S": "9"}
-    assert "interactive 4.2 s and 9,000 ms between tokens" in terminal(*asked, **beating, **limits).stdout
+    assert "interactive 4.2 s and 9,000 ms between tokens" in done.stdout
     made = json.loads(terminal(*asked, "--json", **beating, **limits).stdout)
     assert made["met_share"] == pytest.approx(2 / 3), "4.5 s are too long for the second"
     assert (made["prefill"], made["decode"], made["batch"]["size"]) == (1, 3, 4)

@@ -36,8 +36,12 @@ class Receiver(ThreadingHTTPServer):
         return found
 
     def spans(self) -> list[Span]:
+        return [span for _, span in self.spans_of_services()]
+
+    def spans_of_services(self) -> list[tuple[str, Span]]:
+        """All spans, each with the name of the service that it is of."""
         return [
-            span
+            (next(pair.value.string_value for pair in one.resource.attributes if pair.key == "service.name"), span)
             for body in self._bodies("/v1/traces")
             for one in ExportTraceServiceRequest.FromString(body).resource_spans
             for scope in one.scope_spans

@@ -152,7 +152,7 @@ class FixedWatch(LiveWatch):
     """A view that is always the same: servers have nothing to do with how it is shown."""
 
     def read_latest(self) -> Json:
-        self.lost = {"t": 2}
+        self.lost, self.memory_share = {"t": 2}, 0.5
         lag = {
             klass: {
                 stage: {"messages": 4, "prompt_tokens": 50, "output_tokens": None if klass == "batch" else 60}

@@ -7,8 +7,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import httpx
 import pytest
 import redis
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import SpanContext
@@ -23,13 +25,14 @@ from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import redis_client
 from penstock.telemetry import catalog, tracing
 from penstock.telemetry.spans import MAX_SPANS_PER_REQUEST, RedisSpanExporter
-from penstock.telemetry.timeline import UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
+from penstock.telemetry.timeline import SPAN_WORDS, UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
 HEARTBEAT_S = 1.0
+ID = tracing.REQUEST_ID_ATTRIBUTE
 
 
 @dataclass
@@ -87,7 +90,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedStack
             "OTEL_BSP_SCHEDULE_DELAY": "300",
         }  # fmt: skip
         directory = tmp_path_factory.mktemp("telemetry")
-        with ForkedStack(directory, pipeline="telemetry", environment=os.environ | environment) as stack:
+        gateway, settings = find_free_port(), os.environ | environment
+        with ForkedStack(directory, pipeline="telemetry", gateway=gateway, environment=settings) as stack:
             stack.wait_until_ready(PATIENCE_S)
             yield ObservedStack(stack, receiver, ports, Pipeline("telemetry"))
 
@@ -121,21 +125,56 @@ def test_both_send_otlp(observed: ObservedStack) -> None:
 
 
 def services(receiver: Receiver, request_id: str) -> set[str]:
-    """Which processes told of a request, with the attributes that OpenTelemetry's conventions want of some spans."""
-    found = set()
-    for span in receiver.spans():
-        attributes = {pair.key: pair.value for pair in span.attributes}
-        if attributes["penstock.request.id"].string_value != request_id:
-            continue
-        if span.name in ("prefill", "decode"):
-            assert attributes["gen_ai.provider.name"].string_value == "penstock"
-            assert attributes["gen_ai.operation.name"].string_value == "text_completion"
-            assert attributes["gen_ai.request.model"].string_value == "demo"
-            found.add(f"penstock-{span.name}")
-        if span.name == "end":
-            assert attributes["gen_ai.usage.output_tokens"].int_value == 4
-            assert attributes["gen_ai.usage.input_tokens"].int_value > 10
-    return found
+    """Which processes told of a request."""
+    return {service for service, span in receiver.spans_of_services() if read_attribute(span, ID) == request_id}
+
+
+def read_attribute(span: Span, name: str) -> str:
+    return next((pair.value.string_value for pair in span.attributes if pair.key == name), "")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trace_begins_at_the_caller_lasts_as_long_as_the_answer_and_draws_a_service_graph(
+    observed: ObservedStack, stream: bool
+) -> None:
+    trace_id, caller = (7 + stream).to_bytes(16), (9).to_bytes(8)
+    headers = {"traceparent": f"00-{trace_id.hex()}-{caller.hex()}-01"}
+    body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "stream": stream}
+    begun_ns = time.time_ns()
+    url = f"{observed.stack.gateway_url}/v1/chat/completions"
+    assert httpx.post(url, json=body, headers=headers, timeout=None).status_code == 200
+
+    def list_spans() -> list[tuple[str, Span]]:
+        return [one for one in observed.receiver.spans_of_services() if one[1].trace_id == trace_id]
+
+    awaited = {"POST /v1/chat/completions", "request", "prefill", "hand_off", "decode", "end", "chat demo"}
+    wait_for(lambda: awaited <= {span.name for _, span in list_spans()}, "all spans came")
+    by_name = {span.name: span for _, span in list_spans()}
+    services = {span.span_id: service for service, span in list_spans()}
+    root, end = by_name["POST /v1/chat/completions"], by_name["end"]
+    assert (root.kind, root.parent_span_id) == (Span.SPAN_KIND_SERVER, caller)
+    assert begun_ns <= root.start_time_unix_nano <= by_name["request"].start_time_unix_nano
+    assert end.start_time_unix_nano <= root.end_time_unix_nano
+    assert {pair.key: pair.value.int_value for pair in root.attributes}["http.response.status_code"] == 200
+    # What a service graph is drawn from: a consumer whose parent is a producer.
+    producers = {span.span_id for _, span in list_spans() if span.kind == Span.SPAN_KIND_PRODUCER}
+    consumers = [span for _, span in list_spans() if span.kind == Span.SPAN_KIND_CONSUMER]
+    edges = sorted((services[one.parent_span_id], services[one.span_id]) for one in consumers)
+    assert edges == [("penstock-gateway", "penstock-prefill"), ("penstock-prefill", "penstock-decode")]
+    assert producers == {one.parent_span_id for one in consumers}
+    assert by_name["request"].parent_span_id == root.span_id
+    # One span stands for the whole request.
+    told = [span for _, span in list_spans() if any(pair.key.startswith("gen_ai.") for pair in span.attributes)]
+    assert [span.name for span in told] == ["chat demo"]
+    about = {pair.key: pair.value for pair in told[0].attributes}
+    words = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+    assert [about[name].string_value for name in words] == ["chat", "penstock", "demo"]
+    assert about["gen_ai.usage.output_tokens"].int_value == 8
+    assert about["gen_ai.usage.input_tokens"].int_value > 10
+    assert [one.string_value for one in about["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
+    assert told[0].start_time_unix_nano <= by_name["prefill"].start_time_unix_nano
+    assert told[0].end_time_unix_nano == end.end_time_unix_nano
 
 
 @pytest.mark.proof
@@ -158,6 +197,7 @@ async def test_a_timeline_has_all_spans_in_order(observed: ObservedStack) -> Non
         "end", "settle",
     }  # fmt: skip
     assert names.count("queue.wait") == 2
+    assert set(names) <= SPAN_WORDS.keys(), "people are told what each one is"
     ids = {span["id"] for span in timeline.spans}
     assert all(span["parent"] is None or span["parent"] in ids for span in timeline.spans)
     assert [span["start_s"] for span in timeline.spans] == sorted(span["start_s"] for span in timeline.spans)

@@ -8,7 +8,6 @@ import contextlib
 import json
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +23,7 @@ from penstock.local.kafka import find_or_start_kafka
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, Sampling
+from penstock.own_servers import ask_own
 
 PROMPTS = (
     ("And it came to pass", Sampling(temperature=0.0, max_tokens=60)),
@@ -104,7 +104,7 @@ def describe_speed(end: EndEvent) -> str:
 def stream_over_http(gateway_url: str) -> None:
     """Send what the `curl` command sends, and print the text of each event."""
     body = json.dumps(build_curl_body()).encode()
-    with urllib.request.urlopen(f"{gateway_url}/v1/completions", body, timeout=60.0) as answer:
+    with ask_own(f"{gateway_url}/v1/completions", body) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 chunk = json.loads(line.removeprefix(b"data: "))

@@ -25,7 +25,7 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
-from penstock.engine.files import MODEL_ADVICE, check_model_here
+from penstock.engine.files import DEMO_MODEL, check_model_here
 from penstock.errors import (
     BusUnavailable,
     DependencyMissing,
@@ -39,6 +39,7 @@ from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
 from penstock.names import STAGES, Pipeline, find_stages
+from penstock.ops.access import explain_refusal
 from penstock.ops.eviction import find_policy
 from penstock.ops.status import read_worker_status
 from penstock.record import check_server_key_types
@@ -81,17 +82,17 @@ def doctor() -> None:
 
 
 def run_checks() -> Iterator[Finding]:
-    """Yield the findings of every check, in order."""
+    """Yield the findings of every check: what servers answer, then what is installed, last what needs torch."""
     addresses = load_settings(Addresses)
     local: list[Callable[[], Iterator[Finding]]] = [
         _check_python,
         _check_packages,
-        _check_machine,
-        _check_kernels,
+        _check_server_programs,
         _check_native_copying,
         _check_model,
         _check_packed_weights,
-        _check_server_programs,
+        _check_machine,
+        _check_kernels,
     ]
     remote: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("stream Redis", lambda: _check_stream_redis(addresses)),
@@ -100,14 +101,14 @@ def run_checks() -> Iterator[Finding]:
         ("workers", lambda: _check_workers(addresses)),
         ("webhook", _check_webhooks),
     ]
+    for findings in [_run_within_limit(subject, check) for subject, check in remote]:
+        yield from findings
     for check in local:
         yield from check()
-    for subject, check in remote:
-        yield from _run_within_limit(subject, check)
 
 
 def _run_within_limit(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check that asks servers, as they come, and one more where it takes too long.
+    """Begin a check that asks servers. Return its findings, as they come, and one more where it takes too long.
 
     Each of its calls has a time limit and is tried again, which adds up where a server is full or stands still. The
     thread of such a check is left to itself, and ends with the process.
@@ -123,7 +124,12 @@ def _run_within_limit(subject: str, check: Callable[[], Iterator[Finding]]) -> I
             found.put(error)
 
     threading.Thread(target=run, name=f"doctor-{subject}", daemon=True).start()
-    end_s = time.monotonic() + CHECK_LIMIT_S
+    return _read_within_limit(subject, found, time.monotonic() + CHECK_LIMIT_S)
+
+
+def _read_within_limit(
+    subject: str, found: "queue.SimpleQueue[Finding | BaseException | None]", end_s: float
+) -> Iterator[Finding]:
     while True:
         try:
             finding = found.get(timeout=max(0.0, end_s - time.monotonic()))
@@ -231,7 +237,7 @@ def _check_model() -> Iterator[Finding]:
     try:
         check_model_here(settings.model)
     except ModelLoadError as error:
-        yield Finding("fail", "model", f"{settings.model}: {error}", MODEL_ADVICE)
+        yield Finding("fail", "model", f"{settings.model}: {error}", "")
     else:
         yield Finding("ok", "model", f"{settings.model}, which callers ask for as {settings.find_served_name()!r}")
 
@@ -239,15 +245,18 @@ def _check_model() -> Iterator[Finding]:
 def _check_packed_weights() -> Iterator[Finding]:
     """Say whether a worker would map packed weights, and what a file of them saves."""
     settings = load_settings(EngineSettings)
-    is_here = settings.model == "demo" or Path(settings.model).exists()
-    if settings.kind != "own" or not is_here or importlib.util.find_spec("torch") is None:
+    directory = DEMO_MODEL if settings.model == "demo" else Path(settings.model)
+    if settings.kind != "own" or not directory.exists() or importlib.util.find_spec("torch") is None:
         return
-    from penstock.engine.loading import find_packed_file
+    file, reason = None, ""
+    # Which of them fits only a load says, for which torch is imported.
+    if settings.packed or [*directory.glob("*.packed"), *settings.find_cache_directory().glob("packed/*/*.packed")]:
+        from penstock.engine.loading import find_packed_file
 
-    try:
-        file, reason = find_packed_file(settings)
-    except PenstockError:
-        return  # of what is wrong with the model, the worker that loads it says more
+        try:
+            file, reason = find_packed_file(settings)
+        except PenstockError:
+            return  # of what is wrong with the model, the worker that loads it says more
     if file is not None:
         stored = file.about["checkpoint_bytes"]
         found = (
@@ -297,7 +306,8 @@ def _check_redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Fin
             policy, persistence = find_policy(client), client.info("persistence")
     except (redis.RedisError, ValueError) as error:
         advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL / PENSTOCK_KV_URL"
-        yield Finding("fail", what, f"{hide_password(url)}: {error}", advice)
+        reason = explain_refusal(error, url, "PENSTOCK_STREAM_URL / PENSTOCK_KV_URL")
+        yield Finding("fail", what, f"{hide_password(url)}: {reason or error}", "" if reason else advice)
         return
     if not evicting_is_fine and policy:
         yield Finding(
@@ -360,7 +370,10 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
         missing = bus.find_missing_topics()
     except (PenstockError, redis.RedisError) as error:
         where = addresses.kafka or hide_password(addresses.first_url)
-        yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
+        reason = "" if addresses.kafka else explain_refusal(error, addresses.first_url, "PENSTOCK_STREAM_URL")
+        yield Finding(
+            "fail", kind, f"{where}: {reason or error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL"
+        )
         return
     if missing:
         yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
@@ -426,12 +439,18 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
     except redis.RedisError:
         return
     asks = load_settings(EngineSettings).kind == "openai" or any(worker["stage"] == "endpoint" for worker in workers)
-    for stage in ("endpoint",) if asks else STAGES:
-        here = [worker for worker in workers if stage in (worker["stage"], *find_stages(worker["stage"]))]
-        ready = [worker for worker in here if worker["state"] == "ready"]
-        found = f"{len(ready)} ready of {len(here)}"
-        advice = "" if ready else f"penstock worker {stage} (or penstock up)"
-        yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)
+    served: set[str] = set()
+    for kind in sorted({worker["stage"] for worker in workers}):
+        states = [worker["state"] for worker in workers if worker["stage"] == kind]
+        if "ready" in states:
+            served.update((kind, *find_stages(kind)))
+        found = f"{states.count('ready')} ready of {len(states)}"
+        yield Finding("ok" if "ready" in states else "note", f"{kind} workers", found)
+    lacking = [stage for stage in (("endpoint",) if asks else STAGES) if stage not in served]
+    if lacking:
+        kind = "auto" if len(lacking) > 1 else lacking[0]
+        found = f"none is ready for {' and '.join(lacking)}"
+        yield Finding("fail", "workers", found, f"penstock up, or penstock worker {kind}")
     for worker in workers:
         kind, name = f"{worker['stage']} worker", worker["name"]
         if worker["state"] == "degraded":

@@ -10,6 +10,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
 from penstock.ops.access import check_access
+from penstock.own_servers import format_place
 from penstock.redis.client import REDIS_TIMEOUT_S, is_away, redis_client
 from penstock.redis.sentinel import split_address
 from penstock.redis.urls import hide_password, split_urls
@@ -78,5 +79,6 @@ def is_kafka_silent(addresses: Addresses) -> bool:
 def format_address(url: str) -> str:
     """Return host and port of an address, or the whole address without its password if it has neither."""
     parts = split_address(url)
-    is_plain = parts.scheme in ("redis", "rediss") and parts.hostname
-    return f"{parts.hostname}:{parts.port or 6379}" if is_plain else hide_password(url)
+    if parts.scheme in ("redis", "rediss") and parts.hostname:
+        return format_place(parts.hostname, parts.port or 6379)
+    return hide_password(url)

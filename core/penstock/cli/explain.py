@@ -19,9 +19,20 @@ from penstock.names import Pipeline, is_request_id
 from penstock.record.log import RequestStatus, TokenLog
 from penstock.redis.client import redis_client
 from penstock.redis.servers import Sharded
-from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, Timeline, read_timeline
+from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, SPAN_WORDS, Timeline, read_timeline
 
 Row = tuple[str, str]
+STATES = {
+    "new": "waits in the queue", "prefill": "in prefill", "handed": "handed off, waits for decode",
+    "decode": "in decode", "end": "ended",
+}  # fmt: skip
+"""What a record's stage is called here."""
+REASONS = {
+    "hash": "by a hash of its beginning, as no worker's load was known",
+    "home": "its home, where prompts that begin alike go",
+    "least work left": "which had the least prefill work left",
+}
+"""What a placement's reason is called here."""
 
 
 def explain(
@@ -75,12 +86,15 @@ def describe_state(status: RequestStatus | None, end: EndEvent | None) -> Iterat
         return
     holder = f", held by {status.worker_name}" if status.worker_name else ""
     told = "cancelled, " if status.cancelled else ""
-    yield "state", f"{told}{status.stage}{holder}; {status.num_tokens:,} tokens, attempt {status.attempts}"
+    yield (
+        "state",
+        f"{told}{STATES[status.stage]}{holder}; {status.num_tokens:,} output tokens, attempt {status.attempts}",
+    )
     if end is not None:
         usage, error = end.usage, f": {end.error.code}: {end.error.message}" if end.error else ""
         yield "end", f"{end.finish_reason}{error}"
-        found = f"{usage.prompt_tokens:,} of the prompt, {usage.cached_tokens:,} of them found"
-        yield "tokens", f"{found}; {usage.completion_tokens:,} of the answer"
+        found = f"{usage.prompt_tokens:,} prompt tokens, {usage.cached_tokens:,} of them cached"
+        yield "tokens", f"{found}; {usage.completion_tokens:,} output tokens"
 
 
 def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:
@@ -89,11 +103,12 @@ def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:
         yield "placed", "not known: its producer kept no span, or the bus has no partitions to choose from"
         return
     worker = f" of {placement['worker']}" if placement.get("worker") else ""
-    found = f"; {placement['cached']:,} tokens of it should be there" if placement.get("cached") else ""
-    yield "placed", f"partition {placement.get('partition')}{worker} by {placement.get('why')}{found}"
+    found = f"; {placement['cached']:,} of its tokens should be cached there" if placement.get("cached") else ""
+    why = REASONS.get(str(placement.get("why")), str(placement.get("why")))
+    yield "placed", f"partition {placement.get('partition')}{worker}, {why}{found}"
     for name, cost in sorted(placement.get("costs", {}).items(), key=lambda one: float(one[1])):
         told = ", its home" if name == placement.get("home") else ""
-        yield "", f"{name}: {cost:,} tokens left to compute, with this prompt's{told}"
+        yield "", f"{name}: {cost:,} prompt tokens to compute, this prompt's included{told}"
 
 
 def describe_time(timeline: Timeline | None) -> Iterator[Row]:
@@ -105,6 +120,6 @@ def describe_time(timeline: Timeline | None) -> Iterator[Row]:
         where = ", ".join(
             sorted({span["instance"] for span in timeline.spans if span["name"] == share.name and span.get("instance")})
         )
-        took = f"{(share.end_s - share.start_s) * 1000:10,.1f} ms  {share.name}"
-        yield label, f"{took}  {share.service}{f' {where}' if where else ''}".rstrip()
+        took = f"{(share.end_s - share.start_s) * 1000:10,.1f} ms  {SPAN_WORDS.get(share.name, share.name)}"
+        yield label, f"{took}  {where or share.service.removeprefix('penstock-')}".rstrip()
         label = ""

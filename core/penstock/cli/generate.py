@@ -1,6 +1,7 @@
 """`penstock generate`: send one prompt and print its tokens as they arrive."""
 
 import contextlib
+import os
 import shlex
 import sys
 import threading
@@ -66,7 +67,8 @@ def generate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(record_spans("penstock-client", load_settings(TraceSettings)))
         client = stack.enter_context(Client(addresses))
-        text = sys.stdin.read() if prompt == "-" and resume is None else prompt
+        text = read_as_utf8(sys.stdin.read() if prompt == "-" and resume is None else prompt)
+        schema = json_schema.read_text("utf-8", "replace") if json_schema is not None else None
         begun_s = time.perf_counter()
         position = StreamPosition(request_id, resume or None)
         stack.enter_context(explain_waiting(position, addresses, klass, notes))
@@ -81,8 +83,8 @@ def generate(
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
-                stop=stop or [],
-                grammar=None if json_schema is None else make_schema_spec(json_schema.read_text(), str(json_schema)),
+                stop=[read_as_utf8(one) for one in stop or []],
+                grammar=None if schema is None else make_schema_spec(schema, str(json_schema)),
             )
         try:
             print_stream(position.read_events(client, timeout), begun_s, notes=notes)
@@ -90,6 +92,12 @@ def generate(
             line = f"penstock generate - --id {request_id} --resume {shlex.quote(position.last_id or '')}"
             notes.print(f"\nleft; read on with: {format_shell_command(addresses, line)}")
             raise typer.Exit(130) from None
+
+
+def read_as_utf8(text: str) -> str:
+    """Return what was typed as UTF-8 where the locale has no letters for it, so that Python kept its bytes."""
+    is_kept = any("\udc80" <= letter <= "\udcff" for letter in text)
+    return os.fsencode(text).decode("utf-8", "replace") if is_kept else text
 
 
 class StreamPosition:

@@ -1,37 +1,51 @@
 """The command `penstock`. Each of its commands is a module of this package."""
 
+import io
 import logging
+import os
 import sys
+import tempfile
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-COMMANDS = {
-    "up": "Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway.",
-    "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. "
-    "Any number of gateways may run beside each other.",
-    "generate": "Send a prompt through the pipeline and print the answer as it comes.",
-    "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
-    "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
-    "plan": "Show how many prefill and decode workers the trace needs, "
-    "from measured rates, and what a simulation says.",
-    "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
-    "demo": "Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop.",
-    "explain": "What is known of a request: its state, its workers, why it was sent there, and where its time went.",
-    "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
-    "batch": "Many requests from a file.",
-    "config": "What the settings are, and whether they are right.",
-    "worker": "Run one worker until SIGTERM.",
-    "topics": "The pipeline's topics.",
-    "weights": "The weights of a model, packed for the kernels.",
-    "kv": "The KV store: what is in its tiers, and whether it is whole.",
-    "servers": "The Redis servers that requests are spread over.",
-    "dlq": "The dead letters: requests that nobody could answer.",
-    "keys": "API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.",
+GROUPS = {
+    "Serve a model and ask it": {
+        "up": "Serve a model on this machine: Redis (where none is given), a worker, or several, and a "
+        "gateway, until Ctrl-C.",
+        "generate": "Send a prompt through the pipeline and print the answer as it comes.",
+        "batch": "Many requests from a file.",
+        "demo": "Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop.",
+    },
+    "See what it does": {
+        "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
+        "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
+        "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
+        "explain": "What is known of a request: its state, its workers, why it was sent there, and where its time "
+        "went.",
+    },
+    "Find out what is wrong": {
+        "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
+        "config": "What the settings are, and whether they are right.",
+        "dlq": "The dead letters: requests that nobody could answer.",
+        "kv": "The KV store: what is in its tiers, and whether it is whole.",
+    },
+    "Run the parts on several machines": {
+        "plan": "Show how many prefill and decode workers the trace needs, from measured rates, and what a "
+        "simulation says.",
+        "worker": "Run one worker until SIGTERM.",
+        "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside "
+        "each other.",
+        "topics": "The pipeline's topics.",
+        "servers": "The Redis servers that requests are spread over.",
+        "keys": "API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.",
+        "weights": "The weights of a model, packed for the kernels.",
+    },
 }
-"""The first line of each command's help. Importing all modules to print `--help` would take a second."""
+"""By what one wants: the commands, with the first line of each one's help. To import all of them takes a second."""
+COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
 
 
 class Commands(TyperGroup):
@@ -40,7 +54,11 @@ class Commands(TyperGroup):
     def __init__(self, **given: Any) -> None:
         """Register each command with the first line of its help."""
         super().__init__(**given)
-        self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+        self.commands = {
+            name: TyperCommand(name, help=line, rich_help_panel=group)
+            for group, commands in GROUPS.items()
+            for name, line in commands.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that is run, with its module loaded. Raises `SettingsError` for an unknown setting."""
@@ -90,9 +108,26 @@ def root(
     """Durable, disaggregated LLM inference. Settings come from PENSTOCK_… variables (docs/settings.md)."""
 
 
+def find_temporary_directory() -> None:
+    """Have temporary files in shared memory where they can be nowhere else, as in a container that is all read-only.
+
+    Without a place for them transformers cannot be imported.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        os.environ["TMPDIR"] = "/dev/shm"
+
+
 def main() -> None:
-    """Run a command. An error of Penstock or Redis is printed as one line, with exit code 1 and no traceback."""
+    """Run a command. An error of Penstock or Redis is printed as one line, without a traceback. The exit status is 1,
+    or 78 for a model that cannot be loaded.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale of 8 bits has no arrows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    find_temporary_directory()
     try:
         app()
     except Exception as error:
@@ -102,7 +137,7 @@ def main() -> None:
         if line is None:
             raise
         print(f"penstock: {line}", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_status", 1))
 
 
 if __name__ == "__main__":

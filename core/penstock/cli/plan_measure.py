@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.files import check_model_here, ignore_progress
 from penstock.errors import DependencyMissing
 from penstock.messages import Sampling
 from penstock.plan.rates import DecodeBatch, WorkerRates
@@ -22,6 +23,7 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
 
     Raises `ModelLoadError`, `DependencyMissing`.
     """
+    check_model_here(settings.model, ignore_progress)
     try:
         from penstock.engine.loading import open_engine
     except ImportError as error:

@@ -1,21 +1,26 @@
 """`penstock up`: the whole pipeline on this machine."""
 
 import json
+import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.request import getproxies
 
 import typer
 from rich.console import Console
 
+from penstock.bytecode import describe_lost_bytecode
 from penstock.cli.error_lines import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
+from penstock.config.sources import variable_name
 from penstock.endpoint_worker.endpoints import parse_urls
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
@@ -32,13 +37,48 @@ def default_data_directory() -> Path:
     return Path.home() / ".local" / "share" / "penstock"
 
 
-def build_kv_environment() -> dict[str, str]:
-    """Return the workers' KV settings: shared memory where `penstock kv` looks for it, and a tier on disk."""
-    from penstock.kvstore.arena.file import arena_directory
+def load_engine_settings(model: str, served_name: str, endpoint_source: str) -> EngineSettings:
+    """Return the engine's settings, in which the command line's model and name go before the environment's.
+
+    Raise `SettingsError` for a model where servers are asked.
+    """
+    if model and endpoint_source:
+        raise SettingsError(
+            f"the model {model} has no effect with {endpoint_source}, as servers have their own: leave it out. "
+            "--served-name is the name by which callers ask"
+        )
+    given = {"model": os.path.abspath(model) if model and Path(model).exists() else model, "served_name": served_name}
+    return load_settings(EngineSettings, **{name: value for name, value in given.items() if value})
+
+
+def build_engine_environment(engine: EngineSettings) -> dict[str, str]:
+    """Return the variables of model and served name, as workers need them where the command line has named either."""
+    given = {name: str(getattr(engine, name)) for name in ("model", "served_name") if name in engine.model_fields_set}
+    return {variable_name(EngineSettings, name): value for name, value in given.items()}
+
+
+def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> tuple[dict[str, str], list[str]]:
+    """Return the workers' KV settings, and a line for each tier that was asked for and cannot be.
+
+    Shared memory is where `penstock kv` looks for it. A tier on disk is added, in the directory of data if one was
+    given. What nobody asked for and this host has no room for is said.
+    """
+    from penstock.kvstore.room import fit_tiers
 
     settings = load_settings(KVSettings)
-    disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DEFAULT_DISK_MB
-    return {SHARED_DIR_VARIABLE: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
+    given = settings.model_fields_set
+    changes: dict[str, object] = {} if "disk_mb" in given else {"disk_mb": DEFAULT_DISK_MB}
+    if data is not None and not settings.disk_dir:
+        changes["disk_dir"] = str(data.absolute() / "kv")
+    wanted = KVSettings.model_construct(_fields_set=given, **{**settings.model_dump(), **changes})
+    fitted, told, refused = fit_tiers(wanted, pipeline)
+    for line in told:
+        console.print(line)
+    return {
+        SHARED_DIR_VARIABLE: fitted.shared_dir,
+        "PENSTOCK_KV_STORE_DISK_MB": str(fitted.disk_mb),
+        "PENSTOCK_KV_STORE_DISK_DIR": fitted.disk_dir,
+    }, refused
 
 
 def build_endpoint_environment(urls: Sequence[str]) -> dict[str, str]:
@@ -77,8 +117,10 @@ def build_curl_body(model: str = "") -> dict[str, object]:
 
 
 def format_curl_command(gateway_url: str, model: str = "") -> str:
-    """Return a shell command that sends this body and prints the stream."""
-    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body(model))}'"
+    """Return a shell command that sends this body, by no proxy, and prints the stream."""
+    no_proxy = "--noproxy '*' " if getproxies().get("http") else ""
+    url = shlex.quote(f"{gateway_url}/v1/completions")
+    return f"curl -N {no_proxy}{url} -d '{json.dumps(build_curl_body(model))}'"
 
 
 def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> str:
@@ -130,6 +172,15 @@ def refuse_obstacles(obstacles: Sequence[str]) -> None:
 
 
 def up(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A directory, a GGUF file or a name of the hub; else PENSTOCK_ENGINE_MODEL, else a small demo model."
+        ),
+    ] = "",
+    served_name: Annotated[
+        str, typer.Option(help="The name by which callers ask for the model; else PENSTOCK_ENGINE_SERVED_NAME.")
+    ] = "",
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
     port: Annotated[
@@ -147,9 +198,9 @@ def up(
     ] = None,
     url: Annotated[list[str] | None, typer.Option(help="Such a server, http://HOST:8000; may be repeated.")] = None,
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Directory for data, logs, and KV blocks on disk.")] = None,
 ) -> None:
-    """Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway."""
+    """Serve a model on this machine: Redis (where none is given), a worker, or several, and a gateway, until Ctrl-C."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis_source = "--redis" if redis else "PENSTOCK_STREAM_URL"
@@ -158,9 +209,11 @@ def up(
     endpoint_source = find_endpoint_source(url, engine_kind)
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
     workers = choose_workers({"prefill": prefill, "decode": decode, "auto": auto}, endpoint_source)
+    engine = load_engine_settings(model, served_name, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
-    environment = build_endpoint_environment(url or []) if asks_endpoints else build_kv_environment()
+    kv_environment, refused = ({}, []) if asks_endpoints else build_kv_environment(given.pipeline, data, console)
+    environment = build_endpoint_environment(url or []) if asks_endpoints else kv_environment
     stack = Stack(
         directory,
         pipeline=given.pipeline,
@@ -169,10 +222,12 @@ def up(
         port=port,
         **workers,
         gateway=gateway,
-        environment=environment,
+        environment=environment | build_engine_environment(engine),
     )
-    refuse_obstacles(find_obstacles(stack, None if redis else port, gateway))
+    refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway, engine), *refused])
     stop = StopSignal().install()
+    if not asks_endpoints and (line := describe_lost_bytecode(load_settings(EngineSettings).find_cache_directory())):
+        console.print(line)
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
     if redis and (running := list_running_workers(stack.addresses)):
         console.print(f"workers that run already, and that these join: {describe_workers(running)}")
@@ -199,9 +254,10 @@ def wait_until_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
 
 def print_hints(stack: Stack, console: Console) -> None:
     """Print what can be done now, as commands that work from another shell."""
-    console.print(f"Penstock is up: pipeline {stack.addresses.pipeline}")
+    model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
+    console.print(f"Penstock is up: {f'{model}, ' if model else ''}pipeline {stack.addresses.pipeline}")
     generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
     console.print(f"Try: {generate}    (Ctrl-C stops)")
     if stack.gateway is not None:
-        model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
         console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")
+        console.print(f"Programs: base URL {stack.gateway_url}/v1, model {model!r}. The page: {stack.gateway_url}/")

@@ -1,7 +1,9 @@
 """What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once."""
 
+import errno
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -12,14 +14,17 @@ from penstock.cli.error_lines import START_KAFKA, format_address, is_kafka_silen
 from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
-from penstock.engine.files import MODEL_ADVICE, check_model_here
+from penstock.engine.files import check_model_here
 from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
-from penstock.local.processes import describe_port_problem
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
+from penstock.own_servers import describe_port_problem
 from penstock.redis.urls import split_urls
+
+MIN_FREE_MB = 16
+"""Space for data and logs without which nothing is started: a server's first files, and the first day's logs."""
 
 
 class WantedPort(NamedTuple):
@@ -32,17 +37,20 @@ class WantedPort(NamedTuple):
     """What gives it another port."""
 
 
-def find_obstacles(stack: Stack, redis_port: int | None, gateway_port: int | None) -> list[str]:
+def find_obstacles(
+    stack: Stack, redis_port: int | None, gateway_port: int | None, engine: EngineSettings | None = None
+) -> list[str]:
     """Return a line for each thing for which the stack could not serve. A port is None if its server is not started.
 
-    It takes milliseconds, and some seconds where a server does not answer.
+    It takes milliseconds, and some seconds where a server does not answer. `engine` are the workers' settings.
     """
+    engine = engine or load_settings(EngineSettings)
     return [
         *_find_directory_problems(stack, starts_redis=redis_port is not None),
         *_find_port_problems(list_ports(stack, redis_port, gateway_port)),
-        *_find_model_problems(stack),
+        *_find_model_problems(stack, engine),
         *_find_server_problems(stack.addresses, starts_redis=redis_port is not None),
-        *find_worker_problems(stack, [] if redis_port is not None else list_running_workers(stack.addresses)),
+        *find_worker_problems(stack, [] if redis_port is not None else list_running_workers(stack.addresses), engine),
     ]
 
 
@@ -75,17 +83,23 @@ def _find_port_problems(ports: Sequence[WantedPort]) -> Iterator[str]:
 
 
 def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[str]:
+    advice = "choose another --data"
     try:
         stack.directory.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(stack.directory, os.W_OK) else "it cannot be written to"
         if not reason:
             stack.lock_data()
+            with tempfile.TemporaryFile(dir=stack.directory) as file:
+                file.write(bytes(MIN_FREE_MB * 2**20))
+                file.flush()
     except DirectoryTaken as taken:
         yield str(taken)
     except OSError as error:
         reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason, advice = f"fewer than {MIN_FREE_MB} MB are free there", f"make room, or {advice}"
     if reason:
-        yield f"{stack.directory}, for data and logs: {reason}: choose another --data"
+        yield f"{stack.directory}, for data and logs: {reason}: {advice}"
     if starts_redis:
         try:
             find_binary()
@@ -93,9 +107,8 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
             yield f"{error}; or name a running one with --redis"
 
 
-def _find_model_problems(stack: Stack) -> Iterator[str]:
+def _find_model_problems(stack: Stack, settings: EngineSettings) -> Iterator[str]:
     """Find what is wrong with the model and its libraries, where workers compute by themselves."""
-    settings = load_settings(EngineSettings)
     if all(worker.stage == "endpoint" for worker in stack.workers):
         return
     needed = ("torch", "transformers", *(["vllm"] if settings.kind == "vllm" else []))
@@ -105,7 +118,7 @@ def _find_model_problems(stack: Stack) -> Iterator[str]:
     try:
         check_model_here(settings.model)
     except ModelLoadError as error:
-        yield f"PENSTOCK_ENGINE_MODEL={settings.model}: {error}; {MODEL_ADVICE}"
+        yield f"cannot load model {settings.model!r}: {error}"
 
 
 def _find_server_problems(addresses: Addresses, *, starts_redis: bool) -> Iterator[str]:
@@ -144,9 +157,9 @@ def _is_gone(worker: Mapping[str, Any]) -> bool:
     return False
 
 
-def find_worker_problems(stack: Stack, running: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def find_worker_problems(stack: Stack, running: Sequence[Mapping[str, Any]], settings: EngineSettings) -> Iterator[str]:
     """Find why the stack's workers and those that run already cannot serve one pipeline together."""
-    addresses, settings = stack.addresses, load_settings(EngineSettings)
+    addresses = stack.addresses
     advice = "stop them, or choose another PENSTOCK_PIPELINE"
     read_from = {bool(worker["kafka"]) for worker in running if "kafka" in worker}
     if read_from and bool(addresses.kafka) not in read_from:  # two addresses of Kafka may be one cluster

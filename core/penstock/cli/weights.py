@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from penstock.cli.kv_show import format_bytes
 from penstock.config.settings import EngineSettings, load_settings
+from penstock.engine.files import check_model_here, ignore_progress
 
 app = typer.Typer(help="The weights of a model, packed for the kernels.", no_args_is_help=True)
 
@@ -30,6 +31,7 @@ def pack_weights(
     ] = None,
 ) -> None:
     """Load and prove a model, and write its packed weights into a file. Workers of these settings then map it."""
+    check_model_here(model, ignore_progress)
     from penstock.engine.loading import pack_model
 
     given = {"model": model} | ({"weights": weights} if weights else {})

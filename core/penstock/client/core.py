@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypedDict, cast
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, SpanKind
 
 from penstock import names
 from penstock.bus.contract import Outgoing, Publisher
@@ -52,7 +52,6 @@ from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, 
 from penstock.ops.lag import LagWatch
 from penstock.record.log import RequestStatus, parse_event
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import build_request_attributes, get_operation
 from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 
 Event = TokenEvent | EndEvent
@@ -217,8 +216,7 @@ def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float 
     """
     request, klass = encoded.request, encoded.request.klass or "interactive"
     context = tracing.with_request(pipeline, request.id)
-    span = tracing.start_span("request", context, since_s, id=request.id, klass=klass)
-    span.set_attributes(build_request_attributes(get_operation(request), request.model))
+    span = tracing.start_span("request", context, since_s, SpanKind.PRODUCER, id=request.id, klass=klass)
     headers = {names.VERSION_HEADER: str(request.v), names.TENANT_HEADER: request.tenant, names.CLASS_HEADER: klass}
     headers[names.FORM_HEADER] = names.CANONICAL_FORM
     if request.deadline is not None:

@@ -103,7 +103,8 @@ class KVSettings(BaseSettings):
     salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
     shared_mb: int = Field(default=256, ge=0)
-    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it."""
+    """Memory for the blocks that all workers on this host share; 0: none. The first worker allocates all of it. If not
+    set, it is at most half of what the directory's file system has."""
     shared_dir: str = ""
     """The directory of the shared memory, and of the tables of the blocks on disk. Empty: `/dev/shm`, or the system's
     directory for temporary files."""
@@ -111,7 +112,7 @@ class KVSettings(BaseSettings):
     """Space for blocks on disk; 0: none. `penstock up` sets 1024 if it is not set."""
     disk_dir: str = ""
     """The directory of blocks on disk. All workers that use it, of any pipeline, need the same
-    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`."""
+    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`, or with `penstock up --data DIR` `DIR/kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
     redis_codec: CodecChoice = "auto"
@@ -325,16 +326,21 @@ class GuardSettings(BaseSettings):
     max_headers: int = Field(default=100, ge=1)
     """The most header lines."""
     headers_s: float = Field(default=10.0, gt=0)
-    """The longest time to the end of the headers, from the connection or from the last request or answer. So a
-    connection that is idle for this long is closed, with 408."""
+    """The longest time from a request's first byte to the end of its headers; 408 beyond it."""
+    idle_s: float = Field(default=620.0, gt=0)
+    """A connection on which no request is under way is closed after so many seconds: later than clients and proxies
+    close theirs. Where connections are short, the one that is idle for the longest time is closed before."""
     body_s: float = Field(default=20.0, gt=0)
     """How long a body may take after the headers, plus its length divided by `PENSTOCK_GATEWAY_BODY_KB_PER_S`."""
     body_kb_per_s: float = Field(default=64.0, gt=0)
     """The slowest rate at which a large body may arrive."""
     stalled_s: float = Field(default=60.0, gt=0)
-    """How long a reader may accept no bytes before its connection is closed."""
+    """How long, or up to twice as long, a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
     """The most connections at the same time; 503 beyond it. Fewer where the process may not open so many files."""
+    origins: str = ""
+    """The origins, separated by commas, whose pages may call the gateway from a browser, such as
+    `https://app.example.com`; `*`: all. Empty: no page of another origin may."""
 
 
 class TraceSettings(BaseSettings):

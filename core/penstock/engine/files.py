@@ -1,35 +1,20 @@
 """Find a model's files in a directory or on the hub."""
 
 import json
-import re
 import socket
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from penstock.engine.file_checks import check_config_file, check_description, check_weights
 from penstock.engine.gguf_model import check_gguf, describe_gguf
 from penstock.errors import ModelLoadError, build_damage_error
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
-MODEL_ADVICE = (
-    "set PENSTOCK_ENGINE_MODEL to `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf "
-    "file, or a name of the hub"
-)
+_MODEL_FORMS = "use `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf file or a hub name"
 HUB_TIMEOUT_S = 2.0
 """How long the hub may take to take a connection, where it is only asked whether it is there."""
-
-_OTHER_TASKS = re.compile(
-    "For(MaskedLM|PreTraining|NextSentencePrediction|MultipleChoice|QuestionAnswering|(Sequence|Token|Image)Classification)"
-    "|(Encoder|EncoderModel)$"
-)
-"""What the architectures of encoders and classifiers are called."""
-_MAX_COUNT = 2**12
-_COUNTS = re.compile("layer|head|expert|block|depth|label|stack|stage|group|loop|repeat")
-"""What is in the names of numbers of which a configuration makes as many entries, or a model as many modules."""
-_SIZES = re.compile("size|dim|width|len|position|capacity|_id|freq|index")
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
@@ -47,20 +32,29 @@ def find_model(name: str, report: Progress, cache: Path) -> Path:
     if (file := _find_gguf(name)) is not None:
         return describe_gguf(file, cache)
     directory = _find_directory(name) or _download_model(name, report)
-    _check_config(directory)
+    check_description(directory)
     return directory
 
 
-def check_model_here(name: str) -> None:
-    """Raise `ModelLoadError` if it can be seen that the model cannot be loaded, without loading or downloading it."""
+def check_model_here(name: str, report: Progress | None = None) -> None:
+    """Raise `ModelLoadError` if the model's files show that it cannot be loaded. Neither torch nor transformers is
+    imported.
+
+    With `report` a model of the hub is downloaded; without, what is there of it is read.
+    """
     if (file := _find_gguf(name)) is not None:
         check_gguf(file)
         return
-    if (directory := _find_directory(name)) is None:
+    directory = _find_directory(name)
+    if directory is None and report is None:
         _check_hub(name)
         return
-    _check_config(directory)
-    find_weight_files(directory)
+    directory = directory or _download_model(name, report or ignore_progress)
+    try:
+        check_description(directory)
+        find_weight_files(directory)
+    except OSError as error:
+        raise ModelLoadError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
 
 
 def _find_gguf(name: str) -> Path | None:
@@ -73,7 +67,7 @@ def _find_gguf(name: str) -> Path | None:
         return None
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
-            raise ModelLoadError(f"there is no file {path}")
+            raise ModelLoadError(f"there is no file {path}: {_MODEL_FORMS}")
         return path
     files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     if len(files) > 1:
@@ -87,7 +81,7 @@ def _find_directory(name: str) -> Path | None:
     if directory.is_dir():
         return directory
     if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
-        raise ModelLoadError(f"there is no directory {directory}")
+        raise ModelLoadError(f"there is no directory {directory}: {_MODEL_FORMS}")
     return None
 
 
@@ -99,7 +93,8 @@ def _check_hub(name: str) -> None:
     except ImportError:
         return  # the worker says what is to be installed
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+            check_config_file(Path(config).parent)
             return
     except HFValidationError as error:
         raise ModelLoadError(f"no such directory, and no name of the hub: {to_one_line(error)}") from None
@@ -123,6 +118,7 @@ def _download_model(name: str, report: Progress) -> Path:
     report("downloading", 0.0)
     patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
+        check_config_file(Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"])))
         path = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelLoadError(f"no such directory, and not from the hub: {to_one_line(error)}") from error
@@ -130,69 +126,22 @@ def _download_model(name: str, report: Progress) -> Path:
     return Path(path)
 
 
-def _check_config(directory: Path) -> None:
-    """Raise `ModelLoadError` for a directory whose config.json is none, or is of a model that cannot be served.
-
-    transformers makes a configuration only of what passes here: for some counts it makes lists of as many entries.
-    """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise build_damage_error(f"{directory} has no config.json")
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise build_damage_error(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise build_damage_error(f"{path} has no model_type")
-    _check_values(path, config)
-    names = config.get("architectures")
-    if isinstance(names, list) and names and all(map(_OTHER_TASKS.search, map(str, names))):
-        raise ModelLoadError(
-            f"{path} is of {names[0]}, which generates no text: use a model for causal language modelling, such as one "
-            "whose architecture is called ...ForCausalLM"
-        )
-    transformers, model_type = find_spec("transformers"), config["model_type"]
-    if transformers is None or transformers.origin is None:
-        return
-    # Its registry is read as text: to import it takes seconds.
-    registry = (Path(transformers.origin).parent / "models" / "auto").glob("*.py")
-    if not any(f'"{model_type}"' in file.read_text() for file in registry):
-        own = "; the model is code of its authors (auto_map), which is never run" if "auto_map" in config else ""
-        raise ModelLoadError(
-            f"transformers knows no model_type {model_type[:60]!r}, which {path} has{own}: use a model of a type that "
-            "docs/models.md has"
-        )
-
-
-def _check_values(path: Path, values: Any) -> None:
-    """Raise `ModelLoadError` for a number of layers, heads or the like that no model has, and for the name of code."""
-    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(value, dict | list):
-            if name != "label2id":  # a classifier's classes have any name
-                _check_values(path, value)
-        elif str(name).endswith("_implementation") and "/" in str(value):
-            raise ModelLoadError(
-                f"{path} says {name} {value!r}, which is code of the hub, and is never run: take it out"
-            )
-        elif isinstance(value, int) and not -_MAX_COUNT <= value <= _MAX_COUNT and _is_count(str(name)):
-            raise ModelLoadError(
-                f"{path} says {name} {value:,}, and no model has more than {_MAX_COUNT:,}: use the config.json that "
-                "was published with the weights"
-            )
-
-
-def _is_count(name: str) -> bool:
-    return bool(_COUNTS.search(name)) and not _SIZES.search(name)
-
-
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the weight files: those that the index names, if there is one."""
+    """Return the weight files: those that the index names, if there is one. Raises `ModelLoadError` for one that is cut
+    off, or is none.
+    """
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
         if not single.is_file():
             if gguf := list(directory.glob("*.gguf")):
                 return gguf  # one, as `describe_gguf` wrote the directory
+            if pickles := [one.name for form in ("*model*.bin", "*.pth", "*.ckpt") for one in directory.glob(form)]:
+                raise ModelLoadError(
+                    f"{directory} has no .safetensors weights, and {pickles[0]} may run code, so it is never read: use "
+                    "a checkpoint with safetensors, or convert this one where you trust it"
+                )
             raise build_damage_error(f"{directory} has no .safetensors weights: no {single.name}, no {index.name}")
+        check_weights([single])
         return [single]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -206,6 +155,7 @@ def find_weight_files(directory: Path) -> list[Path]:
             raise build_damage_error(f"{index} names {name}, which is not in the model's directory")
         if not file.is_file():
             raise build_damage_error(f"{index} names {file.name}, which is not there")
+    check_weights(files)
     return files
 
 

@@ -11,12 +11,11 @@ noted on this machine (`load_cache.py`), so that the next start finds them.
 """
 
 import hashlib
-import json
 import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -486,9 +485,7 @@ def as_load_errors(name: str) -> Iterator[None]:
     except BaseException as error:
         if not is_failure(error):
             raise
-        raise ModelLoadError(
-            f"cannot load model {name!r}: {type(error).__name__}: {to_one_line(error, 400)}"
-        ) from error
+        raise ModelLoadError(f"cannot load model {name!r}: {_name_cause(error, 400)}") from error
 
 
 def load_config(directory: Path) -> Any:
@@ -497,7 +494,7 @@ def load_config(directory: Path) -> Any:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise ModelLoadError(
-            f"config.json is no configuration that transformers reads ({type(error).__name__}: {to_one_line(error)}): "
+            f"config.json is no configuration that transformers reads ({_name_cause(error)}): "
             "use the one that was published with the weights"
         ) from error
 
@@ -511,7 +508,7 @@ def load_tokenizer(directory: Path) -> Any:
         if not is_failure(error):
             raise
         raise ModelLoadError(
-            f"no usable tokenizer in {directory} ({_explain_tokenizer(directory, error)}): use the tokenizer.json that "
+            f"no usable tokenizer in {directory} ({_name_cause(error)}): use the tokenizer.json that "
             "was published with the model, or one that transformers reads without code of its authors"
         ) from error
     # Where there are no files, transformers makes some tokenizers up: with special tokens only.
@@ -522,15 +519,11 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def _explain_tokenizer(directory: Path, error: BaseException) -> str:
-    """Return why there is no tokenizer, as a clause."""
+def _name_cause(error: BaseException, limit: int = 300) -> str:
+    """Return an error of a library as a clause, without advice that only holds for other programs."""
     if "trust_remote_code" in str(error):
         return "it is code of its authors, which is never run"
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads((directory / "tokenizer.json").read_bytes())
-        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-            return "tokenizer.json has no `model`, so it is none"
-    return f"{type(error).__name__}: {to_one_line(error)}"
+    return f"{type(error).__name__}: {to_one_line(error, limit)}"
 
 
 def _parse_device(name: str) -> torch.device:

@@ -4,13 +4,14 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.cores import count_usable_cores
+from penstock.control_groups import iter_groups
+from penstock.cores import count_group_cores, count_usable_cores
 from penstock.engine.storage import BlockLayout
 from penstock.errors import ModelLoadError
 
@@ -18,7 +19,8 @@ NUM_CONVERSATIONS = 8
 """Sequences as long as the model's context, for which the pool has room if it is chosen here."""
 MIN_POOL_MB = 256
 POOL_SHARE = 0.25
-"""Of the memory that is free when the model is loaded, how much a pool that is chosen here takes at most."""
+"""Of the memory that is free when the model is loaded, how much a pool that is chosen here takes at most; a worker that
+has a part of the cores takes that part of it."""
 
 
 def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
@@ -38,27 +40,41 @@ class ChosenPool(NamedTuple):
     reason: str
 
 
-def choose_pool(layout: BlockLayout, context_length: int, settings: EngineSettings, device: torch.device) -> ChosenPool:
+def choose_pool(
+    layout: BlockLayout, context_length: int, settings: EngineSettings, device: torch.device, root: Path = Path("/")
+) -> ChosenPool:
     """Return the size of the KV pool, which `PENSTOCK_ENGINE_POOL_MB` says where it is not 0."""
     if settings.pool_mb:
         return ChosenPool(settings.pool_mb, "PENSTOCK_ENGINE_POOL_MB")
     num_blocks = NUM_CONVERSATIONS * -(-context_length // layout.block_size)
     wanted = max(MIN_POOL_MB, (num_blocks * layout.block_bytes + NUM_CONVERSATIONS * layout.state_bytes) // 2**20)
-    available, share = count_free_bytes(device), 1.0
+    available, share, limits = count_free_bytes(device, root), POOL_SHARE, f"{POOL_SHARE:.0%} of the available memory"
     if device.type == "cpu":
-        share = min(1.0, count_usable_cores() / (os.cpu_count() or 1))
-    most = wanted if available is None else int(available * POOL_SHARE * share) // 2**20
+        num_cores, all_cores = count_usable_cores(root), _count_cores_beside_memory(root)
+        share *= min(1.0, num_cores / all_cores)
+        limits += f", for {num_cores} of {all_cores} cores" if num_cores < all_cores else ""
+    most = wanted if available is None else int(available * share) // 2**20
     sequences = f"{NUM_CONVERSATIONS} sequences of {context_length:,} tokens"
     if wanted <= most:
         return ChosenPool(wanted, f"it holds {sequences}")
-    return ChosenPool(
-        max(1, most), f"the most of available memory that one worker takes; {sequences} take {wanted} MiB"
-    )
+    return ChosenPool(max(1, most), f"{limits}; {sequences} take {wanted} MiB")
 
 
-def count_free_bytes(device: torch.device) -> int | None:
+def _count_cores_beside_memory(root: Path) -> int:
+    """Return how many cores those have together who share the memory of which this process may take a part.
+
+    That is the whole machine, or the control group with the lowest limit of memory: a container of 2 cores and 16 GiB
+    on a machine of 64 cores has its 16 GiB for these two.
+    """
+    machine, limits = _read_memory_info(root, "MemTotal"), [(most, path) for most, _, path in _iter_group_limits(root)]
+    if machine is None or not limits or min(limits)[0] >= machine:
+        return os.cpu_count() or 1
+    return count_group_cores(min(limits)[1], root)
+
+
+def count_free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """Return how many bytes of a device's memory are free; None where the system does not say."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else count_available_bytes()
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else count_available_bytes(root)
 
 
 def keep_freed_memory() -> None:
@@ -84,7 +100,7 @@ def count_available_bytes(root: Path = Path("/")) -> int | None:
     the system does not say (there is no /proc).
     """
     machine = _read_memory_info(root, "MemAvailable")
-    return None if machine is None else min([machine, *(free for _, free in _iter_group_limits(root))])
+    return None if machine is None else min([machine, *(free for _, free, _ in _iter_group_limits(root))])
 
 
 def count_total_bytes(root: Path = Path("/")) -> int | None:
@@ -93,7 +109,7 @@ def count_total_bytes(root: Path = Path("/")) -> int | None:
     It is the same on all machines of one size: that of the machine, or the limit of a control group if lower.
     """
     machine = _read_memory_info(root, "MemTotal")
-    return None if machine is None else min([machine, *(limit for limit, _ in _iter_group_limits(root))])
+    return None if machine is None else min([machine, *(limit for limit, _, _ in _iter_group_limits(root))])
 
 
 def _read_memory_info(root: Path, name: str) -> int | None:
@@ -115,29 +131,17 @@ def count_resident_bytes() -> int | None:
         return None
 
 
-def _iter_group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limits of this process's control groups and what each leaves, for both versions of control groups."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _iter_free_bytes(root / "sys/fs/cgroup", path, ("memory.max", "memory.current"), "")
-        elif "memory" in controllers.split(","):
+def _iter_group_limits(root: Path) -> Iterator[tuple[int, int, PurePosixPath]]:
+    """Yield the limits of this process's control groups, and what each leaves: the limit less what is used."""
+    for path, directory, is_first_version in iter_groups("memory", root):
+        names = ("memory.max", "memory.current")
+        if is_first_version:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _iter_free_bytes(root / "sys/fs/cgroup/memory", path, names, "total_")
-
-
-def _iter_free_bytes(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[tuple[int, int]]:
-    """Yield limit, and limit minus usage, of the group and its parents. A container may see only its own as the top."""
-    group = base / path.lstrip("/")
-    for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(base))):
         try:
             limit, used = (int((directory / name).read_text()) for name in names)
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue  # no limit here ("max"), or not to be seen
+        prefix = "total_" if is_first_version else ""
         cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
-        yield limit, max(0, limit - used + cached)
+        yield limit, max(0, limit - used + cached), path

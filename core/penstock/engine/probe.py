@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine import hooks
@@ -75,11 +74,6 @@ def check_config(config: Any) -> None:
     """Raise `ModelLoadError` if the configuration shows that the model cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError("it is an encoder-decoder model; only decoder-only models can be served")
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
-        raise ModelLoadError(
-            f"it is an encoder ({config.model_type}), which fills in masks or describes texts, and generates none: use "
-            "a model for causal language modelling"
-        )
     text = config.get_text_config(decoder=True)
     kinds: set[str] = set()
     for name in ("layer_types", "layers_block_type", "block_types"):

@@ -163,7 +163,7 @@ def _compare_runs(model: LoadedModel, settings: EngineSettings, plain: Tensor | 
     alone = torch.cat([compute_tokens(first, [(seq, 1)]), compute_tokens(first, [(neighbour, len(neighbour_prompt))])])
     tolerance = _find_tolerance(model)
     if plain is not None:
-        _compare_logits(model, torch.cat([of_prompt, alone[:1]]), plain, tolerance, "than by itself")
+        _compare_logits(model, torch.cat([of_prompt, alone[:1]]), plain, tolerance, "than in transformers")
     neighbour = make_trial_sequence(neighbour_prompt, blocks=range(num_blocks, total))
     together = compute_tokens(second, [(handed, 1), (neighbour, len(neighbour_prompt))])
     if not (second.is_row_exact and torch.equal(together, alone)):
@@ -191,7 +191,8 @@ def _compare_logits(model: LoadedModel, found: Tensor, right: Tensor, tolerance:
     if not all(error <= tolerance for error in errors):
         raise EngineCheckFailed(
             f"{describe_model(model)} gives other logits on this engine {how}: they are off by {max(errors):.1%} of "
-            f"their spread, and {model.weight_form or model.dtype} allows {tolerance:.0%}"
+            f"their spread, and {model.weight_form or model.dtype} allows {tolerance:.0%}. It would give other tokens, "
+            "and is not served: use a model that docs/models.md has"
         )
 
 

@@ -13,6 +13,7 @@ import json
 import random
 import resource
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 60.0
 """How long the child may take to start, on a machine that does other things."""
-CHECK_TIMEOUT_S = 5.0
+CHECK_S = 5.0
+"""The most processor time of a check."""
+ANSWER_TIMEOUT_S = 60.0
+"""It ends hangs only: a machine that does other things may take long for what costs little."""
 MAX_CHECKER_BYTES = 2**31
 MAX_REMEMBERED_GRAMMARS = 4096
 MAX_PROBED_MASK_S = 0.05
@@ -75,7 +79,7 @@ class GrammarChecker:
     def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
         """Return a grammar with the engine's version that can use it.
 
-        Raises `UnsupportedSchema` or `InvalidRequest`, the latter also if it takes longer than `CHECK_TIMEOUT_S`;
+        Raises `UnsupportedSchema` or `InvalidRequest`, the latter also if it takes more than `CHECK_S`;
         `InternalError` if the child process does not start.
         """
         with self._lock:
@@ -109,7 +113,7 @@ class GrammarChecker:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(spec.encode() + b"\n")
             process.stdin.flush()
-            answer = _read_line(process, CHECK_TIMEOUT_S)
+            answer = _read_line(process, ANSWER_TIMEOUT_S)
         if not answer:
             self._kill()
             raise InvalidRequest("the grammar is too complex: it could not be checked")
@@ -124,7 +128,7 @@ class GrammarChecker:
             with tempfile.TemporaryFile() as file:  # a pipe would have to be written while the child starts
                 file.write(json.dumps(self._vocabulary and asdict(self._vocabulary)).encode())
                 file.seek(0)
-                command = [sys.executable, "-m", "penstock.grammar.checker", str(file.fileno())]
+                command = [sys.executable, "-m", "penstock.grammar.checker", str(file.fileno()), str(CHECK_S)]
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fileno()]
                 )
@@ -196,7 +200,9 @@ def _reply(line: bytes, tokenizer: "GrammarTokenizer") -> dict[str, object]:
 
 
 def main() -> None:
-    """Say that it is ready, then answer a line for each line. It ends when its parent closes the pipe."""
+    """Say that it is ready, then answer a line for each line. It ends when its parent closes the pipe, and by `SIGPROF`
+    when a check takes too much processor time.
+    """
     from penstock.grammar.engine import GrammarTokenizer
 
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CHECKER_BYTES, MAX_CHECKER_BYTES))
@@ -205,7 +211,10 @@ def main() -> None:
     tokenizer = GrammarTokenizer.make_bytes() if vocabulary is None else GrammarTokenizer.from_json(**vocabulary)
     _write_line({"ready": True})
     for line in sys.stdin.buffer:
-        _write_line(_reply(line, tokenizer))
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))
+        reply = _reply(line, tokenizer)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write_line(reply)
 
 
 def _write_line(content: dict[str, object]) -> None:

@@ -377,7 +377,7 @@ def find_jars() -> Path:
     sys.stderr.write(f"penstock: fetching Apache Kafka {KAFKA_VERSION} through Maven (44 MB, once) ...\n")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        Path(scratch, "pom.xml").write_text(_POM)
+        Path(scratch, "pom.xml").write_text(_POM, "utf-8")
         out = Path(scratch, "jars")
         goal = ["-q", "-B", "dependency:copy-dependencies", f"-DoutputDirectory={out}"]
         _run_command([maven, *goal, "-f", f"{scratch}/pom.xml"], timeout_s=900)
@@ -406,7 +406,7 @@ def _find_archive(jars: Path) -> Path:
 
 
 def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
-    path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()), "utf-8", "surrogateescape")
 
 
 def _run_command(command: list[str], timeout_s: float = 120) -> str:

@@ -7,7 +7,6 @@ process. Elsewhere children end when the parent exits in an orderly way.
 
 import atexit
 import contextlib
-import errno
 import os
 import queue
 import secrets
@@ -187,15 +186,6 @@ def find_free_port() -> int:
             if port not in _reserved_ports:
                 _reserved_ports.add(port)
                 return port
-
-
-def describe_port_problem(host: str, port: int) -> str:
-    """Return why nobody can listen on a TCP port now; empty if it is free."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        return "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used on {host} ({error.strerror})"
-    return ""
 
 
 def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s: float) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,15 +19,16 @@ import redis
 
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load_settings
+from penstock.config.settings import BusSettings, GatewaySettings, load_settings
 from penstock.cores import list_usable_cores
-from penstock.errors import PenstockError
+from penstock.errors import ModelLoadError, PenstockError
 from penstock.local.memory import StackMemory
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access
 from penstock.ops.status import read_heartbeats
+from penstock.own_servers import ask_own, find_own_url
 from penstock.redis.client import redis_client
 
 DEFAULT_REDIS_PORT = 7379
@@ -55,6 +55,8 @@ class ProcessSlot:
     child: Child | None = None
     failures: int = 0
     num_deaths: int = 0
+    last_status: int = 0
+    """The exit status of the process that ended last."""
     start_at: float = 0.0
     started_at: float = 0.0
     was_ready: bool = field(default=False)
@@ -126,8 +128,8 @@ class Stack:
 
     @property
     def gateway_url(self) -> str:
-        """The address of the gateway, if there is one."""
-        return f"http://127.0.0.1:{self._gateway_port}"
+        """The address of the gateway, if there is one, as this machine reaches it."""
+        return find_own_url(load_settings(GatewaySettings).host, self._gateway_port)
 
     def lock_data(self) -> None:
         """Take the data of the server that will be started, if any, until `stop`. Raises `DirectoryTaken`."""
@@ -183,8 +185,9 @@ class Stack:
                 lived_s = time.monotonic() - worker.started_at
                 worker.failures = 0 if lived_s > MIN_STEADY_S else worker.failures + 1
                 worker.num_deaths += 1
-                delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
-                status = worker.child.returncode or 0
+                status = worker.last_status = worker.child.returncode or 0
+                is_final = status == ModelLoadError.exit_status
+                delay_s = RESTART_DELAYS_S[-1 if is_final else min(worker.failures, len(RESTART_DELAYS_S) - 1)]
                 cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # no signal's
                 died.append(
                     f"{worker.name} ended with status {status} and is started again; "
@@ -205,7 +208,8 @@ class Stack:
 
         `progress` is called with a line whenever a state changes, and with one for each process that died.
 
-        Raises `PenstockError` with the end of its log when one cannot start.
+        Raises `PenstockError` with the end of its log when one cannot start, `ModelLoadError` at once for a model that
+        no start would load.
         """
         end, last_line = time.monotonic() + timeout_s, ""
         # Not its failures in a row: on a busy machine one that cannot start lives for long before it says so.
@@ -213,13 +217,20 @@ class Stack:
         with redis_client(self.addresses.first_url) as client:
             while not stop() and not all(worker.was_ready for worker in self._all_slots()):
                 line = self._describe_states(client)
+                if "downloading" in line:  # a model may take hours
+                    end = time.monotonic() + timeout_s
                 if line != last_line:
                     progress(line)
                     last_line = line
-                for died in self.restart_dead():
-                    progress(died)
-                for failed in (w for w in self._all_slots() if w.num_deaths >= deaths_before[w.name] + 2):
-                    raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.read_log_tail(failed)}")
+                died = self.restart_dead()
+                for slot in self._all_slots():
+                    num_deaths = slot.num_deaths - deaths_before[slot.name]
+                    if num_deaths and slot.last_status == ModelLoadError.exit_status:
+                        raise ModelLoadError(self.read_log_tail(slot, 1).removeprefix("penstock: "))
+                    if num_deaths >= 2:
+                        raise PenstockError(f"{slot.name} does not start; its log ends:\n{self.read_log_tail(slot)}")
+                for said in died:
+                    progress(said)
                 if time.monotonic() > end:
                     raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
                 time.sleep(0.02)
@@ -255,7 +266,7 @@ class Stack:
         if self.gateway is None or self.gateway.child is None:
             return False
         try:
-            with urllib.request.urlopen(f"{self.gateway_url}/healthz", timeout=GATEWAY_TIMEOUT_S) as answer:
+            with ask_own(f"{self.gateway_url}/healthz", timeout_s=GATEWAY_TIMEOUT_S) as answer:
                 return bool(json.load(answer)["pid"] == self.gateway.child.pid)
         except (OSError, ValueError, KeyError):
             return False

@@ -14,12 +14,12 @@ import redis
 from penstock.errors import DependencyMissing, DirectoryTaken, PenstockError
 from penstock.local.processes import (
     Child,
-    describe_port_problem,
     find_free_port,
     is_container_engine_running,
     start_child,
     wait_until_serving,
 )
+from penstock.own_servers import describe_port_problem, wait_until_free
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
 
@@ -73,6 +73,7 @@ class ValkeyServer:
         """Start, and wait until the server answers. Raises `DependencyMissing`, and as `lock_directory`."""
         if self._child is not None and self._child.is_alive():
             return self
+        wait_until_free("127.0.0.1", self.port)
         if describe_port_problem("127.0.0.1", self.port):
             raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
         held = self.lock_directory()
@@ -175,7 +176,7 @@ class ValkeySentinel(ValkeyServer):
                 f"sentinel down-after-milliseconds {self._service} {round(self._down_after_s * 1000)}",
                 f"sentinel failover-timeout {self._service} 10000",
             ]
-            config.write_text("".join(f"{line}\n" for line in lines))
+            config.write_text("".join(f"{line}\n" for line in lines), "utf-8", "surrogateescape")
         return [str(find_binary()), str(config), "--sentinel"]
 
 

@@ -6,6 +6,7 @@ the middle of a change of its passwords: that is an outage like any other.
 """
 
 import contextlib
+import re
 import ssl
 from collections.abc import Iterator
 from typing import Any
@@ -176,6 +177,14 @@ def explain_refusal(error: BaseException, url: str, variable: str) -> str:
         return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
     if isinstance(error, redis.AuthenticationError) or str(error).startswith("NOAUTH"):
         return f"wrong user or password: see {variable}"
+    if (unread := _find_cause(error, redis.InvalidResponse)) is not None:
+        spoken = "HTTP" if re.search('got "[H<]"', str(unread)) else "another protocol"
+        return f"it is no Redis, as it speaks {spoken}: see {variable} (`penstock up` has its Redis on port 7379)"
+    return _explain_cut(error, url, variable)
+
+
+def _explain_cut(error: BaseException, url: str, variable: str) -> str:
+    """Return whether a server cut the connection off because one side speaks TLS, or wants a certificate."""
     parts = split_address(url)
     is_cut = (
         _find_cause(error, ssl.SSLError) or _find_cause(error, ConnectionResetError) or "closed by server" in str(error)

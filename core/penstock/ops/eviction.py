@@ -1,4 +1,6 @@
-"""Whether a stream server evicts: at its limit of memory it deletes records and logs of accepted requests."""
+"""Whether a stream server evicts: at its limit of memory it deletes records and logs of accepted requests. How near it
+is to that limit.
+"""
 
 import logging
 import threading
@@ -34,6 +36,20 @@ def describe_eviction(addresses: Addresses) -> str:
             if policy := find_policy(client):
                 found.append(f"Redis {server_name(url)} evicts at its limit of memory ({policy})")
     return f"{', '.join(found)}: logs must not be evicted: set maxmemory-policy noeviction" if found else ""
+
+
+def measure_memory(addresses: Addresses) -> float | None:
+    """Return the share of its limit of memory that the fullest stream server uses; None where none answers.
+
+    A server without a limit has that of its machine.
+    """
+    shares = []
+    for url in split_urls(addresses.stream_url):
+        with suppress(redis.RedisError), redis_client(url) as client:
+            memory = client.info("memory")
+            if limit := memory.get("maxmemory") or memory.get("total_system_memory"):
+                shares.append(float(memory["used_memory"]) / float(limit))
+    return max(shares, default=None)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, find_stages
-from penstock.ops.eviction import LOOK_S, describe_eviction
+from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
 from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
@@ -38,6 +38,8 @@ class LiveWatch(PipelineWatch[Json]):
         super().__init__(addresses, settings)
         self.eviction, self._eviction_asked_at = "", -LOOK_S
         """Which stream servers evict, as of a minute ago at most; empty where none does."""
+        self.memory_share: float | None = None
+        """How much of its limit of memory the fullest stream server uses, as of a minute ago at most."""
         self.lost: dict[str, int] = {}
         """How many messages of each topic were deleted before they were answered, within a week or so."""
         self._seen: dict[tuple[str, str], float] = {}
@@ -46,6 +48,7 @@ class LiveWatch(PipelineWatch[Json]):
     def _read_now(self, bus: Bus) -> Json:
         if time.monotonic() >= self._eviction_asked_at + LOOK_S:
             self._eviction_asked_at, self.eviction = time.monotonic(), describe_eviction(self._addresses)
+            self.memory_share = measure_memory(self._addresses)
         workers = read_heartbeats(self._redis, self._pipeline)
         lag = compute_lag(self._pipeline, bus.count_unsettled(), workers)
         self.lost = read_lost(self._redis, self._pipeline)

@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from penstock.plan import coarse
 from penstock.plan.coarse import CoarseLoad, CoarseSimulation
 from penstock.plan.goodput import MET_SHARE, Slos, Timing, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
-from penstock.plan.rates import DecodeBatch, WorkerRates
+from penstock.plan.rates import CHANGES, DecodeBatch, WorkerRates
 from penstock.plan.simulator import LEFT_OUT, Simulation
 from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
@@ -38,9 +38,9 @@ class Goals:
     """The goals of a plan."""
 
     ttft_s: float | None = None
-    """Limit for the 99th percentile of the time to first token; None: no goal."""
+    """Limit for the 99th percentile of the time to first token; None: that of `slos`, for nine of ten requests."""
     itl_s: float | None = None
-    """Limit for the time between two tokens; None: no goal."""
+    """Limit for the time between two tokens; None: that of `slos`."""
     utilisation: float = 0.7
     """The share of a worker's measured rate that is planned with: at 1, queues grow without end."""
     window_s: float = 10.0
@@ -84,6 +84,13 @@ class Plan:
     prefill: int
     decode: int
     waits: Waits
+    auto_busy: float
+    """How many workers prompts and answers would keep busy together, in the peak."""
+    auto_by_rate: int
+    auto: int
+    """Workers of kind `auto` that do the same in place of these."""
+    auto_waits: Waits
+    auto_met_share: float
     mean_rate: float
     """Requests a second."""
     met_share: float
@@ -92,8 +99,6 @@ class Plan:
     """The highest rate at which `MET_SHARE` of the requests would be in time, if they came faster or more slowly."""
     goals: Goals
     rates: WorkerRates
-    meets_ttft: bool
-    """Whether the simulation meets the goal for the time to first token; True without a goal."""
     is_coarse: bool
     """Whether the coarse model has played the trace."""
 
@@ -109,7 +114,7 @@ class Plan:
 
 def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Plan:
     """Return the plan. Raises `PlanError` where no number of workers would do."""
-    batch, size = rates.choose_batch(goals.itl_s), rates.block_size
+    batch, size = choose_batch(trace, rates, goals), rates.block_size
 
     def blocks(one: Arrival) -> int:
         return math.ceil((one.prompt_tokens + one.output_tokens) / size)
@@ -131,18 +136,26 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     by_blocks = count_workers(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else 1
     num_decode = max(decode, by_blocks)
 
-    def is_met(workers: int) -> bool:
-        return (
-            goals.ttft_s is None
-            or measure_waits(play_trace(trace, rates, batch, workers, 0)).ttft_p99_s <= goals.ttft_s
-        )
+    busy = compute_peak(
+        trace,
+        lambda one: one.prompt_tokens / rates.prefill_tokens_per_s + one.output_tokens / batch.tokens_per_s,
+        goals.window_s,
+    )
+    auto = count_workers(busy, 1.0, goals.utilisation)
 
-    alone_s = [one.prompt_tokens / rates.prefill_tokens_per_s for one in trace]
-    meets = goals.ttft_s is None or compute_quantile(alone_s, 0.99) <= goals.ttft_s
-    num_prefill = prefill
-    while meets and num_prefill < len(trace) and not is_met(num_prefill):
-        num_prefill += 1 + num_prefill // STEPS_TO_DOUBLE
+    def find_number(first: int, play: Callable[[int], list[Timing]]) -> int:
+        """Return how many workers, from `first` on, meet the goal for first tokens where one is given."""
+        number = first
+        while goals.ttft_s is not None and number < len(trace):
+            if measure_waits(play(number)).ttft_p99_s <= goals.ttft_s:
+                break
+            number += 1 + number // STEPS_TO_DOUBLE
+        return number
+
+    num_prefill = find_number(prefill, lambda number: play_trace(trace, rates, batch, number, 0))
+    num_auto = find_number(max(auto, by_blocks), lambda number: play_auto(trace, rates, batch, number))
     played = play_trace(trace, rates, batch, num_prefill, num_decode)
+    by_auto = play_auto(trace, rates, batch, num_auto)
 
     seconds = trace[-1].at_s - trace[0].at_s
     mean_rate = len(trace) / (seconds or goals.window_s)
@@ -168,14 +181,36 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
         prefill=num_prefill,
         decode=num_decode,
         waits=measure_waits(played),
+        auto_busy=busy,
+        auto_by_rate=auto,
+        auto=num_auto,
+        auto_waits=measure_waits(by_auto),
+        auto_met_share=compute_met_share(by_auto, goals.slos),
         mean_rate=mean_rate,
         met_share=compute_met_share(played, goals.slos),
         goodput=find_goodput(play_rate, -GOODPUT_STEPS, GOODPUT_STEPS),
         goals=goals,
         rates=rates,
-        meets_ttft=meets,
         is_coarse=is_long(trace),
     )
+
+
+def choose_batch(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> DecodeBatch:
+    """Return the fastest batch of decode that keeps to the goals, or to the settings' limits where none are given.
+
+    Raises `PlanError` where no number of workers would meet them.
+    """
+    by_class = {klass: [one for one in trace if one.klass == klass] for klass in {one.klass for one in trace}}
+    limits = [(of, goals.slos[klass].ttft_s, MET_SHARE) for klass, of in by_class.items()]
+    for requests, limit_s, share in limits if goals.ttft_s is None else [(trace, goals.ttft_s, 0.99)]:
+        alone_s = compute_quantile([one.prompt_tokens / rates.prefill_tokens_per_s for one in requests], share)
+        if alone_s > limit_s:
+            raise PlanError(
+                f"no number of workers gives {share:.0%} of the first tokens within {limit_s:g} s: prompts alone take "
+                f"{alone_s:.3g} s; {CHANGES} (--ttft-s, PENSTOCK_SLO_…_TTFT_S)"
+            )
+    itl_s = min(goals.slos[klass].itl_s for klass in by_class) if goals.itl_s is None else goals.itl_s
+    return rates.choose_batch(itl_s)
 
 
 def is_long(trace: Sequence[Arrival]) -> bool:
@@ -195,21 +230,43 @@ def play_trace(
     decode = _make_spec(rates, batch, rates.fit_cost())
     if is_long(trace):
         return play_coarsely(trace, (num_prefill, prefill), (num_decode, decode))
-    requests = [
-        PlacedRequest(
-            str(number),
-            one.at_s - trace[0].at_s,
-            one.prompt_tokens,
-            one.output_tokens if num_decode else 1,
-            klass=one.klass,
-        )
-        for number, one in enumerate(trace)
-    ]
     simulation = Simulation(
         {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)},
         [RoundRobin()],
     )
-    return [one.make_timing() for one in simulation.run(requests)]
+    return [one.make_timing() for one in simulation.run(_make_requests(trace, None if num_decode else 1))]
+
+
+def play_auto(trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_auto: int) -> list[Timing]:
+    """Return what becomes of the requests with so many `auto` workers, to which they go in turn."""
+    spec = _make_spec(rates, batch, rates.fit_cost())
+    # The rate of prompts has in it what a step takes by itself, which a step with answers and prompts takes once.
+    token_s = max(0.0, spec.cost.token_s - spec.cost.fixed_s / spec.max_step_tokens)
+    spec = replace(spec, cost=replace(spec.cost, token_s=token_s))
+    if is_long(trace):
+        at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
+        prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
+        load, workers = CoarseLoad.without_chats(at_s, prompt, output), np.arange(len(trace)) % num_auto
+        done = CoarseSimulation(num_auto, spec, load, workers=workers).run()
+        times = zip(trace, done.ttft_s.tolist(), done.itl_s.tolist(), strict=True)
+        return [Timing(one.klass, ttft_s, itl_s) for one, ttft_s, itl_s in times]
+    return [
+        one.make_timing() for one in Simulation({"auto": (num_auto, spec)}, [RoundRobin()]).run(_make_requests(trace))
+    ]
+
+
+def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> list[PlacedRequest]:
+    """Return the requests by time from the first one on, where told with so many tokens in each answer."""
+    return [
+        PlacedRequest(
+            str(number),
+            one.at_s - trace[0].at_s,
+            one.prompt_tokens,
+            num_output or one.output_tokens,
+            klass=one.klass,
+        )
+        for number, one in enumerate(trace)
+    ]
 
 
 def play_coarsely(
@@ -300,7 +357,10 @@ def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str
         )
     kept = f"ended streams of {goals.keep_s:,.0f} s, {LOG_REQUEST_BYTES:,} bytes each and {LOG_TOKEN_BYTES} a token"
     yield "stream Redis", f"{plan.redis_bytes / 2**20:,.0f} MB: {kept}"
+    yield "auto", f"one worker for both: prompts and answers keep {plan.auto_busy:,.2f} busy {window}"
+    yield "", f"{plan.auto_busy:,.2f} / (1 {of_worker}) → {plan.auto_by_rate}"
     yield "plan", f"{plan.prefill} prefill and {plan.decode} decode workers{_format_extra(plan)}"
+    yield "", f"or {plan.auto} auto workers"
     yield from _render_simulation(plan, {one.klass for one in trace})
 
 
@@ -309,13 +369,14 @@ def _format_extra(plan: Plan) -> str:
     return f" ({added} prefill more than by rate, for the goal of {plan.goals.ttft_s:g} s)" if added else ""
 
 
+def _format_waits(waits: Waits) -> str:
+    first = f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)"
+    return f"{first}, between tokens {waits.itl_p50_s * 1e3:,.0f} ms (p50), {waits.itl_p99_s * 1e3:,.0f} ms (p99)"
+
+
 def _render_simulation(plan: Plan, classes: Container[str]) -> Iterator[tuple[str, str]]:
-    waits = plan.waits
-    yield (
-        "coarse" if plan.is_coarse else "simulated",
-        f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)",
-    )
-    yield "", f"between tokens {waits.itl_p50_s * 1e3:,.0f} ms (p50), {waits.itl_p99_s * 1e3:,.0f} ms (p99)"
+    yield "coarse" if plan.is_coarse else "simulated", _format_waits(plan.waits)
+    yield "", f"auto: {_format_waits(plan.auto_waits)}; {plan.auto_met_share:.1%} in time"
     limits = ", ".join(
         f"{klass} {slo.ttft_s:g} s and {slo.itl_s * 1e3:,.0f} ms"
         for klass, slo in plan.goals.slos.items()
@@ -326,11 +387,6 @@ def _render_simulation(plan: Plan, classes: Container[str]) -> Iterator[tuple[st
     yield "goodput", f"{beyond}{plan.goodput:,.2f} requests/s, {MET_SHARE:.0%} of them in time"
     yield "", f"the trace has {plan.mean_rate:,.2f}, and {plan.met_share:.1%} are"
     yield "", f"in time: {limits} between tokens (PENSTOCK_SLO_…)"
-    if not plan.meets_ttft:
-        yield (
-            "",
-            f"the goal of {plan.goals.ttft_s:g} s is not met by any number of workers: prompts alone take longer",
-        )
     if plan.is_coarse:
         yield "", f"played by a coarse model, as the trace is long; its error: {coarse.ERROR}"
     yield "", f"leaves out: {plan.left_out}"

@@ -10,6 +10,9 @@ from penstock.errors import PlanError
 from penstock.names import STAGES, find_stages
 from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
 
+CHANGES = "a faster device, more threads, a smaller model or a longer limit do"
+"""What helps where more workers do not."""
+
 
 class DecodeBatch(NamedTuple):
     """The rate of decoding a number of sequences at once."""
@@ -38,14 +41,14 @@ class WorkerRates:
     """KV blocks of a decode worker's pool, where that is known."""
     block_bytes: int | None
 
-    def choose_batch(self, itl_s: float | None) -> DecodeBatch:
+    def choose_batch(self, itl_s: float) -> DecodeBatch:
         """Return the fastest batch of those that keep to `itl_s`. Raises `PlanError` if none does."""
-        within = [one for one in self.batches if itl_s is None or one.step_s <= itl_s]
+        within = [one for one in self.batches if one.step_s <= itl_s]
         if not within:
             least = min(one.step_s for one in self.batches)
             raise PlanError(
                 f"no measured batch keeps to {itl_s:g} s between tokens, the quickest takes {least:.3g} s: "
-                "more workers do not change that; a faster device, more threads or a smaller model do"
+                f"more workers do not change that; {CHANGES} (--itl-s, PENSTOCK_SLO_…_ITL_S)"
             )
         return max(within, key=lambda one: one.tokens_per_s)
 

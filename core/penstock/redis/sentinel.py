@@ -22,6 +22,8 @@ from redis.connection import parse_url
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
+from penstock.own_servers import format_place
+
 SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 """The scheme of the servers for each scheme of a Sentinel address."""
 SENTINEL_PORT = 26379
@@ -54,11 +56,11 @@ class SentinelAddress:
         """Return the url of one of the servers."""
         host, port = address
         query = urlencode(self.query, quote_via=quote, safe="/")
-        return f"{self.scheme}://{self.login}{_format_host(host)}:{port}/{self.db}{'?' if query else ''}{query}"
+        return f"{self.scheme}://{self.login}{format_place(host, port)}/{self.db}{'?' if query else ''}{query}"
 
     def sentinel_url(self, address: HostPort) -> str:
         """Return the url of one of the Sentinels, without a password."""
-        return f"{self.scheme}://{_format_host(address[0])}:{address[1]}"
+        return f"{self.scheme}://{format_place(*address)}"
 
     def server_options(self) -> dict[str, Any]:
         """Return the options of connections to the servers."""
@@ -80,7 +82,7 @@ class SentinelAddress:
         }
 
     def __str__(self) -> str:
-        return ", ".join(f"{_format_host(host)}:{port}" for host, port in self.hosts)
+        return ", ".join(format_place(host, port) for host, port in self.hosts)
 
 
 def is_sentinel(url: str) -> bool:
@@ -121,10 +123,6 @@ def _parse_host(host: str) -> HostPort:
     if not parts.hostname or parts.username is not None:
         raise ValueError("a host is missing")
     return parts.hostname, parts.port or SENTINEL_PORT
-
-
-def _format_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def find_masters(url: str) -> dict[HostPort, HostPort | redis.RedisError | None]:

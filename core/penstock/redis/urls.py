@@ -4,6 +4,7 @@ import re
 
 from redis.connection import parse_url
 
+from penstock.own_servers import format_place
 from penstock.redis.sentinel import SENTINEL_URL_FORM, is_sentinel, parse_sentinels, split_address
 
 _ADDRESS_ENDS = re.compile(r",(?=\s*[a-z+]+://)")
@@ -22,7 +23,7 @@ def hide_password(url: str) -> str:
     while is_sentinel(url) and (host := re.match(r"(?:\[[^\]]*\]|[^:/?#,]*)(?::\d+)?,", rest)):
         hosts.append(host[0])
         rest = rest.removeprefix(host[0])
-    rest = re.sub(r"^(\[[^\]]*\]|[^:/?#]*):(?!\d*(?:[/?#]|$)).*", r"\1:***", rest, flags=re.DOTALL)
+    rest = re.sub(r"^(\[[^\]]*\]|(?!\[[^\]]*\])[^:/?#]*):(?!\d*(?:[/?#]|$)).*", r"\1:***", rest, flags=re.DOTALL)
     return f"{scheme}{login}{''.join(hosts)}{rest}"
 
 
@@ -81,7 +82,7 @@ def server_name(url: str) -> str:
         return f"{address.service}/{address.db}"
     parts = parse_url(url)  # type: ignore[no-untyped-call]
     host = parts.get("host", "localhost")
-    place = parts.get("path") or f"{f'[{host}]' if ':' in host else host}:{parts.get('port', 6379)}"
+    place = parts.get("path") or format_place(host, parts.get("port", 6379))
     return f"{place}/{parts.get('db', 0)}"
 
 

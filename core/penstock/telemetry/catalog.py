@@ -176,6 +176,12 @@ REDIS_EVICTS = Metric(
     "Whether a stream server evicts at its limit of memory, as of the last minute: it may delete records and logs.",
     "gateway",
 )  # fmt: skip
+REDIS_MEMORY = Metric(
+    "penstock.redis.memory.share", "gauge", "1", ("pipeline",),
+    "How much of its limit of memory the fullest stream server uses, as of the last minute; of its machine's memory "
+    "where it has no limit.",
+    "gateway",
+)  # fmt: skip
 MESSAGES_LOST = Metric(
     "penstock.messages.lost", "counter", "{message}", ("pipeline", "topic"),
     "Messages of a topic that workers read which were deleted before they were answered, as far as workers found out.",

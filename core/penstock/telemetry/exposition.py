@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from penstock.errors import PenstockError
+from penstock.own_servers import format_place, wait_until_free
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Distribution, Meters, Reading
 
@@ -66,10 +67,11 @@ def serve_metrics(meters: Meters, host: str, port: int, is_ready: Callable[[], b
 
     Raises `PenstockError` if the port is taken.
     """
+    wait_until_free(host, port)
     try:
         server, thread = start_http_server(port, host, _make_registry(meters))
     except OSError as error:
-        raise PenstockError(f"no metrics on {host}:{port}: {error}; PENSTOCK_TELEMETRY_PORT") from None
+        raise PenstockError(f"no metrics on {format_place(host, port)}: {error}; PENSTOCK_TELEMETRY_PORT") from None
     if (metrics_app := server.get_app()) is not None:
         server.set_app(_add_probes(metrics_app, is_ready))
     try:

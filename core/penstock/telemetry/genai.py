@@ -5,11 +5,12 @@ from typing import Literal
 
 from opentelemetry.util.types import AttributeValue
 
-from penstock.messages import Request, Usage
+from penstock.messages import EndEvent, Request
 from penstock.names import OPERATION_HEADER
 from penstock.telemetry.catalog import PROVIDER
 
 Operation = Literal["chat", "text_completion"]
+OPERATION_ATTRIBUTE = "gen_ai.operation.name"
 
 
 def get_operation(request: Request | None) -> Operation:
@@ -22,16 +23,14 @@ def read_operation(headers: Mapping[str, str]) -> Operation:
     return "chat" if headers.get(OPERATION_HEADER) == "chat" else "text_completion"
 
 
-def build_request_attributes(operation: Operation, model: str | None) -> dict[str, AttributeValue]:
-    """Return the attributes of a span that stands for a request."""
-    named: dict[str, AttributeValue] = {} if model is None else {"gen_ai.request.model": model}
-    return {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER} | named
-
-
-def build_usage_attributes(usage: Usage, finish_reason: str) -> dict[str, AttributeValue]:
-    """Return the attributes of a span that ends with the request's end."""
-    return {
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "gen_ai.response.finish_reasons": (finish_reason,),
+def build_attributes(operation: Operation, model: str, end: EndEvent) -> dict[str, AttributeValue]:
+    """Return the attributes of the one span that stands for a whole request, which has ended."""
+    failed: dict[str, AttributeValue] = {} if end.error is None else {"error.type": end.error.code}
+    return failed | {
+        OPERATION_ATTRIBUTE: operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+        "gen_ai.response.finish_reasons": (end.finish_reason,),
     }

@@ -18,6 +18,7 @@ from pydantic_core import to_json
 from penstock.names import Pipeline
 from penstock.redis.client import execute_all, raise_first_error, redis_client
 from penstock.redis.servers import Sharded
+from penstock.telemetry.genai import OPERATION_ATTRIBUTE
 from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 
 log = logging.getLogger(__name__)
@@ -40,14 +41,14 @@ class RedisSpanExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write spans, in one round trip for each server, and a second one where a list has grown too long.
 
-        Spans that belong to no request are ignored.
+        Spans that belong to no request are ignored, and the one that stands for a whole request.
         """
         by_request: dict[tuple[Any, Any], list[bytes]] = {}
         resource, process = None, dict[str, Any]()
         for span in spans:
             about = span.attributes or {}
             whose = about.get(PIPELINE_ATTRIBUTE), about.get(REQUEST_ID_ATTRIBUTE)
-            if None not in whose:
+            if None not in whose and OPERATION_ATTRIBUTE not in about:
                 if span.resource is not resource:  # all spans of a process have one
                     resource, process = span.resource, _describe_process(span.resource)
                 by_request.setdefault(whose, []).append(to_json(_encode_span(span, about, process)))

@@ -15,6 +15,13 @@ PLACEMENT_ATTRIBUTE = "penstock.placement"
 """In the producer's span: which worker a request was sent to and why, as JSON. It names workers and their backlog."""
 UNKNOWN_SPAN = "unknown"
 """The name of time for which there is no span."""
+SPAN_WORDS = {
+    "request": "accept", "queue.wait": "wait in queue", "taken_over": "take over", "preprocess": "read prompt",
+    "prefill": "prefill", "kv.read": "fetch KV", "first_token": "first token", "kv.write": "store KV",
+    "hand_off": "hand off", "decode": "decode", "end": "write end", "settle": "publish result", "endpoint": "endpoint",
+    UNKNOWN_SPAN: "not known",
+}  # fmt: skip
+"""What each kind of span is called to people."""
 
 
 @dataclass(frozen=True)

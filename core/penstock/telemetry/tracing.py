@@ -1,8 +1,13 @@
 """One trace a request: W3C context in the message headers, spans in the OpenTelemetry SDK.
 
-    request (client) ─ queue.wait ─ preprocess ─ prefill ────── hand_off ─ queue.wait ─ decode ──────── settle
-                                                 └ kv.read, first_token, kv.write       └ kv.read, end
+    POST /v1/… (gateway, SERVER, until the last byte)
+    └ request (PRODUCER) ─ queue.wait ─ preprocess ─ prefill (CONSUMER)
+                                                     └ kv.read, first_token, kv.write
+      └ hand_off (PRODUCER) ─ queue.wait ─ decode (CONSUMER) ─ settle, chat MODEL
+                                           └ kv.read, end
 
+Without a gateway `request` is the root: a producer's trace ends where its own does. `chat MODEL` (or `text_completion`)
+is the one span with attributes of OpenTelemetry's conventions for generative AI, from publication to the end.
 An answer that is decoded where its request was read has neither `hand_off` nor a second `queue.wait`.
 What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
 says which one it is. Where traces are off the tracer does nothing and costs next to nothing.
@@ -21,7 +26,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 from penstock.names import Pipeline
@@ -32,6 +37,7 @@ PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE = "penstock.pipeline", "penstock.reques
 """Attributes of every span of a request."""
 _REQUEST_CONTEXT_KEY = create_key("penstock")
 SCOPE = InstrumentationScope("penstock")
+UNSET = Status()
 
 
 class SpanRecorder(TracerProvider):
@@ -59,9 +65,11 @@ class _RecordedSpan(NonRecordingSpan):
         start_ns: int | None,
         attributes: dict[str, AttributeValue],
         to: SpanRecorder,
+        kind: SpanKind,
     ) -> None:
         super().__init__(context)
         self._name, self._parent, self._to, self._attributes = name, parent, to, attributes
+        self._kind, self._status = kind, UNSET
         self._start_ns = time.time_ns() if start_ns is None else start_ns
         self._is_over = False
 
@@ -74,6 +82,9 @@ class _RecordedSpan(NonRecordingSpan):
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
         self._attributes |= attributes
 
+    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
+        self._status = status if isinstance(status, Status) else Status(status, description)
+
     def end(self, end_time: int | None = None) -> None:
         if self._is_over:
             return
@@ -84,6 +95,8 @@ class _RecordedSpan(NonRecordingSpan):
             self._parent,
             self._to.resource,
             self._attributes,
+            kind=self._kind,
+            status=self._status,
             start_time=self._start_ns,
             end_time=time.time_ns() if end_time is None else end_time,
             instrumentation_scope=SCOPE,
@@ -124,11 +137,17 @@ def inject_headers(context: Context | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Let spans that begin in the block belong to the trace of `headers`, if there is one."""
-    token = attach(extract_context(headers))
+def start_server_span(headers: Mapping[str, str], route: str, begun_s: float) -> Iterator[Span]:
+    """Start the span of a POST, in the trace of its `headers` if there is one. The caller ends it, with the answer.
+
+    Spans that begin in the block are below it.
+    """
+    context = extract_context(headers)
+    about = {"http.request.method": "POST", "http.route": route, "url.path": route, "url.scheme": "http"}
+    span = start_span(f"POST {route}", context, begun_s, SpanKind.SERVER, **about)
+    token = attach(with_span(span, context))
     try:
-        yield
+        yield span
     finally:
         detach(token)
 
@@ -138,18 +157,24 @@ def with_span(span: Span, context: Context | None = None) -> Context:
     return trace.set_span_in_context(span, context)
 
 
-def start_span(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
+def start_span(
+    name: str,
+    parent: Context,
+    start_s: float | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    **attributes: AttributeValue,
+) -> Span:
     """Start a span. `start_s` (seconds since the epoch) is given where its work began earlier."""
     whose = cast("dict[str, AttributeValue]", get_value(_REQUEST_CONTEXT_KEY, parent) or {})
     above, recorder = trace.get_current_span(parent).get_span_context(), trace.get_tracer_provider()
     if not isinstance(recorder, SpanRecorder):
-        return tracer.start_span(name, parent, start_time=_to_ns(start_s), attributes=whose | attributes)
+        return tracer.start_span(name, parent, kind, start_time=_to_ns(start_s), attributes=whose | attributes)
     if not above.is_valid:
-        return _start_root(name, parent, start_s, whose | attributes, recorder)
+        return _start_root(name, parent, start_s, whose | attributes, recorder, kind)
     if not above.trace_flags.sampled:
         return NonRecordingSpan(above)
     context = SpanContext(above.trace_id, _draw_span_id(), False, above.trace_flags, above.trace_state)
-    return _RecordedSpan(name, context, above, _to_ns(start_s), whose | attributes, recorder)
+    return _RecordedSpan(name, context, above, _to_ns(start_s), whose | attributes, recorder, kind)
 
 
 def _start_root(
@@ -158,16 +183,17 @@ def _start_root(
     start_s: float | None,
     attributes: dict[str, AttributeValue],
     recorder: SpanRecorder,
+    kind: SpanKind,
 ) -> Span:
     """Start the first span of a trace. The sampler decides here, and all processes keep to that."""
     trace_id = random.getrandbits(128) or 1
-    found = recorder.sampler.should_sample(parent, trace_id, name, attributes=attributes)
+    found = recorder.sampler.should_sample(parent, trace_id, name, kind, attributes)
     is_sampled = found.decision is Decision.RECORD_AND_SAMPLE
     flags = TraceFlags(TraceFlags.RANDOM_TRACE_ID | (TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT))
     context = SpanContext(trace_id, _draw_span_id(), False, flags, found.trace_state)
     if not is_sampled:
         return NonRecordingSpan(context)
-    return _RecordedSpan(name, context, None, _to_ns(start_s), dict(found.attributes or {}), recorder)
+    return _RecordedSpan(name, context, None, _to_ns(start_s), dict(found.attributes or {}), recorder, kind)
 
 
 def _draw_span_id() -> int:
@@ -176,7 +202,7 @@ def _draw_span_id() -> int:
 
 def record_span(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
     """Record a span that is already over."""
-    start_span(name, parent, start_s, **attributes).end(_to_ns(end_s))
+    start_span(name, parent, start_s, SpanKind.INTERNAL, **attributes).end(_to_ns(end_s))
 
 
 def _to_ns(time_s: float | None) -> int | None:

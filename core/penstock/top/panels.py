@@ -18,11 +18,12 @@ RATE_TITLES = {
     "cached_tokens_per_s": "cached tokens",
     "decode_tokens_per_s": "output tokens",
 }
+TIER_TITLES = {"pool": "KV pool", "shm": "shared", "disk": "disk", "redis": "Redis"}
 SPARKLINE_WIDTH, BAR_WIDTH = 25, 8
 """In characters."""
 STATE_STYLES = {"ok": "green", "ready": "green", "degraded": "yellow", "loading": "cyan", "draining": "cyan"}
 """Colours of states; any other state is red."""
-WORKER_COLUMNS = {"stage": 7, "worker": 16, "state": 13, "run": 4, "wait": 4, "tok/s": 8, "pool": 13}
+WORKER_COLUMNS = {"kind": 8, "worker": 15, "state": 13, "run": 4, "wait": 4, "tok/s": 8, "pool": 13}
 
 
 def style_state(state: str, text: str = "") -> Text:
@@ -67,7 +68,7 @@ def build_latencies(snapshot: Snapshot | None) -> Table:
 
 def build_lag(snapshot: Snapshot | None) -> Table:
     """Return what waits in each stage."""
-    names = ("class", "stage", "waiting", "prompt", "output", "wait")
+    names = ("class", "stage", "queued", "prompt", "output", "wait")
     table = _make_table(*((name, "left" if at < 2 else "right") for at, name in enumerate(names)))
     for klass in CLASSES:
         for stage in STAGES:
@@ -85,7 +86,10 @@ def build_tiers(snapshot: Snapshot | None) -> Table:
     table = _make_table(("tier", "left"), ("hit share", "left"), ("", "right"), ("hits", "right"))
     for name, of in {} if snapshot is None else snapshot["tiers"].items():
         table.add_row(
-            name, Text(draw_bar(of["share"], BAR_WIDTH), "green"), format_share(of["share"]), format_count(of["hits"])
+            TIER_TITLES[name],
+            Text(draw_bar(of["share"], BAR_WIDTH), "green"),
+            format_share(of["share"]),
+            format_count(of["hits"]),
         )
     return table
 
@@ -98,7 +102,7 @@ def _make_table(*columns: tuple[str, Any]) -> Table:
 
 
 SORT_KEYS: Mapping[str, Callable[[Snapshot], Any]] = {
-    "stage": lambda worker: 0,
+    "kind": lambda worker: 0,
     "state": lambda worker: worker["state"] in STATE_STYLES,
     "tok/s": lambda worker: -(worker["tokens_per_s"] or 0.0),
     "pool": lambda worker: -_used_pool_share(worker),

@@ -4,18 +4,16 @@
 """
 
 import contextlib
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Member
+from penstock.bytecode import keep_bytecode
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -32,7 +30,8 @@ from penstock.config.settings import (
     load_group,
     load_settings,
 )
-from penstock.errors import DependencyMissing, SettingsError
+from penstock.engine.files import check_model_here
+from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access, check_redis_access
@@ -89,12 +88,13 @@ class WorkerProcess:
         """Closes what was opened for the process, at its end."""
 
     def __enter__(self) -> Self:
-        """Check that the servers allow what a worker of this kind does, take the name, and begin heartbeat and
-        telemetry. Raise `AccessRefused`, `NameTaken` or `ServerEvicts`.
+        """Check that host and servers allow what a worker of this kind does, take the name, and begin heartbeat and
+        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken` or `ServerEvicts`.
         """
-        settings, addresses = self.settings, self.addresses
         if self.kind != "endpoint":
-            _keep_bytecode(settings.engine)
+            keep_bytecode(self.settings.engine.find_cache_directory())
+            self._fit_tiers()
+        settings, addresses = self.settings, self.addresses
         failpoints.arm(settings.faults.failpoints)
         pin_to_cores(settings.worker.cores)
         check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
@@ -133,10 +133,14 @@ class WorkerProcess:
     def open_engine(self, *, only_prompts: bool = False) -> "ServingEngine":
         """Load the model, of which a stage may need the prompts' part only, and open the KV store.
 
-        Raise `DependencyMissing` where the libraries are not installed, and `ArithmeticDiffers` beside workers that
-        compute otherwise.
+        Raise `ModelLoadError`, before the libraries are imported where the model's files show it; `DependencyMissing`
+        where these are not installed; `ArithmeticDiffers` beside workers that compute otherwise.
         """
         settings = self.settings
+        try:
+            check_model_here(settings.engine.model, self.beat.report_progress)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"cannot load model {settings.engine.model!r}: {error}") from error
         library = "vLLM" if settings.engine.kind == "vllm" else "torch"
         self.beat.update_status(now=True, doing=f"importing {library}")
         open_core = self._find_opening(only_prompts=only_prompts)
@@ -148,6 +152,17 @@ class WorkerProcess:
         self.beat.update_status(now=True, doing="opening the KV store")
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
+
+    def _fit_tiers(self) -> None:
+        """Fit the KV store's tiers to this host. Raise `KVStoreError` for what was asked for and cannot be."""
+        with require_libraries():
+            from penstock.kvstore.room import fit_tiers
+        kv, told, refused = fit_tiers(self.settings.kv, self.pipeline.name)
+        if refused:
+            raise KVStoreError("; ".join(refused))
+        for line in told:
+            log.warning(line)
+        self.settings = self.settings._replace(kv=kv)
 
     def _find_opening(self, *, only_prompts: bool) -> "OpenCore":
         """Return what loads the model into the engine that the settings name."""
@@ -225,16 +240,3 @@ def require_libraries() -> Iterator[None]:
         yield
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
-
-
-def _keep_bytecode(settings: EngineSettings) -> None:
-    """Have what is imported from now on compiled once in the cache directory, where Python was told to keep nothing.
-
-    Many images set PYTHONDONTWRITEBYTECODE, and torch and transformers take minutes to compile on a busy machine. What
-    lies compiled beside its source is taken from there.
-    """
-    if not sys.dont_write_bytecode:
-        return
-    specs = [importlib.util.find_spec(package) for package in ("torch", "transformers")]
-    if any(spec and not Path(spec.cached or "").is_file() for spec in specs):
-        sys.pycache_prefix, sys.dont_write_bytecode = str(settings.find_cache_directory() / "bytecode"), False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Span
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import Loaded, Outcome, SampledToken, SequenceProgress, TokenSource
@@ -16,7 +16,7 @@ from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, T
 from penstock.names import PriorityClass, Stage, WorkerKind
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import Operation, build_request_attributes
+from penstock.telemetry.genai import Operation
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
@@ -75,6 +75,8 @@ class Task:
     span: Span = INVALID_SPAN
     context: Context = field(default_factory=Context)
     """The trace context for the spans of the work on it."""
+    settling_span: Span = INVALID_SPAN
+    """The span of its settlement; a job's, which is a producer's, is the parent of the spans in the next worker."""
     started_s: float = field(default_factory=now_s)
     begun_s: float = field(default_factory=time.monotonic)
     """When it came to this worker, by the monotonic clock."""
@@ -164,12 +166,15 @@ class Task:
         is_own = self.claim.stage == "prefill" and self.delivery.is_held and not self.hands_off
         return self.name if is_own else ""
 
-    def start_span(self, name: str, model_name: str, since_s: float) -> None:
-        """Start the span of the work on the request, and end that of the work before, if there is one."""
+    def start_span(self, name: str, since_s: float) -> None:
+        """Start the span of the work on the request, and end that of the work before, if there is one.
+
+        The first one consumes the message: a service graph has one consumer for each producer.
+        """
+        kind = SpanKind.CONSUMER if self.span is INVALID_SPAN else SpanKind.INTERNAL
         self.span.end()
         attributes = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
-        self.span = tracing.start_span(name, self.parent_context, since_s, **attributes)
-        self.span.set_attributes(build_request_attributes(self.operation, model_name))
+        self.span = tracing.start_span(name, self.parent_context, since_s, kind, **attributes)
         self.context = tracing.with_span(self.span, self.parent_context)
 
     @property

@@ -38,12 +38,13 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import redis
+from opentelemetry.trace import SpanKind
 
 from penstock.bus.contract import Delivery, Member, Settlement, find_size_error
 from penstock.engine.contract import Ended, Loaded, Outcome, SampledToken, Stored
@@ -74,7 +75,7 @@ from penstock.record import (
     UnclaimedMessage,
 )
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import build_usage_attributes
+from penstock.telemetry.genai import build_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import (
@@ -139,9 +140,6 @@ class Settling:
     num_dead_letters: int
     task: Task | None = None
     """The request; None where it was never claimed."""
-    begun_s: float = 0.0
-    span_attributes: Mapping[str, str] = field(default_factory=dict)
-    """Attributes of the settlement's span."""
 
 
 class Worker:
@@ -558,7 +556,7 @@ class Worker:
             # Attempts at which the message could not be read have lost no worker.
             is_last = isinstance(cause, AttemptsExhausted)
             task.outcome = replace(found, is_final=True) if is_last else Outcome.of_error(cause)
-        task.start_span(task.role.kind, self.role.model_name, task.read_s or task.started_s)
+        task.start_span(task.role.kind, task.read_s or task.started_s)
         stage_failpoint(task.role.kind, "decode.6.read")
         self.running[task.id] = task
         self.session.add_claim(claim)
@@ -847,8 +845,10 @@ class Worker:
                 if not task.hands_off:
                     self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
                 self.metrics.record_end(task.klass, task.operation, end)
-                attributes = build_usage_attributes(end.usage, end.finish_reason)
-                tracing.record_span("end", task.context, begun_s, now_s(), **attributes)
+                tracing.record_span("end", task.context, begun_s, ended_s := now_s())
+                about = build_attributes(task.operation, self.role.model_name, end)
+                name, since_s = f"{task.operation} {self.role.model_name}", end.timings.published or task.started_s
+                tracing.record_span(name, task.parent_context, since_s, ended_s, **about)
             self._complete_task(task, begun_s)
         self._give_back(*fenced)
 
@@ -878,6 +878,9 @@ class Worker:
 
         `begun_s`: when its last span ended, or before. The settlement's span begins there, so that a trace has no gaps.
         """
+        kind = SpanKind.PRODUCER if task.hands_off else SpanKind.INTERNAL
+        name = "hand_off" if task.hands_off else "settle"
+        task.settling_span = tracing.start_span(name, task.parent_context, begun_s, kind)
         stage_output = self._build_stage_output(task)
         if stage_output is None:
             self.queue.defer(task.delivery)
@@ -887,7 +890,8 @@ class Worker:
             self.session.add_claim(task.claim)
         if task.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, stage_output.outputs + stage_output.dead_letters)
-            settling = Settling(len(stage_output.dead_letters), task, begun_s, stage_output.span_attributes)
+            task.settling_span.set_attributes(stage_output.span_attributes)
+            settling = Settling(len(stage_output.dead_letters), task)
             again = None if stage_output.rename is None else partial(_rename_outputs, task.delivery, stage_output)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(task.role.kind, "prefill.5.asked", "decode.9.asked", "endpoint.5.asked")
@@ -923,9 +927,7 @@ class Worker:
             task = settling.task
             with confine_error(task.id):
                 self.metrics.count_dead_letters(settling.num_dead_letters * settled)
-                name = "hand_off" if task.hands_off else "settle"
-                attributes = settling.span_attributes
-                tracing.record_span(name, task.parent_context, settling.begun_s, now_s(), **attributes)
+                task.settling_span.end()
             if not task.hands_off:
                 continue
             failpoint("prefill.5.settled")

@@ -1,6 +1,6 @@
 """Errors as the OpenAI SDKs expect them: `{"error": {"message", "type", "param", "code"}}`, with an HTTP status."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel
 
@@ -49,6 +49,8 @@ TYPE_BY_STATUS: Mapping[int, str] = {
     431: "invalid_request_error",
 }
 """`type` for each HTTP status; any other status is a `server_error`."""
+MAX_NAMED = 10
+"""The most models that a 404 names."""
 NO_RETRY_STATUSES = (409, 504)
 """Statuses that the SDKs would retry by themselves, although a retry gives the same answer or repeats unwanted work."""
 
@@ -96,9 +98,14 @@ def not_found_error(what: str, name: str) -> ApiError:
     return ApiError(404, f"no such {what}: {name!r}", code=f"{what}_not_found")
 
 
-def unknown_model_error(name: str) -> ApiError:
-    """Return a 404 for a model that no worker serves."""
-    message = f"The model {name[:256]!r} does not exist or you do not have access to it."
+def unknown_model_error(name: str, served: Iterable[str]) -> ApiError:
+    """Return a 404 for a model that no worker serves, with the names of those that are."""
+    names = sorted({*served})
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    message = (
+        f"The model {name[:256]!r} does not exist or you do not have access to it. Served here: "
+        f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}."
+    )
     return ApiError(404, message, code="model_not_found", param="model")
 
 

@@ -56,11 +56,15 @@ class ServedModels:
             await asyncio.gather(self._refresh_task, return_exceptions=True)
 
     async def list_models(self) -> list[ServedModel]:
-        """Return all models, by name. Raises `BusUnavailable` if nothing was ever read."""
+        """Return all models by name, those of the preferred pipeline first.
+
+        Raises `BusUnavailable` if nothing was ever read.
+        """
         await self._refresh_models()
         if not self._known:  # the first worker may have reported since
             await self._refresh_models(max_age_s=0.0)
-        return [model for asked, model in sorted(self._known.items()) if asked == model.name]
+        found = [model for asked, model in sorted(self._known.items()) if asked == model.name]
+        return sorted(found, key=lambda model: model.pipeline != self._preferred)
 
     async def read_names(self) -> list[str] | None:
         """Return all names and sources of models, read now; None if none is known, so that it is open which exist."""
@@ -77,7 +81,7 @@ class ServedModels:
             return self._known[name]
         if not self._known:
             raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
-        raise unknown_model_error(name)
+        raise unknown_model_error(name, (model.name for model in self._known.values()))
 
     async def _refresh_models(self, max_age_s: float = MODELS_TTL_S) -> None:
         """Read the heartbeats again if that was longer ago than `max_age_s`, once for all callers that wait."""

@@ -6,6 +6,7 @@ read); the tiers below it are written afterwards.
 """
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.redis.urls import split_urls
+
+log = logging.getLogger(__name__)
 
 HAND_OFF_ORDER = ("redis", "shared", "disk")
 """The hand-off tier is the first of these tiers that is set up."""
@@ -155,7 +158,10 @@ class KVStore:
 
     @classmethod
     def open(cls, layout: StoreLayout, settings: KVSettings, urls: str, pipeline: str) -> Self:
-        """Open the tiers that the settings ask for. Raise `KVStoreError` for one that cannot work as it is set up."""
+        """Open the tiers that the settings ask for. Raise `KVStoreError` for one that cannot work as it is set up.
+
+        Shared memory of a size that nobody asked for is left out instead.
+        """
         if layout.num_state_parts and is_lossy(settings):
             raise KVStoreError(
                 "PENSTOCK_KV_STORE_REDIS_CODEC=int8 is for keys and values only, and this model's layers keep a state, "
@@ -163,7 +169,13 @@ class KVStore:
             )
         block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:
-            tiers.append(HostTier.open_shared(block_format, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
+            budget_bytes, directory = settings.shared_mb * 2**20, settings.shared_dir
+            try:
+                tiers.append(HostTier.open_shared(block_format, pipeline, budget_bytes, directory))
+            except KVStoreError as problem:
+                if "shared_mb" in settings.model_fields_set:
+                    raise
+                log.warning("no KV blocks are kept in shared memory: %s", problem)
         if settings.disk_mb:
             budget_bytes = settings.disk_mb * 2**20
             tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))

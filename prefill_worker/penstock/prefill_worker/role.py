@@ -262,7 +262,7 @@ class PrefillRole(ModelRole):
             metrics.record_first_token(task.operation, task.delivery.timestamp_s)
             tracing.record_span("first_token", task.context, sent_s, task.first_token_s)
         if gap_s is None and task.outcome is None and not task.hands_off:
-            task.start_span("decode", self.model_name, now_s())
+            task.start_span("decode", now_s())
 
     # 5. Settle.
 
@@ -279,7 +279,8 @@ class PrefillRole(ModelRole):
             told = Job(id=task.id, job=task.name, klass=task.klass, tenant=task.tenant, sampling=sampling)
             return build_result_of_log(self.pipeline, task, told, self.model_name)
         job = build_job(task, self.engine.model.fingerprint)
-        outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
+        context = tracing.with_span(task.settling_span, task.parent_context)
+        outputs = [build_job_message(self.pipeline, job, task.operation, context)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
         return StageOutput(outputs, dead_letters, {"job": job.job, "cause": task.leaving_for}, rename_job)
 

@@ -23,9 +23,8 @@ TORCH = "torch"
 """What stands for an instruction set where torch computes the models, and the kernels only what lies beside them."""
 
 
-_DECLARATIONS = dict(
-    re.findall(r"^struct (\w+) {(.*?)^};", re.sub(r"//.*", "", (HERE / "src" / "kernels.h").read_text()), re.M | re.S)
-)
+_HEADER = (HERE / "src" / "kernels.h").read_text("utf-8")
+_DECLARATIONS = dict(re.findall(r"^struct (\w+) {(.*?)^};", re.sub(r"//.*", "", _HEADER), re.M | re.S))
 """By name of a structure in `kernels.h`: what is between its braces."""
 _POINTED = ("Packed", "Part", "LayerArgs", "PagedLayer")
 """Structures to which pointers are kept as such, and not as addresses."""

@@ -235,7 +235,7 @@ class BatchRun:
         Raises `ApiError` 404 for a model that was unknown when the batch was accepted.
         """
         if self._batch.models is not None and model not in self._batch.models:
-            raise unknown_model_error(model)
+            raise unknown_model_error(model, (one for one in self._batch.models if not one.startswith("/")))  # no paths
         while True:
             # A 404 says only that this process sees no worker of the model now: they may be starting.
             with suppress(BusUnavailable, ApiError):

@@ -138,7 +138,11 @@ async def accept_request(
     if found is not meta:
         await gateway.admission.settle(ticket, Usage())
         return await _join_earlier(gateway, caller, found, meta, submit_args), None
-    await _publish_requests(gateway, meta, requests, arrived_s, is_keyed=key is not None)
+    try:
+        await _publish_requests(gateway, meta, requests, arrived_s, is_keyed=key is not None)
+    except RequestTooLarge:  # the brokers take less than a request may have, and have refused it
+        await gateway.admission.settle(ticket, Usage())
+        raise
     return meta, ticket
 
 

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, is_loopback
@@ -24,10 +25,11 @@ from penstock.ingest.gateway import (
     tokens,
     usage,
 )
-from penstock.ingest.gateway.guard import GuardMiddleware
+from penstock.ingest.gateway.guard import GuardMiddleware, split_origins
 from penstock.ingest.gateway.handlers import error_handlers, error_responses
 from penstock.ingest.gateway.metrics import CountingMiddleware
 from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.keys import KEYS_OPEN
 from penstock.telemetry.meters import Meters
 
 ROUTE_MODULES = (inference, responses, streams, live, batches, tokens, usage, health, site)
@@ -56,9 +58,18 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     )
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
-    only_local = is_open and is_loopback(settings.gateway.host)
+    only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
     app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
     app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
+    if origins := split_origins(settings.guard.origins):
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["*"],
+        )
     for part in ROUTE_MODULES:
         app.include_router(part.router)
 

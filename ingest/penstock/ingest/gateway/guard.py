@@ -8,7 +8,7 @@ moment, so that the client sees the answer, and then closes the connection.
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,13 +17,16 @@ from penstock.errors import InternalError, is_failure
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.metrics import REFUSAL_KEY
-from penstock.ingest.gateway.protocol import LINGER_S
+from penstock.ingest.gateway.protocol import LINGER_S, UNREAD_KEY
 
 MB = 2**20
 DRAIN_S = 0.05
 """How long to read what is on its way of a body that is not needed any more."""
 _PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
 """The characters of ids, files and model names: no line breaks, and nothing that a shell or a store interprets."""
+_CODING_HEADERS = (b"content-encoding", b"transfer-encoding")
+HOST_NAMES = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
+"""What containers of Docker and Podman call their host. Nobody else can own a name that ends with `.internal`."""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 
@@ -33,6 +36,7 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
         """Wrap `app`. `only_local`: no key is needed, so pages of other sites and other host names are refused."""
         self._app, self._settings, self._only_local = app, settings, only_local
+        self._origins = split_origins(settings.origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the application's lifespan."""
@@ -45,7 +49,7 @@ class GuardMiddleware:
         request = _GuardedRequest(scope, receive, send, max_bytes, self._settings)
         refusal = _check_path(path) or request.check_coding() or request.check_length()
         if self._only_local and refusal is None:
-            refusal = _check_origin(dict(scope["headers"]))
+            refusal = _check_origin(dict(scope["headers"]), self._origins)
         if refusal is not None:
             request.refusal = refusal
             scope[REFUSAL_KEY] = refusal.code
@@ -65,14 +69,28 @@ def _check_path(path: str) -> ApiError | None:
     return None
 
 
-def _check_origin(headers: Mapping[bytes, bytes]) -> ApiError | None:
+def split_origins(text: str) -> list[str]:
+    """Return the origins of `PENSTOCK_GATEWAY_ORIGINS`."""
+    return [origin for one in text.split(",") if (origin := one.strip().rstrip("/"))]
+
+
+def _check_origin(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> ApiError | None:
     """Refuse a page of another site, and a foreign name that resolves to this machine (DNS rebinding)."""
-    host = headers.get(b"host", b"localhost")
-    origin = headers[b"origin"].partition(b"://")[2] if b"origin" in headers else host
-    if all(is_loopback(_PORT_PATTERN.sub("", host_name.decode("latin-1")).strip("[]")) for host_name in (host, origin)):
+    names = [headers.get(b"host", b"localhost").decode("latin-1")]
+    if b"origin" in headers and (origin := headers[b"origin"].decode("latin-1")) not in allowed and "*" not in allowed:
+        names.append(origin.partition("://")[2])
+    if all(is_this_machine(_PORT_PATTERN.sub("", name).strip("[]")) for name in names):
         return None
-    message = "a gateway without keys answers to this machine alone: set PENSTOCK_GATEWAY_KEYS"
+    message = (
+        "a gateway without keys answers to this machine's names and pages alone: set PENSTOCK_GATEWAY_KEYS to keys, "
+        "or to 'open' if all names may reach it; for a page of another origin PENSTOCK_GATEWAY_ORIGINS"
+    )
     return ApiError(403, message, code="host_not_allowed")
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name in `Host` or `Origin` can only mean this machine, seen from itself or a container on it."""
+    return is_loopback(host) or host.lower() in HOST_NAMES
 
 
 class _GuardedRequest:
@@ -82,10 +100,12 @@ class _GuardedRequest:
         headers = dict(scope["headers"])
         self._path: str = scope["path"]
         self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
-        self._coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+        codings = [headers.get(name, b"").decode("latin-1").strip().lower() for name in _CODING_HEADERS]
+        self._coding = ", ".join(coding for coding in codings if coding not in {"", "identity", "chunked"})
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
         self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._has_unread: Callable[[], bool] = scope.get(UNREAD_KEY, lambda: False)
         self._num_bytes = 0
         self._started_at = time.monotonic()
         self._is_answered = self._is_closing = False
@@ -93,9 +113,9 @@ class _GuardedRequest:
 
     def check_coding(self) -> ApiError | None:
         """Return the refusal of a body that is compressed, or None."""
-        if self._coding in {"", "identity"} or self._is_complete:
+        if not self._coding or self._is_complete:
             return None
-        message = f"the body has the Content-Encoding {self._coding[:64]!r}: send it as it is, without compression"
+        message = f"the body has the encoding {self._coding[:64]!r}: send it as it is, without compression"
         return ApiError(415, message, code="unsupported_encoding")
 
     def check_length(self) -> ApiError | None:
@@ -109,12 +129,16 @@ class _GuardedRequest:
             return await self._receive()
         self._expects_continue = False
         allowed_s = self._settings.body_s + self._num_bytes / (self._settings.body_kb_per_s * 1024)
-        try:
-            async with asyncio.timeout(self._started_at + allowed_s - time.monotonic()):
-                message = await self._receive()
-        except TimeoutError:
-            self.refusal = ApiError(408, "the body comes too slowly", code="request_timeout")
-            raise self.refusal from None
+        message, wait_s = None, self._started_at + allowed_s - time.monotonic()
+        while message is None:
+            try:
+                async with asyncio.timeout(wait_s):
+                    message = await self._receive()
+            except TimeoutError:
+                if not self._has_unread():
+                    self.refusal = ApiError(408, "the body comes too slowly", code="request_timeout")
+                    raise self.refusal from None
+                wait_s = LINGER_S  # It has come while this process stood still, and is read by then.
         self._num_bytes += len(message.get("body", b""))
         self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         if self._num_bytes > self._max_bytes:

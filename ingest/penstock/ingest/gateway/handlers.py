@@ -73,11 +73,23 @@ async def _handle_http_error(request: Request, error: HTTPException, routes: Seq
     message, code, headers = str(error.detail), None, error.headers
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
+        if (path := _find_meant_path(request, routes)) is not None:
+            message += f" {path} is known: a base URL ends with /v1 once, or without it for programs that add it."
     elif error.status_code == 405:
         allowed = ", ".join(_allowed_methods(request, routes))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed})
         message, code = f"{request.method} is not allowed at {request.url.path}: use {allowed}.", "method_not_allowed"
         headers = {"Allow": allowed}
     return render_error(request, ApiError(error.status_code, message, code=code, headers=headers))
+
+
+def _find_meant_path(request: Request, routes: Sequence[BaseRoute]) -> str | None:
+    """Return the path of a route that a base URL without /v1, or with two of them, has missed."""
+    path = request.url.path
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    is_known = any(route.matches({**request.scope, "path": meant})[0] is Match.FULL for route in routes)
+    return meant if is_known else None
 
 
 def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:

@@ -14,7 +14,7 @@ from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse
-from penstock.ingest.gateway.metrics import ARRIVAL_KEY
+from penstock.ingest.gateway.metrics import ARRIVAL_KEY, SPAN_KEY
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.streaming import (
@@ -45,11 +45,12 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, fields = get_gateway(request), read_json(await request.body())
         body, (_, ignored) = endpoint.parse_body(fields), strip_ignored_fields(endpoint.path, fields)
-        with tracing.continue_trace(request.headers):
+        arrived_s = request.scope[ARRIVAL_KEY]
+        with tracing.start_server_span(request.headers, endpoint.path, arrived_s) as span:
+            request.scope[SPAN_KEY] = span  # it ends with the answer
             input_items, first_id = None, None
             if isinstance(body, ResponseBody):
                 body, input_items, first_id = await prepare_response(gateway, caller.tenant, body)
-            arrived_s = request.scope[ARRIVAL_KEY]
             meta, ticket = await accept_request(
                 gateway, caller, headers, endpoint, body, arrived_s, input_items, first_id
             )
@@ -173,6 +174,8 @@ class Model(BaseModel):
     """The most tokens of prompt and answer together, under vLLM's name for it."""
     supports_tools: bool = False
     """Whether calls and reasoning can be told from its text, so that tools may be offered to it."""
+    own: bool = True
+    """Whether workers of the gateway's own pipeline serve it."""
 
 
 class ModelList(BaseModel):
@@ -182,22 +185,25 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-def _describe_model(served: ServedModel) -> Model:
+def _describe_model(gateway: Gateway, served: ServedModel) -> Model:
     return Model(
         id=served.name,
         created=int(served.since_s),
         max_model_len=served.max_model_len,
         supports_tools=served.response_template is not None,
+        own=served.pipeline == gateway.addresses.pipeline,
     )
 
 
 @router.get("/v1/models", summary="All models", responses=error_responses(401, 503))
 async def all_models(request: Request, caller: CallerDep) -> ModelList:
-    """The models that workers serve."""
-    return ModelList(data=[_describe_model(served) for served in await get_gateway(request).models.list_models()])
+    """The models that workers serve, those of the gateway's own pipeline first."""
+    gateway = get_gateway(request)
+    return ModelList(data=[_describe_model(gateway, served) for served in await gateway.models.list_models()])
 
 
 @router.get("/v1/models/{model:path}", summary="One model", responses=error_responses(401, 404, 503))
 async def one_model(request: Request, caller: CallerDep, model: str) -> Model:
     """By its name."""
-    return _describe_model(await get_gateway(request).models.find_model(model))
+    gateway = get_gateway(request)
+    return _describe_model(gateway, await gateway.models.find_model(model))

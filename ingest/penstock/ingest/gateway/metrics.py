@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import redis
+from opentelemetry.trace import INVALID_SPAN, StatusCode
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.addresses import Addresses
@@ -23,8 +24,10 @@ ARRIVAL_KEY = "penstock.came_s"
 STREAM_KEY = "penstock.stream"
 """In the scope of a request whose answer is a stream that has begun: what sends the rest, given the server's `receive`,
 when the layers within have returned."""
-_SERVER_KEYS = {"type", "method", "path", "http_version"}
-"""What uvicorn reads of the scope of an answer that has begun."""
+SPAN_KEY = "penstock.span"
+"""In the scope of a request that other requests are made for: its span, which ends with the last byte of the answer."""
+_SERVER_KEYS = {"type", "method", "path", "http_version", SPAN_KEY}
+"""What uvicorn and the outermost layer read of the scope of an answer that has begun."""
 WORKER_STATES = ("loading", "ready", "degraded", "draining")
 NO_ROUTE = "none"
 
@@ -78,6 +81,8 @@ class GatewayMetrics:
             yield Reading(catalog.PIPELINE_UP, (name,), int(snapshot is not None))
             if snapshot is not None:
                 yield Reading(catalog.REDIS_EVICTS, (name,), int(self.watch_pipeline(name).eviction != ""))
+                if (share := self.watch_pipeline(name).memory_share) is not None:
+                    yield Reading(catalog.REDIS_MEMORY, (name,), share)
                 for topic, count in self.watch_pipeline(name).lost.items():
                     yield Reading(catalog.MESSAGES_LOST, (name, topic), count)
                 yield from _read_pipeline(name, snapshot)
@@ -118,12 +123,19 @@ class CountingMiddleware:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.count_answer(scope, message["status"])
+                self._metrics.count_answer(scope, status := message["status"])
+                span = scope.get(SPAN_KEY, INVALID_SPAN)
+                span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    span.set_status(StatusCode.ERROR)
             await send(message)
 
-        await self._app(scope, receive, counted)
-        if (send_stream := scope.pop(STREAM_KEY, None)) is not None:
-            for key in scope.keys() - _SERVER_KEYS:
-                del scope[key]
-            scope["headers"] = []  # an error's handler reads them
-            await send_stream(receive)
+        try:
+            await self._app(scope, receive, counted)
+            if (send_stream := scope.pop(STREAM_KEY, None)) is not None:
+                for key in scope.keys() - _SERVER_KEYS:
+                    del scope[key]
+                scope["headers"] = []  # an error's handler reads them
+                await send_stream(receive)
+        finally:
+            scope.get(SPAN_KEY, INVALID_SPAN).end()

@@ -1,17 +1,27 @@
-"""The connection under the gateway: limits what uvicorn does not.
+"""The connection under the gateway: limits what uvicorn does not, and frames requests and answers as HTTP says.
 
-Its parser bounds neither the size of headers nor the time they take, and a client that does not read keeps its
+Uvicorn's parser bounds neither the size of headers nor the time they take, and a client that does not read keeps its
 answer forever. Here a connection costs bounded memory and bounded time outside of a request's body, which `guard`
 limits. What is not HTTP is answered here too, with the same error body as any other error.
+
+A connection is idle from its beginning, or from its last answer, until the first byte of a request. An idle connection
+is closed without a word: after its time, or because another client needs its place.
 """
 
 import asyncio
+import fcntl
 import logging
+import re
+import select
 import socket
 import struct
+import termios
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.settings import GuardSettings
@@ -19,8 +29,8 @@ from penstock.ingest.errors import ApiError
 
 LINGER_S = 1.0
 """How long a refused client may go on sending, so that it gets to read the answer. What it sends is dropped."""
-
-
+UNREAD_KEY = "penstock.has_unread"
+"""In the scope of a request: returns whether bytes of the connection have come that the application has not read."""
 MAX_JOINED_BYTES = 32 * 1024
 """What a connection holds back at most until the end of a turn of the event loop."""
 
@@ -81,9 +91,17 @@ class JoiningTransport(asyncio.Transport):
         """Receive again."""
         self._transport.resume_reading()
 
+    def get_write_buffer_size(self) -> int:
+        """Return how many bytes were written that the kernel has not taken yet."""
+        return self._num_waiting_bytes + self._transport.get_write_buffer_size()
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return what the wrapped transport says of the connection."""
         return self._transport.get_extra_info(name, default)
+
+
+_ABSOLUTE_PATTERN = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
+"""The beginning of a URL that names the server too."""
 
 
 class _Refused(Exception):
@@ -95,10 +113,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     guard: GuardSettings
     """Set in a subclass for each server, by `make_guarded_protocol`."""
+    idle: "dict[GuardedProtocol, None]"
+    """The server's idle connections: the one that is idle for the longest time comes first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._awaits_headers = True
+        self._awaits_headers = False
+        """Whether a request has begun whose headers are not complete."""
+        self._is_offer = False
+        """Whether the parser skips what follows, as the request that it reads offers to change the protocol."""
         self._num_header_bytes = 0
         """Bytes of the headers that are complete."""
         self._num_bare_bytes = 0
@@ -114,16 +137,19 @@ class GuardedProtocol(HttpToolsProtocol):
     # The connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Limit the time until a client's first request, and the number of connections."""
+        """Limit the number of connections: one too many takes the place of an idle one."""
         super().connection_made(JoiningTransport(transport, self.loop))
-        self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
-        if len(self.connections) > self.guard.max_connections:
+        if len(self.connections) > self.guard.max_connections and not self._take_idle_place():
             self._refuse_connection(
                 ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"})
             )
+        else:
+            self._begin_idling()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers and end the requests of a connection."""
+        self.idle.pop(self, None)
+        self._unset_keepalive_if_required()
         self._stop_header_timer()
         self._stop_cut_timer()
         self._end_cycles()
@@ -140,16 +166,41 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._num_bare_bytes += len(data)
-        super().data_received(data)
+        self._parse(memoryview(data))
         if self._num_bare_bytes > self.guard.max_header_kb * 1024:
             self._refuse_connection(self._headers_too_large())
-        elif self._awaits_headers and self._header_timer is None:  # those of a further request
+        elif self._awaits_headers and self._header_timer is None:
             self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
+
+    def _parse(self, data: memoryview) -> None:
+        """Parse bytes. An offer to change the protocol is ignored (RFC 9110, 7.8).
+
+        The parser takes what follows such an offer for the other protocol, the body too. So a new parser reads the
+        request again without the offer, and then what follows.
+        """
+        waiting = [data]
+        while waiting and self._refusal is None:
+            data = waiting.pop()
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                waiting += [data[offer.args[0] :], memoryview(self._encode_head())]
+                self._is_offer = False
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+
+    def _encode_head(self) -> bytes:
+        """Return the head of the request that was read last, without its offer to change the protocol."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def pause_writing(self) -> None:
         """Limit the time for which a client may stop reading."""
         super().pause_writing()
-        self._cut_after(self.guard.stalled_s)
+        self._cut_if_stalled()
 
     def resume_writing(self) -> None:
         """The client reads again."""
@@ -159,7 +210,9 @@ class GuardedProtocol(HttpToolsProtocol):
     # The parser.
 
     def on_message_begin(self) -> None:
-        """Count the headers of a new request."""
+        """End the idle time, and count the headers of a new request."""
+        self.idle.pop(self, None)
+        self._unset_keepalive_if_required()
         super().on_message_begin()
         self._awaits_headers, self._num_header_bytes = True, 0
 
@@ -174,15 +227,18 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._awaits_headers:
             return
         if len(self.headers) >= self.guard.max_headers:
-            self._parse_error = self._headers_too_large()
-            raise _Refused
+            self._refuse_head(self._headers_too_large())
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the time limit for headers."""
+        """Stop the time limit for headers, and begin the request unless it has to be read again."""
         self._awaits_headers, self._num_bare_bytes = False, 0
         self._stop_header_timer()
-        super().on_headers_complete()
+        self._check_head()
+        self._is_offer = self.parser.should_upgrade()
+        if not self._is_offer:
+            self.scope[UNREAD_KEY] = self._has_unread_body  # type: ignore[literal-required]
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Pass on some of the body."""
@@ -190,32 +246,98 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete; the next one begins with its headers."""
-        self._awaits_headers, self._num_bare_bytes = True, 0
-        super().on_message_complete()
+        """The request is complete, unless it has to be read again."""
+        self._num_bare_bytes = 0
+        if not self._is_offer:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Limit the time for the client to read the end of the answer."""
+        """Limit the time for the client to read the end of the answer, or the idle time."""
         super().on_response_complete()
         if self.transport.is_closing():
-            self._cut_after(self.guard.stalled_s)
-
-    def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection; limit the time for what was sent and not read."""
-        super().timeout_keep_alive_handler()
-        self._cut_after(self.guard.stalled_s)
+            self._cut_if_stalled()
+        elif self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+            if not self._awaits_headers:  # else the next request has begun
+                self._begin_idling()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or exceeds a limit."""
         self._refuse_connection(self._parse_error or ApiError(400, msg, code="invalid_http"))
+
+    def _check_head(self) -> None:
+        """Refuse a head that no client may send, and make of each URL the path that it has here (RFC 9112, 3.2)."""
+        version, method = self.parser.get_http_version(), self.parser.get_method()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if version not in {"1.0", "1.1"} or method == b"CONNECT":
+            self._refuse_head(ApiError(400, "this is a server of HTTP/1.1, and no proxy", code="invalid_http"))
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._refuse_head(ApiError(400, "a request has one Host", code="invalid_http"))
+        if version == "1.0":
+            self.expect_100_continue = False
+            if any(name == b"transfer-encoding" for name, _ in self.headers):
+                self._refuse_head(ApiError(400, "HTTP/1.0 has no Transfer-Encoding", code="invalid_http"))
+        if (absolute := _ABSOLUTE_PATTERN.match(self.url)) is not None:
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", absolute[1])]
+            self.url = b"/" + self.url[absolute.end() :].removeprefix(b"/")
+        elif self.url == b"*" and method == b"OPTIONS":
+            self.url = b"/"
+
+    def _refuse_head(self, error: ApiError) -> None:
+        """End the parser's work with an error."""
+        self._parse_error = error
+        raise _Refused
+
+    # Idle connections.
+
+    def _begin_idling(self) -> None:
+        self.idle[self] = None
+        self.timeout_keep_alive_task = self.loop.call_later(self.guard.idle_s, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, unless a request has come while this process stood still."""
+        if self.can_read():
+            self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.timeout_keep_alive_handler)
+        else:
+            self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the connection, which is idle."""
+        self.idle.pop(self, None)
+        self.transport.close()
+        self._cut_if_stalled()
+
+    def _take_idle_place(self) -> bool:
+        """Close the connection that is idle for the longest time; return whether there was one."""
+        found = next((one for one in self.idle if not one.can_read()), None)
+        if found is not None:
+            found.close_idle()
+        return found is not None
+
+    def can_read(self) -> bool:
+        """Return whether bytes, or the end, of this connection wait in the socket."""
+        descriptor = self._find_descriptor()
+        poll = select.poll()
+        if descriptor >= 0:
+            poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _has_unread_body(self) -> bool:
+        """Return whether more of the running request has come than the application has read."""
+        running = self._running
+        return running is not None and (bool(running.body) or not running.more_body or self.can_read())
+
+    def _find_descriptor(self) -> int:
+        """Return the descriptor of the connection's socket, or -1."""
+        found = self.transport.get_extra_info("socket")
+        return -1 if found is None else int(found.fileno())
 
     # Refusing.
 
     def _count_header_bytes(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > self.guard.max_header_kb * 1024:
-            self._parse_error = self._headers_too_large()
-            raise _Refused
+            self._refuse_head(self._headers_too_large())
 
     def _headers_too_large(self) -> ApiError:
         limits = f"{self.guard.max_header_kb} KB and {self.guard.max_headers} lines"
@@ -223,8 +345,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _on_headers_late(self) -> None:
         self._header_timer = None
-        if self._is_answering():
-            self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)  # first things first
+        if self._is_answering() or self.can_read():  # first things first
+            wait_s = self.guard.headers_s if self._is_answering() else LINGER_S
+            self._header_timer = self.loop.call_later(wait_s, self._on_headers_late)
         elif not self.transport.is_closing():
             message = f"no complete request within {self.guard.headers_s:g} s"
             self._refuse_connection(ApiError(408, message, code="request_timeout"))
@@ -234,6 +357,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
+        self.idle.pop(self, None)
+        self._unset_keepalive_if_required()
         self._stop_header_timer()
         is_mid_answer = self._running is not None and self._is_answering() and self._running.response_started
         self._end_cycles()
@@ -242,14 +367,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(encode_response(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._cut_after(LINGER_S)
+        self._cut_timer = self.loop.call_later(LINGER_S, self._cut_connection)
 
     def _is_answering(self) -> bool:
         return self._running is not None and not self._running.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, partial(_run_without_chunks, app, cycle) if is_old else app)
 
     def _end_cycles(self) -> None:
         """Tell the requests that run or wait that their client is gone."""
@@ -266,15 +392,29 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _cut_after(self, seconds: float) -> None:
+    def _cut_if_stalled(self) -> None:
+        """Cut the connection if its client takes nothing of what was sent for too long."""
         self._stop_cut_timer()
-        self._cut_timer = self.loop.call_later(seconds, self._cut_connection)
+        self._cut_timer = self.loop.call_later(self.guard.stalled_s, self._on_stalled, self._count_unsent())
+
+    def _on_stalled(self, num_unsent: int) -> None:
+        if self._count_unsent() < num_unsent:
+            self._cut_if_stalled()
+        else:
+            self._cut_connection()
+
+    def _count_unsent(self) -> int:
+        """Return how many bytes the client has not received of what was sent."""
+        if (descriptor := self._find_descriptor()) < 0:
+            return 0
+        (num_queued,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
+        return int(num_queued) + self.transport.get_write_buffer_size()
 
     def _cut_connection(self) -> None:
         """Close at once; the kernel drops what the client did not read. It takes no further descriptor."""
         try:
-            if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
-                own = socket.socket(fileno=found.fileno())
+            if (descriptor := self._find_descriptor()) >= 0:
+                own = socket.socket(fileno=descriptor)
                 try:
                     own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 finally:
@@ -286,6 +426,26 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._cut_timer is not None and self._refusal is None:
             self._cut_timer.cancel()
             self._cut_timer = None
+
+
+async def _run_without_chunks(
+    app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Run an application for a client of HTTP/1.0. It knows no chunks: an answer without a length ends with the
+    connection.
+    """
+    has_length = False
+
+    async def send_unframed(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_unframed)
 
 
 def encode_response(error: ApiError) -> bytes:
@@ -303,7 +463,7 @@ def encode_response(error: ApiError) -> bytes:
 def make_guarded_protocol(settings: GuardSettings) -> type[asyncio.Protocol]:
     """Return the protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
-    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings})
+    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings, "idle": {}})
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

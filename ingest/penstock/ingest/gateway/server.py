@@ -24,6 +24,7 @@ from penstock.errors import PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.protocol import make_guarded_protocol
+from penstock.own_servers import format_place, wait_until_free
 from penstock.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,6 @@ log = logging.getLogger(__name__)
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 128 * 1024
 """What the kernel buffers for a client that does not read; its default is megabytes."""
-IDLE_CONNECTION_S = 75
-"""An idle connection is closed after so many seconds. Clients and proxies keep theirs for 4 to 60 s: where a gateway
-closes one first, a request that is sent at that moment is reset.
-"""
 MAX_OPEN_FILES = 65536
 NUM_OWN_FILES = 256
 """How many open files are left for Redis, Kafka, receivers and batches, and for connections that are being refused."""
@@ -48,17 +45,19 @@ def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters
     with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
         freeze_loaded_objects()
-        log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        log.info("the gateway listens on http://%s", format_place(host, port))
         _Server(app, settings).run(sockets=[listener])
 
 
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises `PenstockError`."""
+    wait_until_free(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
-        raise PenstockError(f"the gateway cannot listen on {host}:{port}: {error}; PENSTOCK_GATEWAY_PORT") from None
+        place = format_place(host, port)
+        raise PenstockError(f"the gateway cannot listen on {place}: {error}; PENSTOCK_GATEWAY_PORT") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     return listener
 
@@ -98,7 +97,6 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=settings.gateway.stop_s,  # type: ignore[arg-type]  # it takes fractions
             )
         )

@@ -27,6 +27,7 @@ CONTENT_TYPES: Mapping[str, str] = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "md": "text/plain; charset=utf-8",
 }
 """The files that are served, by how their names end."""
 _KEYS_NEEDED, _KEYS_OPEN = b'data-keys="needed"', b'data-keys="open"'

@@ -82,13 +82,8 @@ class SlotDirectory:
         try:
             failpoint("disk.open.1")
             path, locks = self._tables_path(slots), ByteLocks(slots)
-            used, found = _find_tables_in_use(slots), _read_tables(path)
+            used, found = self._find_used_tables(slots)
             tables_id = used or _read_slot_superblock(slots, form)
-            if used and (found is None or found.id != used):
-                raise KVStoreError(
-                    f"{DIRECTORY_SETTING}: processes that have other shared memory use {self._root}: let all that use "
-                    f"the directory have one {path.parent}, or give each a directory of its own"
-                )
             if not used and (found is None or (found.id, found.geometry) != (tables_id, wanted)):
                 path.unlink(missing_ok=True)
                 tables_id = 1 + secrets.randbelow(MAX_TABLES_ID)
@@ -108,6 +103,31 @@ class SlotDirectory:
         except BaseException:
             os.close(slots)
             raise
+
+    def check_tables(self) -> None:
+        """Raise `KVStoreError` if other processes of this version have any model's slot file open with other tables."""
+        with self.hold_lock():
+            for path in find_slot_files(self._root):
+                slots = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if read_format(slots):
+                        self._find_used_tables(slots)
+                finally:
+                    os.close(slots)
+
+    def _find_used_tables(self, slots: int) -> "tuple[int, _FoundTables | None]":
+        """Return the id of the tables by which other processes use a slot file, or 0, and the tables that are here.
+
+        Raise `KVStoreError` if they use other tables.
+        """
+        path = self._tables_path(slots)
+        used, found = _find_tables_in_use(slots), _read_tables(path)
+        if used and (found is None or found.id != used):
+            raise KVStoreError(
+                f"{DIRECTORY_SETTING}: processes that have other shared memory use {self._root}: let all that use "
+                f"the directory have one {path.parent}, or give each a directory of its own"
+            )
+        return used, found
 
     def attach_slots(self, slot_path: Path) -> tuple[int, int, Path, Geometry, BlockFormat]:
         """Open a slot file and its tables as they are, under the lock. Raise `OSError` or `KVStoreError`."""

@@ -47,7 +47,11 @@ class ArenaFile:
 def arena_directory(directory: str = "") -> Path:
     """Return where arenas are: the directory given, else shared memory, else the directory for temporary files."""
     shared = Path("/dev/shm")
-    return Path(directory) if directory else shared if shared.is_dir() else Path(tempfile.gettempdir())
+    if directory or shared.is_dir():
+        return Path(directory or shared)
+    with suppress(OSError):
+        return Path(tempfile.gettempdir())
+    return shared  # there is none of all these
 
 
 def arena_path(directory: str, pipeline: str, form: BlockFormat, geometry: Geometry) -> Path:

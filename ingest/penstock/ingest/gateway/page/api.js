@@ -1,6 +1,7 @@
 // What the page asks of the gateway. A key travels in a header alone, and is kept by this tab until it is closed.
 
 const KEPT = "penstock-key";
+export const SILENCE_MS = 10_000; // a gateway that sends nothing for so long is not believed in any more
 let key = sessionStorage.getItem(KEPT) ?? "";
 
 export const needsKey = document.documentElement.dataset.keys === "needed";
@@ -35,8 +36,18 @@ export async function ask(path, { headers = {}, ...options } = {}) {
   throw new Refused(response.status, body?.error);
 }
 
-export async function askJson(path, options) {
-  return (await ask(path, options)).json();
+/** What a request answers, which takes a moment: one that is not answered is given up. */
+export async function askJson(path) {
+  return (await ask(path, { signal: AbortSignal.timeout(SILENCE_MS) })).json();
+}
+
+/** A signal that aborts with another one, or once `heard` has not been called for too long; `end` ends the waiting. */
+export function listen(signal) {
+  const late = new AbortController();
+  let timer;
+  const heard = () => { clearTimeout(timer); timer = setTimeout(() => late.abort(), SILENCE_MS); };
+  heard();
+  return { signal: AbortSignal.any([signal, late.signal]), heard, end: () => clearTimeout(timer), isLate: () => late.signal.aborted };
 }
 
 /** The server-sent events of a response: {id, event, data}. Ends as the connection does, throws when it breaks. */

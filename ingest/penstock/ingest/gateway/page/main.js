@@ -7,8 +7,8 @@ import { Playground } from "./playground.js";
 import { TimelineView } from "./timeline.js";
 
 const timeline = new TimelineView();
-const pipeline = new PipelineView();
 const playground = new Playground((id, latencyS, ttftS) => timeline.show(id, latencyS, ttftS));
+const pipeline = new PipelineView(() => playground.reconnect());
 let watching = new AbortController();
 
 function askForKey(why) {

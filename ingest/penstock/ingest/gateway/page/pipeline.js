@@ -1,6 +1,6 @@
 // The live view: the last snapshot of the pipeline, and lines of those before it.
 
-import { ask, backoffMs, events, pause } from "./api.js";
+import { ask, backoffMs, events, listen, pause, SILENCE_MS } from "./api.js";
 import { byId, count, make, percent, rate, say, seconds, shape, Sparkline } from "./draw.js";
 
 const MOST = 100_000; // tokens at which a tank is full; its marks are powers of ten
@@ -16,7 +16,9 @@ const at = (name) => document.querySelectorAll(`[data-at="${name}"]`);
 const put = (name, text) => at(name).forEach((element) => say(element, text));
 
 export class PipelineView {
-  constructor() {
+  /** `onSilence()`: nothing has come for too long, so that other connections may be dead, too. */
+  constructor(onSilence) {
+    this._onSilence = onSilence;
     this._lines = {};
     for (const element of document.querySelectorAll("[data-spark]")) {
       const name = element.dataset.spark;
@@ -29,8 +31,10 @@ export class PipelineView {
   /** Watch until the signal aborts. Throws `Refused` where no key opens it. */
   async watch(signal) {
     for (let tries = 0; !signal.aborted; tries += 1) {
+      const ear = listen(signal);
       try {
-        for await (const { event, data } of events(await ask("/v1/live", { signal }))) {
+        for await (const { event, data } of events(await ask("/v1/live", { signal: ear.signal }))) {
+          ear.heard();
           tries = 0;
           if (event === "unavailable") this._away(JSON.parse(data).message);
           else this.show(JSON.parse(data));
@@ -38,7 +42,10 @@ export class PipelineView {
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 401) throw error;
-        this._away(error.status ? error.message : "This gateway does not answer.");
+        if (ear.isLate()) this._silent();
+        else this._away(error.status ? error.message : "This gateway does not answer.");
+      } finally {
+        ear.end();
       }
       await pause(backoffMs(tries), signal);
     }
@@ -55,13 +62,7 @@ export class PipelineView {
     const toGenerate = CLASSES.reduce((sum, klass) => sum + (snapshot.lag[klass].decode.output_tokens ?? 0), 0);
     put("jobs.tokens", count(toGenerate));
     this._lines.jobs.add(snapshot.at, toGenerate);
-    for (const stage of STAGES) {
-      const list = document.querySelector(`[data-workers="${stage}"]`);
-      // Other kinds of workers do the work of both stages.
-      const mine = (workers) => workers.filter((worker) => worker.stage === stage || !STAGES.includes(worker.stage));
-      if (snapshot.workers) showWorkers(list, mine(snapshot.workers), mine(snapshot.lost), snapshot.at);
-      else list.replaceChildren(make("li", "nobody", "not shown with an API key"));
-    }
+    this._showWorkers(snapshot);
     for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
       this._lines[name].add(snapshot.at, found.p50);
@@ -73,6 +74,25 @@ export class PipelineView {
     this._rate(snapshot.at, "prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
     this._rate(snapshot.at, "cached", rates.cached_tokens_per_s, []);
     this._rate(snapshot.at, "decode", rates.decode_tokens_per_s, ["decode", "streams"]);
+  }
+
+  _showWorkers({ workers, lost, at }) {
+    const all = [...(workers ?? []), ...(lost ?? []).map((worker) => ({ ...worker, state: "lost" }))];
+    all.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
+    const numBoth = all.filter(doesBoth).length;
+    for (const stage of STAGES) {
+      // Who does the work of both stages is one worker: it is shown where its answers are, and named at the other one.
+      const rows = all.filter((worker) => worker.stage === stage || (stage === "decode" && doesBoth(worker))).map((worker) => workerRow(worker, at));
+      if (stage === "prefill" && numBoth) rows.push(make("li", "elsewhere", `${numBoth === 1 ? "1 worker" : `${count(numBoth)} workers`} under Decode`));
+      if (!rows.length) rows.push(make("li", "nobody", workers ? "no worker" : "not shown with an API key"));
+      document.querySelector(`[data-workers="${stage}"]`).replaceChildren(...rows);
+    }
+  }
+
+  _silent() {
+    const shown = byId("at").textContent;
+    this._away(`Nothing has come from this gateway for ${SILENCE_MS / 1000} s${shown === "–" ? "" : `: what is shown is of ${shown}`}.`);
+    this._onSilence();
   }
 
   _away(why) {
@@ -117,16 +137,10 @@ export class PipelineView {
   }
 }
 
-/** The workers of a stage; those that are lost among them, by name. */
-function showWorkers(list, workers, lost, at) {
-  const all = [...workers, ...lost.map((worker) => ({ ...worker, state: "lost" }))];
-  all.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
-  const rows = all.map((worker) => workerRow(worker, at));
-  list.replaceChildren(...(rows.length ? rows : [make("li", "nobody", "no worker")]));
-}
+const doesBoth = ({ stage }) => !STAGES.includes(stage);
 
 function workerRow(worker, at) {
-  const name = make("b", "name", worker.name);
+  const name = make("b", "name", worker.name, ...(doesBoth(worker) ? [make("small", "", " prefill and decode")] : []));
   name.title = worker.host ? `${worker.name} on ${worker.host}` : worker.name;
   const row = make("li", "worker", name, make("span", "is", stateOf(worker)));
   row.dataset.state = worker.state;

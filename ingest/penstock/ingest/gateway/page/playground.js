@@ -33,15 +33,28 @@ export class Playground {
   /** Fill the list of models, and say why nothing can be sent while there is none. Throws as `ask`. */
   async findModels() {
     const { data } = await askJson("/v1/models");
-    say(byId("no-model"), data.length ? "" : "No worker serves a model yet. A prompt can be sent as soon as one is ready.");
+    const others = data.filter(({ own: isOwn }) => isOwn === false);
+    const own = data.filter((model) => !others.includes(model));
+    const none = others.length ? "No worker of this pipeline serves a model yet; one of another pipeline may be chosen."
+      : "No worker serves a model yet. A prompt can be sent as soon as one is ready.";
+    say(byId("no-model"), own.length ? "" : none);
     const list = byId("model");
     const chosen = list.value;
-    list.replaceChildren(...(data.length ? data.map(({ id }) => new Option(id, id)) : [new Option("none yet", "")]));
-    data.forEach(({ supports_tools: can }, index) => { list.options[index].dataset.tools = can; });
+    list.replaceChildren(...(own.length ? own.map(option) : [new Option("none yet", "")]));
+    if (others.length) {
+      const group = make("optgroup", "", ...others.map(option));
+      group.label = "other pipelines";
+      list.append(group);
+    }
     if (data.some(({ id }) => id === chosen)) list.value = chosen;
     showTools();
     this._enable();
-    return data.length;
+    return own.length;
+  }
+
+  /** Go on over another connection, where the one of the answer may be dead. */
+  reconnect() {
+    this._stream?.reconnect();
   }
 
   async _send() {
@@ -94,7 +107,7 @@ export class Playground {
 
   _stop() {
     byId("stop").disabled = true;
-    this._stream?.stop().catch((error) => state("failed", `The request could not be stopped: ${error.message}`));
+    this._stream?.stop().catch((error) => state("broken", `The request could not be stopped: ${error.message}`));
   }
 
   _clear() {
@@ -104,6 +117,12 @@ export class Playground {
     state("idle", "Nothing asked yet.");
     byId("prompt").focus();
   }
+}
+
+function option({ id, supports_tools: can }) {
+  const made = new Option(id, id);
+  made.dataset.tools = can;
+  return made;
 }
 
 const canCall = () => byId("model").selectedOptions[0]?.dataset.tools === "true";
@@ -133,7 +152,10 @@ function state(kind, text) {
   });
 }
 
-/** Change the chat. Who read its end goes on reading there, who had the form in view keeps it; `isAsked` brings both. */
+/**
+ * Change the chat. The newest turn is followed until its question is at the top, so that its first lines stay; further
+ * on who scrolls to its end. Who had the form in view keeps it, if the chat fits beside it. `isAsked` brings both.
+ */
 function growChat(change, isAsked = false) {
   const chat = byId("chat");
   const form = byId("prompt-form");
@@ -141,8 +163,14 @@ function growChat(change, isAsked = false) {
   const isInView = isAsked || (bottom > 0 && bottom < window.innerHeight + NEAR_PX);
   const isAtEnd = isAsked || chat.scrollHeight - chat.scrollTop - chat.clientHeight < NEAR_PX;
   change();
-  if (isAtEnd) chat.scrollTop = chat.scrollHeight;
-  if (isInView) form.scrollIntoView({ block: "nearest" });
+  if (isAtEnd && chat.lastElementChild) {
+    const toBegin = chat.lastElementChild.getBoundingClientRect().top - chat.getBoundingClientRect().top;
+    chat.scrollTop = toBegin < -1 && !isAsked ? chat.scrollHeight : chat.scrollTop + toBegin;
+  }
+  if (isInView) {
+    form.scrollIntoView({ block: "nearest" });
+    if (chat.getBoundingClientRect().top < 0) chat.scrollIntoView({ block: "start" });
+  }
 }
 
 /** A prompt and its answer, as they are shown. */
@@ -252,7 +280,8 @@ class Turn {
   failed(error) {
     this._speak(true);
     const how = this.text ? "Broken off" : "Not answered";
-    this._end("failed", `${how}: ${error.message}`, `${how}; the reason is with the question above.`);
+    byId("spoken").append(make("p", "", `${how}: ${error.message}`));
+    this._end("failed", `${how}: ${error.message}`, "Ask again, or start a new chat.");
   }
 
   /** Say that the chat has filled the model's context, and give a way out. */
@@ -260,7 +289,7 @@ class Turn {
     const button = make("button", "", "Start a new chat");
     button.type = "button";
     button.addEventListener("click", begin);
-    const offer = make("p", "offer", "The chat and this question together exceed the model’s context. The question is kept for a new chat. ", button);
+    const offer = make("p", "offer", "The question is kept for a new chat. ", button);
     growChat(() => this._outcome.after(offer));
   }
 

@@ -22,6 +22,7 @@ export class Stream {
     this._key = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
     this._lastEventId = "";
     this._left = new AbortController();
+    this._connection = new AbortController();
   }
 
   /** Read to the end. Throws `Refused` for an error that stays one. */
@@ -45,6 +46,11 @@ export class Stream {
     }
   }
 
+  /** Give the connection up, which may be dead, and go on with another one. */
+  reconnect() {
+    this._connection.abort();
+  }
+
   /** Ask for the request's end; what was read stays. Where its id is not known yet, as soon as it is. */
   async stop() {
     this.isStopped = true;
@@ -57,7 +63,8 @@ export class Stream {
   }
 
   async _connect() {
-    const { signal } = this._left;
+    this._connection = new AbortController();
+    const signal = AbortSignal.any([this._left.signal, this._connection.signal]);
     if (this.id !== null) {
       const headers = this._lastEventId ? { "Last-Event-ID": this._lastEventId } : {};
       return ask(`/v1/streams/${this.id}`, { signal, headers });

@@ -3,6 +3,12 @@
 import { askJson, pause } from "./api.js";
 import { byId, make, say, seconds, SHORTEST_S } from "./draw.js";
 
+// What spans are called here. The program's own names are those of `penstock explain`, metrics and traces.
+const WORDS = {
+  request: "accept", "queue.wait": "wait in queue", taken_over: "take over", preprocess: "read prompt", prefill: "prefill",
+  "kv.read": "fetch KV", first_token: "first token", "kv.write": "store KV", hand_off: "hand off", decode: "decode",
+  end: "write end", settle: "publish result", endpoint: "endpoint", unknown: "not known", total: "total", measured: "measured",
+};
 const LOOKS_MS = [200, 300, 500, 1000, 1000, 2000, 2000, 4000];
 
 export class TimelineView {
@@ -19,6 +25,7 @@ export class TimelineView {
     const turn = (this._shown += 1);
     byId("life-id").value = id;
     let isDrawn = false;
+    if (byId("bars").dataset.id !== id) byId("bars").replaceChildren();
     tell("Loading the timeline.");
     try {
       for (const waitMs of [...LOOKS_MS, null]) {
@@ -37,7 +44,7 @@ export class TimelineView {
     } catch (error) {
       if (turn !== this._shown) return;
       byId("bars").replaceChildren();
-      tell(error.message, "failed");
+      tell(error.status ? error.message : "This gateway does not answer.", "failed");
     }
   }
 }
@@ -60,7 +67,7 @@ function draw(id, { spans, account, start_s: begun, latency_s: toldS }, latencyS
   const totalS = toldS ?? endS;
   const scaleS = Math.max(endS, latencyS ?? 0) || 1;
   const rows = spans.map((span) => bar(span.name, span.service, span.start_s - begun, span.end_s - begun, scaleS, told(span)));
-  rows.unshift(whole(account, begun, totalS, scaleS), make("p", "shares", shares(account)));
+  rows.unshift(whole(account, begun, totalS, scaleS), make("p", "shares", ...shares(account)));
   if (latencyS !== null) rows.push(here(latencyS, ttftS, scaleS));
   byId("bars").replaceChildren(axis(scaleS), ...rows);
   Object.assign(byId("bars").dataset, { id, totalS, latencyS: latencyS ?? "", whole: isWhole });
@@ -76,7 +83,7 @@ function whole(account, begun, totalS, scaleS) {
     const fill = placed("fill", (start - begun) / scaleS, (end - start) / scaleS);
     fill.dataset.name = name;
     fill.dataset.s = end - start;
-    fill.title = `${name}: ${seconds(end - start)}`;
+    fill.title = `${WORDS[name] ?? name}: ${seconds(end - start)}`;
     return fill;
   });
   row.classList.add("whole");
@@ -84,12 +91,16 @@ function whole(account, begun, totalS, scaleS) {
   return row;
 }
 
-/** What each kind of span took of it, the largest first. */
+/** What each kind of span took of it, the largest first, with its colour. */
 function shares(account) {
   const sums = new Map();
   for (const { name, start_s: start, end_s: end } of account) sums.set(name, (sums.get(name) ?? 0) + end - start);
   const sorted = [...sums].sort(([, one], [, other]) => other - one);
-  return sorted.filter(([, s]) => s >= SHORTEST_S).map(([name, s]) => `${name} ${seconds(s)}`.replaceAll(" ", "\u00a0")).join(" · ");
+  return sorted.filter(([, s]) => s >= SHORTEST_S).map(([name, s]) => {
+    const mark = make("i", "swatch");
+    mark.dataset.name = name;
+    return make("span", "", mark, `${WORDS[name] ?? name} ${seconds(s)}`);
+  });
 }
 
 /** What was measured in this browser, with the first token. */
@@ -113,7 +124,7 @@ function placed(className, left, width = null) {
 
 function bar(name, service, startS, endS, scaleS, title) {
   const fill = placed("fill", startS / scaleS, (endS - startS) / scaleS);
-  const label = make("span", "what", make("b", "", name), make("small", "", service.replace(/^penstock-/, "")));
+  const label = make("span", "what", make("b", "", WORDS[name] ?? name), make("small", "", service.replace(/^penstock-/, "")));
   const row = make("div", "bar", label, make("span", "track", fill), make("span", "long", endS - startS < SHORTEST_S ? "<0.1 ms" : seconds(endS - startS)));
   row.dataset.name = name;
   row.title = title;

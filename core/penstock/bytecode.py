@@ -1,0 +1,42 @@
+"""Python code that would be compiled anew at each start of a worker: torch and transformers take longest."""
+
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "transformers")
+
+
+def describe_lost_bytecode(cache: Path) -> str:
+    """Return what to do where the packages are not compiled, and nothing was kept in a cache yet; empty otherwise."""
+    if not is_bytecode_lost() or (cache / "bytecode").is_dir():
+        return ""
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directory cannot be written to"
+    return (
+        f"{' and '.join(PACKAGES)} are not compiled, and {why}: a worker's start takes twice the processor time, once "
+        f"if {cache} lasts, else each time. `python -m compileall` compiles them where they are installed"
+    )
+
+
+def keep_bytecode(cache: Path) -> None:
+    """Have what is imported from now on compiled once, in a cache, where Python would keep nothing.
+
+    Many images set PYTHONDONTWRITEBYTECODE, or have packages of another user that nobody compiled. What lies compiled
+    beside its source is taken from there.
+    """
+    if line := describe_lost_bytecode(cache):
+        log.warning(line)
+    if is_bytecode_lost():
+        sys.pycache_prefix, sys.dont_write_bytecode = str(cache / "bytecode"), False
+
+
+def is_bytecode_lost() -> bool:
+    """Return whether one of the packages is not compiled, and would not be by being imported."""
+    specs = [importlib.util.find_spec(package) for package in PACKAGES]
+    missing = [path for spec in specs if spec and spec.cached and not (path := Path(spec.cached)).is_file()]
+    is_closed = not sys.pycache_prefix and not all(os.access(path.parents[1], os.W_OK) for path in missing)
+    return bool(missing) and (sys.dont_write_bytecode or is_closed)
