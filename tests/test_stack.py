@@ -24,6 +24,7 @@ from penstock.engine.files import DEMO_MODEL
 from penstock.errors import ModelLoadError, PenstockError
 from penstock.ingest.gateway.server import open_listener
 from penstock.local import memory
+from penstock.local import stack as stack_module
 from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, WorkerSlot, split_cores
 from penstock.names import Pipeline
@@ -37,6 +38,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from penstock.local import memory
+from penstock.local import stack as stack_module
 memory.SHARED_MEMORY_DIRECTORY = Path(sys.argv[1])
 memory_of_a_stack = memory.StackMemory()
 (memory_of_a_stack.path / "arena").touch()
@@ -66,6 +68,13 @@ def test_a_stack_without_workers_is_ready_at_once(
         assert len(list(shared.iterdir())) == 1
     assert not list(shared.iterdir())
     assert split_cores(0) == []
+
+
+def test_workers_share_the_cores_of_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_module, "list_usable_cores", lambda: list(range(64)))
+    monkeypatch.setattr(stack_module, "count_usable_cores", lambda: 4)
+    assert split_cores(4) == [[0], [16], [32], [48]]
+    assert split_cores(2) == [[0, 16], [32, 48]]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0", "::1"])

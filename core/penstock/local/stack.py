@@ -20,7 +20,7 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, GatewaySettings, load_settings
-from penstock.cores import list_usable_cores
+from penstock.cores import count_usable_cores, list_usable_cores
 from penstock.errors import ModelLoadError, PenstockError
 from penstock.local.memory import StackMemory
 from penstock.local.processes import Child, start_child
@@ -74,9 +74,11 @@ class WorkerSlot(ProcessSlot):
 def split_cores(num_workers: int) -> list[list[int]]:
     """Return the cores of each worker: this process's cores, divided evenly; empty lists if there are too few.
 
-    Threads that compute on cores of their own do not wait for those of other workers.
+    Threads that compute on cores of their own do not wait for those of other workers. Where a quota is less than the
+    cores, as many of them are divided, which lie apart: other containers have the rest.
     """
-    cores = list_usable_cores()
+    cores, count = list_usable_cores(), count_usable_cores()
+    cores = cores[:: max(1, len(cores) // count)][:count]
     bounds = [len(cores) * i // max(1, num_workers) for i in range(num_workers + 1)]
     return [cores[low:high] if len(cores) >= num_workers else [] for low, high in pairwise(bounds)]
 

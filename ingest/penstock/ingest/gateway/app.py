@@ -59,8 +59,6 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
-    app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
-    app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
     if origins := split_origins(settings.guard.origins):
         app.add_middleware(
             CORSMiddleware,
@@ -70,6 +68,8 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
             allow_private_network=True,
             expose_headers=["*"],
         )
+    app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
+    app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
     for part in ROUTE_MODULES:
         app.include_router(part.router)
 
