@@ -59,7 +59,9 @@ class Container:
             return f"no namespaces here: {error}"
         return f"no namespaces here: {tried.stderr.strip()[-200:]}" if tried.returncode else ""
 
-    def run(self, directory: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+    def start_command(
+        self, directory: Path, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Child:
         """Start a command; its log is `log` in a directory."""
         return start_child(
             self.build_command(command), name="container", log=directory / "log", directory=ROOT,
@@ -80,7 +82,9 @@ def ask_penstock_up(container: Container, directory: Path, settings: Mapping[str
     environment = {  # not where this process keeps what torch compiles
         name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "TORCH", "TMP"))
     }
-    child = container.run(directory, [*command, "--data", str(data)], {**environment, "HOME": "/", **settings})
+    child = container.start_command(
+        directory, [*command, "--data", str(data)], {**environment, "HOME": "/", **settings}
+    )
     body = json.dumps({"model": "demo", "prompt": "In the beginning", "max_tokens": 40, "temperature": 0}).encode()
     answers: list[str] = []
 
@@ -105,7 +109,7 @@ def run_on_small_disk(directory: Path, num_pages: int, module: str, what: str) -
     container = Container({disk: str(num_pages * 4096)})
     if problem := container.find_problem():
         pytest.skip(problem)
-    child = container.run(directory, [sys.executable, "-m", module, str(disk), what])
+    child = container.start_command(directory, [sys.executable, "-m", module, str(disk), what])
     child.wait(PATIENCE_S)
     return child
 

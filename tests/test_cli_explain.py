@@ -1,6 +1,8 @@
 """`penstock explain`: what is known of a request, at each point of its life."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
+from penstock.telemetry.timeline import SPAN_WORDS
 from sim.line import InProcessPipeline
 from tests.commands import Terminal
 from tests.pipeline.test_failures import poison
@@ -27,6 +30,13 @@ PLACED = {
 def make_span(name: str, start_s: float, end_s: float, **attributes: str) -> str:
     span: dict[str, Any] = {"name": name, "service": "penstock-auto", "instance": "auto-1", "id": name, "parent": None}
     return json.dumps(span | {"start_s": start_s, "end_s": end_s, "attributes": attributes})
+
+
+def test_the_page_has_the_same_words_for_spans() -> None:
+    script = (Path(__file__).parents[1] / "ingest/penstock/ingest/gateway/page/timeline.js").read_text("utf-8")
+    table = script.partition("const WORDS = {")[2].partition("}")[0]
+    words = dict(re.findall(r'"?([\w.]+)"?: "([^"]+)"', table))
+    assert {name: word for name, word in words.items() if name not in ("total", "measured")} == SPAN_WORDS
 
 
 def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:

@@ -14,7 +14,7 @@ def list_usable_cores() -> list[int]:
 
 def count_usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may keep busy: those that it may run on, or the quota of one of its control
-    groups if lower. Of a part of a core nothing is counted, but one core always is.
+    groups if lower. A quota is rounded down to whole cores, and the count is at least 1.
     """
     count = len(list_usable_cores()) or os.cpu_count() or 1
     return max(1, min([count, *(quota for _, quota in _iter_quotas(root))]))

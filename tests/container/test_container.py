@@ -62,7 +62,7 @@ def test_what_cannot_be_is_said_in_one_line_before_anything_is_started(
     data.mkdir()
     container = Container(sizes or {data: "1m"})
     words = [*arguments, *([str(data)] if arguments[-1] == "--data" else [])]
-    child = container.run(tmp_path, [sys.executable, "-m", "penstock.cli.main", *words], settings)
+    child = container.start_command(tmp_path, [sys.executable, "-m", "penstock.cli.main", *words], settings)
     assert child.wait(PATIENCE_S) == 1
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert line.startswith("penstock: ")

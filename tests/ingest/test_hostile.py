@@ -440,7 +440,6 @@ def test_a_request_has_one_answer_as_the_page_says(gateway: GuardedGateway, name
 
 
 # Nonsense.
-# Nonsense.
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ STATES = {
     "new": "waits in the queue", "prefill": "in prefill", "handed": "handed off, waits for decode",
     "decode": "in decode", "end": "ended",
 }  # fmt: skip
-"""What a record's stage is called here."""
+"""The words for the stages of a record."""
 REASONS = {
     "hash": "by a hash of its beginning, as no worker's load was known",
     "home": "its home, where prompts that begin alike go",
     "least work left": "which had the least prefill work left",
 }
-"""What a placement's reason is called here."""
+"""The words for the reasons of a placement."""
 
 
 def explain(

@@ -61,7 +61,7 @@ def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> 
     """Return the workers' KV settings, and a line for each tier that was asked for and cannot be.
 
     Shared memory is where `penstock kv` looks for it. A tier on disk is added, in the directory of data if one was
-    given. What nobody asked for and this host has no room for is said.
+    given. A tier that nobody asked for, and for which this host has no room, is told on the console.
     """
     from penstock.kvstore.room import fit_tiers
 
@@ -226,7 +226,7 @@ def up(
     )
     refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway, engine), *refused])
     stop = StopSignal().install()
-    if not asks_endpoints and (line := describe_lost_bytecode(load_settings(EngineSettings).find_cache_directory())):
+    if not asks_endpoints and (line := describe_lost_bytecode(engine.find_cache_directory())):
         console.print(line)
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
     if redis and (running := list_running_workers(stack.addresses)):

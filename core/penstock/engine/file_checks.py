@@ -1,4 +1,4 @@
-"""What a model's files say before torch or transformers is imported: that it cannot be served, and what can.
+"""Checks of a model's files, made before torch or transformers is imported: whether the model can be served.
 
 config.json, the first bytes of weights, and the tokenizer's files are read here, and the registry of transformers as
 text: to import it takes seconds. What only a load can find out, `loading.py` says.
@@ -67,6 +67,14 @@ def check_weights(files: list[Path]) -> None:
     for file in files:
         if file.suffix == ".safetensors":
             _check_safetensors(file)
+
+
+def build_tokenizer_error(directory: Path, why: str) -> ModelLoadError:
+    """Return the error of a directory without a tokenizer that can be used; `why` is a clause."""
+    return ModelLoadError(
+        f"no usable tokenizer in {directory} ({why}): use the tokenizer.json that was published with the model, or one "
+        "that transformers reads without code of its authors"
+    )
 
 
 def _read_json(path: Path) -> Any:
@@ -148,29 +156,22 @@ def _read_registry() -> dict[str, str]:
 
 def _check_tokenizer(directory: Path, model_type: str) -> None:
     """Raise `ModelLoadError` where there is no tokenizer, or one that is none or is code."""
-
-    def refuse(why: str) -> ModelLoadError:
-        return ModelLoadError(
-            f"no usable tokenizer in {directory} ({why}): use the tokenizer.json that was published with the model, or "
-            "one that transformers reads without code of its authors"
-        )
-
     if not any(_TOKENIZER_FILE.search(file.name) for file in directory.iterdir()):
-        raise refuse("no tokenizer.json, no tokenizer.model, no vocabulary")
+        raise build_tokenizer_error(directory, "no tokenizer.json, no tokenizer.model, no vocabulary")
     whole, about = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if whole.is_file():
         try:
             content = json.loads(whole.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise refuse(f"tokenizer.json is not JSON: {error}") from error
+            raise build_tokenizer_error(directory, f"tokenizer.json is not JSON: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-            raise refuse("tokenizer.json has no `model`, so it is none")
+            raise build_tokenizer_error(directory, "tokenizer.json has no `model`, so it is none")
     given = _read_json(about) if about.is_file() else {}
     if isinstance(given, dict) and isinstance(given.get("auto_map"), dict) and given["auto_map"].get("AutoTokenizer"):
         text = _read_registry().get("tokenization_auto.py", "")
         names = model_type, str(given.get("tokenizer_class")).removesuffix("Fast")
         if text and not any(f'"{name}"' in text for name in names):
-            raise refuse("it is code of its authors, which is never run")
+            raise build_tokenizer_error(directory, "it is code of its authors, which is never run")
 
 
 def _check_safetensors(file: Path) -> None:

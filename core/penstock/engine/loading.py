@@ -31,6 +31,7 @@ from penstock.engine.chat_template import check_template
 from penstock.engine.device import describe_device
 from penstock.engine.dtype import PARTLY_NATIVE, choose_dtype
 from penstock.engine.engine import Engine
+from penstock.engine.file_checks import build_tokenizer_error
 from penstock.engine.files import Progress, find_model, find_weight_files, ignore_progress, to_one_line
 from penstock.engine.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.kernels.forms import GGUF, QUANTIZED, can_use_blocks
@@ -507,10 +508,7 @@ def load_tokenizer(directory: Path) -> Any:
     except BaseException as error:
         if not is_failure(error):
             raise
-        raise ModelLoadError(
-            f"no usable tokenizer in {directory} ({_name_cause(error)}): use the tokenizer.json that "
-            "was published with the model, or one that transformers reads without code of its authors"
-        ) from error
+        raise build_tokenizer_error(directory, _name_cause(error)) from error
     # Where there are no files, transformers makes some tokenizers up: with special tokens only.
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):

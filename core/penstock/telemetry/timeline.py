@@ -21,7 +21,7 @@ SPAN_WORDS = {
     "hand_off": "hand off", "decode": "decode", "end": "write end", "settle": "publish result", "endpoint": "endpoint",
     UNKNOWN_SPAN: "not known",
 }  # fmt: skip
-"""What each kind of span is called to people."""
+"""The words for spans that people read. `timeline.js` of the page has the same ones."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import { askJson, pause } from "./api.js";
 import { byId, make, say, seconds, SHORTEST_S } from "./draw.js";
 
-// What spans are called here. The program's own names are those of `penstock explain`, metrics and traces.
+// The words for spans, as `penstock explain` has them (SPAN_WORDS). Traces have the names on the left.
 const WORDS = {
   request: "accept", "queue.wait": "wait in queue", taken_over: "take over", preprocess: "read prompt", prefill: "prefill",
   "kv.read": "fetch KV", first_token: "first token", "kv.write": "store KV", hand_off: "hand off", decode: "decode",
