@@ -25,7 +25,7 @@ from tests.commands import Terminal
 
 
 def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> None:
-    """Set a topic's settings, as Kafka's own tools would."""
+    """Set a topic's settings, as Kafka's own tools would, and wait until the broker has them."""
     entries = [
         ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in settings.items()
     ]
@@ -33,6 +33,13 @@ def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> N
     admin = AdminClient(bus.clients)
     for future in admin.incremental_alter_configs([resource]).values():
         future.result()
+
+    def are_known() -> bool:  # a controller answers before brokers have read what it wrote
+        (found,) = admin.describe_configs([ConfigResource(ResourceType.TOPIC, topic)]).values()
+        known = found.result()
+        return all(known[name].value == value for name, value in settings.items())
+
+    wait_for(are_known, "the broker has them")
 
 
 @pytest.mark.proof
