@@ -105,10 +105,6 @@ FLAWS = (
         ),
     ),
     Flaw(
-        "a delivery is worked on that is being settled", f"{WORKER}/worker.py",
-        "if self.settler.is_settling(delivery):", "if False:",
-    ),
-    Flaw(
         "a worker that was given up keeps its requests, and the engine too", f"{WORKER}/worker.py",
         "            self._hand_back()\n        self.settler.abandon()\n        self.engine.abandon()",
         "            pass\n        self.settler.abandon()", rates=("loss=0.3", "kill_s=0", *FEWER),

@@ -97,6 +97,8 @@ LIES: Sequence[dict[str, Any]] = (
     {}, {}, {}, {"waiting_tokens": 0}, {"waiting_tokens": 10**9}, {"partitions": [0]}, {"partitions": [99]},
 )  # fmt: skip
 """What heartbeats may tell in place of the truth about interactive requests, by which producers place them."""
+LEAST_DELAY_S = 0.0005
+"""What each call to a server takes on average, at least."""
 NUM_SESSIONS = 3
 MAX_TOKENS = 24
 GATEWAY_ID = re.compile(r"cmpl-[0-9a-f]{32}")
@@ -206,7 +208,7 @@ class Rates:
             return 0.0 if chance.random() < 0.4 else most * chance.random() ** 2
 
         return cls(
-            crash=maybe(0.01), stall=maybe(0.01), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
+            crash=maybe(0.01), stall=maybe(0.01), loss=maybe(0.1), delay_s=LEAST_DELAY_S + maybe(0.05),
             cut_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0, clocks_s=maybe(2 * DEADLINE_S),
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
@@ -879,8 +881,9 @@ def shorten_plan(plan: Plan, tell: Callable[[str], object]) -> Plan:
         return True
 
     for mishap in fields(Rates):
-        if getattr(best.rates, mishap.name):
-            try_plan(replace(best, rates=replace(best.rates, **{mishap.name: 0.0})), f"without {mishap.name}")
+        least = LEAST_DELAY_S if mishap.name == "delay_s" else 0.0
+        if getattr(best.rates, mishap.name) > least:
+            try_plan(replace(best, rates=replace(best.rates, **{mishap.name: least})), f"without {mishap.name}")
     size = len(best.clients) // 2
     while size:
         for start in range(0, len(best.clients), size):
