@@ -1,5 +1,6 @@
 """A whole pipeline in one process: one prefill and one decode worker, run until there is nothing to do."""
 
+import contextlib
 import tempfile
 from typing import Self
 from unittest import mock
@@ -7,13 +8,14 @@ from unittest import mock
 import redis
 
 from penstock.bus.connect import connect_bus
-from penstock.bus.contract import Bus, Outgoing
+from penstock.bus.contract import Bus, Member, Outgoing
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
 from penstock.engine.serving import ServingEngine
+from penstock.errors import BusUnavailable
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage, WorkerKind
@@ -29,6 +31,7 @@ from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
+from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, load_native_demo_model
 
 SHARED_MEMORY = "/dev/shm"
@@ -155,12 +158,24 @@ class InProcessPipeline(PipelineServers):
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         self._stores.append(store)
-        member, engine = self.bus.join_group(kind, name), ServingEngine(core, store)
+        member, engine = self._join_group(kind, name), ServingEngine(core, store)
         decode, prefill = DecodeRole(self.pipeline, engine), PrefillRole(self.pipeline, engine, stays=stays)
         self._grammars += [decode.grammars, prefill.grammars]
         role: Role = decode if kind == "decode" else prefill
         job_role = decode if kind == "auto" else None
         return Worker(role, self.pipeline, name, self.make_record(), member, job_role=job_role)
+
+    def _join_group(self, kind: WorkerKind, name: str) -> Member:
+        """Join a group, and try again where the brokers do not answer in time, as the process of a worker does."""
+        joined: list[Member] = []
+
+        def try_to_join() -> list[Member]:
+            with contextlib.suppress(BusUnavailable):
+                joined.append(self.bus.join_group(kind, name))
+            return joined
+
+        wait_for(try_to_join, f"{name} joins its group")
+        return joined[0]
 
     @property
     def prompt_tokenizer(self) -> PromptTokenizer:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -183,7 +184,14 @@ class ChaosStack(Stack):
         self._servers = servers
         self._lives: dict[str, _WorkerLife] = {}
         self._num_starts: dict[str, int] = defaultdict(int)
+        self._quickest_start_s = math.inf
         self._redis = redis_client(servers.stream_url)
+
+    @property
+    def machine_slowness(self) -> float:
+        """How many times longer than `USUAL_START_S` the quickest start of a worker took so far; at least 1."""
+        waited_s = max((time.monotonic() - life.started_at for life in self._lives.values()), default=0.0)
+        return max(1.0, min(self._quickest_start_s, waited_s) / USUAL_START_S)
 
     def get_child(self, name: str) -> Child | None:
         """Return the process of a worker, or None if it does not live."""
@@ -302,7 +310,9 @@ class ChaosStack(Stack):
                 if child is not None and (status.get("state"), status.get("pid")) == ("ready", child.pid):
                     life = self._lives[worker.name]
                     life.ready_at = time.monotonic()
-                    life.slowness = max(1.0, (life.ready_at - life.started_at) / USUAL_START_S)
+                    start_s = life.ready_at - life.started_at
+                    life.slowness = max(1.0, start_s / USUAL_START_S)
+                    self._quickest_start_s = min(self._quickest_start_s, start_s)
 
     def _apply_kill_plan(self, worker: WorkerSlot, child: Child, life: _WorkerLife) -> None:
         now, kill_plan = time.monotonic(), life.kill_plan
