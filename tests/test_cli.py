@@ -31,7 +31,7 @@ from penstock.cli.generate import (
     format_shell_command,
 )
 from penstock.cli.main import COMMANDS, GROUPS, load_command
-from penstock.cli.up import choose_workers, up
+from penstock.cli.up import choose_workers, load_engine_settings, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.engine.files import DEMO_MODEL
@@ -402,6 +402,16 @@ def test_one_worker_does_all_unless_a_number_is_given(given: dict[str, int], exp
     kinds = ("prefill", "decode", "auto")
     chosen = choose_workers(dict.fromkeys(kinds) | given, "")
     assert chosen == dict(zip(kinds, expected, strict=True))
+
+
+def test_a_folder_with_the_name_of_the_demo_model_takes_its_place_by_its_path_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        (tmp_path / name).mkdir()
+    given = {"demo": "demo", "./demo": str(tmp_path / "demo"), "mine": str(tmp_path / "mine"), "org/name": "org/name"}
+    assert {name: load_engine_settings(name, "", "").model for name in given} == given
 
 
 IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [

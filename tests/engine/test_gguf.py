@@ -496,6 +496,22 @@ def test_what_is_no_gguf_file_is_seen_before_anything_is_loaded(plain: Path, con
     check_model_here(str(folder))  # weights in safetensors come first
 
 
+def test_a_cache_that_cannot_be_written_is_named_before_anything_is_loaded(
+    content: GgufContent, tmp_path: Path
+) -> None:
+    file, cache = content.save(tmp_path / "one.gguf"), tmp_path / "cache"
+    check_model_here(str(file), cache=cache)
+    assert not cache.exists()
+    (tmp_path / "blocked").touch()
+    with pytest.raises(
+        ModelLoadError, match=r"blocked cannot be written to, and one\.gguf .*PENSTOCK_ENGINE_CACHE_DIR"
+    ):
+        check_model_here(str(file), cache=tmp_path / "blocked" / "cache")
+    described = describe_gguf(file, cache)
+    described.parent.chmod(0o555)
+    check_model_here(str(file), cache=cache)  # it was written before
+
+
 def test_nan_among_plain_values_is_as_in_safetensors(plain: Path, content: GgufContent) -> None:
     """Plain values of either form are not looked at."""
     kind, shape, raw = content.tensors["output_norm.weight"]

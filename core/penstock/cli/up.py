@@ -47,7 +47,8 @@ def load_engine_settings(model: str, served_name: str, endpoint_source: str) -> 
             f"the model {model} has no effect with {endpoint_source}, as servers have their own: leave it out. "
             "--served-name is the name by which callers ask"
         )
-    given = {"model": os.path.abspath(model) if model and Path(model).exists() else model, "served_name": served_name}
+    is_path = model not in ("", "demo") and os.path.exists(model)
+    given = {"model": os.path.abspath(model) if is_path else model, "served_name": served_name}
     return load_settings(EngineSettings, **{name: value for name, value in given.items() if value})
 
 

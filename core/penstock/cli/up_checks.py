@@ -116,7 +116,7 @@ def _find_model_problems(stack: Stack, settings: EngineSettings) -> Iterator[str
         extra = "vllm" if missing == ["vllm"] else "'penstock[worker]'"
         yield f"workers need {' and '.join(missing)}: pip install {extra}"
     try:
-        check_model_here(settings.model)
+        check_model_here(settings.model, cache=settings.find_cache_directory())
     except ModelLoadError as error:
         yield f"cannot load model {settings.model!r}: {error}"
 

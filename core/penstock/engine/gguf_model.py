@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -24,6 +25,7 @@ from penstock.engine.gguf_file import GgufHeader, GgufTensor, read_gguf_header
 from penstock.errors import ModelLoadError, build_damage_error, is_failure
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_OTHER_CACHE = "PENSTOCK_ENGINE_CACHE_DIR names another place"
 _DESCRIPTION_VERSION = 1
 """Counts the changes of what is written for a header."""
 
@@ -59,9 +61,7 @@ def describe_gguf(path: Path, cache: Path) -> Path:
     path = path.absolute()
     header = read_gguf_header(path)
     config = make_config(path, header)
-    about = f"{_DESCRIPTION_VERSION} {version('transformers')} {path} {json.dumps(config)}"
-    digest = hashlib.sha256(about.encode() + b"\0" + header.content).hexdigest()
-    directory = cache / "gguf" / digest[:32]
+    directory = _name_description(path, header, config, cache)
     if directory.is_dir():
         return directory
     scratch = None
@@ -74,11 +74,31 @@ def describe_gguf(path: Path, cache: Path) -> Path:
         scratch.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # else another process wrote it
-            raise ModelLoadError(f"{directory} for {path.name} cannot be written: {error.strerror or error}") from error
+            raise ModelLoadError(
+                f"{directory} for {path.name} cannot be written: {error.strerror or error}: {_OTHER_CACHE}"
+            ) from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
     return directory
+
+
+def check_cache(path: Path, cache: Path) -> None:
+    """Raise `ModelLoadError` where `describe_gguf` would have to write its directory, and cannot."""
+    path = path.absolute()
+    header = read_gguf_header(path)
+    directory = _name_description(path, header, make_config(path, header), cache)
+    nearest = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if nearest != directory and not os.access(nearest, os.W_OK | os.X_OK):
+        raise ModelLoadError(
+            f"{nearest} cannot be written to, and {path.name} needs a directory in {cache}: {_OTHER_CACHE}"
+        )
+
+
+def _name_description(path: Path, header: GgufHeader, config: dict[str, Any], cache: Path) -> Path:
+    about = f"{_DESCRIPTION_VERSION} {version('transformers')} {path} {json.dumps(config)}"
+    digest = hashlib.sha256(about.encode() + b"\0" + header.content).hexdigest()
+    return cache / "gguf" / digest[:32]
 
 
 def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:
