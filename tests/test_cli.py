@@ -540,12 +540,15 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert lines[0] == f"pipeline demo; the logs of all processes are in {tmp_path / 'data'}"
     assert lines[1] == "auto-0: starting, gateway: starting"
     assert any("auto-0: importing torch" in line for line in lines)
-    hint = log.read_text().partition("Try: ")[2].partition("    (")[0]
-    hint = hint.replace(
-        "penstock generate", f"{shlex.quote(sys.executable)} -m penstock.cli.main generate --max-tokens 4"
-    )
-    done = subprocess.run(hint, shell=True, cwd=HERE, text=True, capture_output=True, check=False)
-    assert "4 tokens, first after" in done.stderr
+    command = f"{shlex.quote(sys.executable)} -m penstock.cli.main"
+    for start, words, said in (
+        ("Try: ", "generate --max-tokens 4", "4 tokens, first after"),
+        ("KV blocks: ", "kv stats --json #", f'"where": "{tmp_path / "data" / "kv"}'),
+    ):
+        hint = log.read_text().partition(start)[2].partition("    (")[0].partition("\n")[0]
+        hint = hint.replace(f"penstock {words.split()[0]}", f"{command} {words}")
+        done = subprocess.run(hint, shell=True, cwd=HERE, text=True, capture_output=True, check=False)
+        assert said in done.stdout + done.stderr
     os.kill(states[0]["pid"], signal.SIGKILL)
     wait_for(lambda: "auto-0 ended with status -9 and is started again" in log.read_text(), "it is said")
     child.send_signal(signal.SIGINT)

@@ -23,6 +23,11 @@ class StackMemory:
         _remove_abandoned(base)
         self.path, self._fd = _create_locked_directory(base)
 
+    def has_room(self, size_mb: int) -> bool:
+        """Return whether so many MiB, or half of what the file system has, are free."""
+        usage = shutil.disk_usage(self.path)
+        return usage.free >= min(size_mb * 2**20, usage.total // 2)
+
     def close(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
