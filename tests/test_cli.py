@@ -322,6 +322,17 @@ def test_a_model_that_cannot_be_served_is_told_once_before_torch_is_imported(tmp
     )
 
 
+def test_without_what_a_worker_needs_up_says_what_to_install(tmp_path: Path) -> None:
+    needed = ["torch", "transformers", "numpy", "xxhash"]
+    options = ["--data", str(tmp_path / "data"), "--port", str(find_free_port()), "--gateway-port", "0"]
+    words = f"import sys; sys.argv = {['penstock', 'up', *options]!r}; sys.modules.update(dict.fromkeys({needed}))\n"
+    words += "from penstock.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1, "penstock: workers need torch, transformers, numpy, xxhash: pip install 'penstock[worker]'\n"
+    )  # fmt: skip
+
+
 def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
     """What stands in the way of a stack, where Redis is started on a free port."""
     stack = Stack(directory, port=find_free_port(), **given)

@@ -65,7 +65,10 @@ def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> 
     Shared memory is where `penstock kv` looks for it. A tier on disk is added, in the directory of data if one was
     given. A tier that nobody asked for, and for which this host has no room, is told on the console.
     """
-    from penstock.kvstore.room import fit_tiers
+    try:
+        from penstock.kvstore.room import fit_tiers
+    except ImportError:
+        return {}, []  # what workers need is said with all else that is missing
 
     settings = load_settings(KVSettings)
     given = settings.model_fields_set
@@ -228,6 +231,7 @@ def up(
     )
     refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway, engine), *refused])
     stop = StopSignal().install()
+    stack.stop_asked = stop.__bool__
     if not asks_endpoints and (line := describe_lost_bytecode(engine.find_cache_directory())):
         console.print(line)
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")

@@ -111,10 +111,10 @@ def _find_model_problems(stack: Stack, settings: EngineSettings) -> Iterator[str
     """Find what is wrong with the model and its libraries, where workers compute by themselves."""
     if all(worker.stage == "endpoint" for worker in stack.workers):
         return
-    needed = ("torch", "transformers", *(["vllm"] if settings.kind == "vllm" else []))
+    needed = ("torch", "transformers", "numpy", "xxhash", *(["vllm"] if settings.kind == "vllm" else []))
     if missing := [name for name in needed if find_spec(name) is None]:
         extra = "vllm" if missing == ["vllm"] else "'penstock[worker]'"
-        yield f"workers need {' and '.join(missing)}: pip install {extra}"
+        yield f"workers need {', '.join(missing)}: pip install {extra}"
     try:
         check_model_here(settings.model, cache=settings.find_cache_directory())
     except ModelLoadError as error:
