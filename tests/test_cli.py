@@ -342,6 +342,16 @@ def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
         stack.stop()
 
 
+def test_a_host_that_is_not_this_one_is_named_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("192.0.2.1", "no host"):
+        monkeypatch.setenv("PENSTOCK_GATEWAY_HOST", host)
+        stack = Stack(tmp_path, port=find_free_port())
+        (line,) = find_obstacles(stack, find_free_port(), port := find_free_port())
+        stack.stop()
+        assert line.startswith(f"port {port} for the gateway cannot be used on {host} (")
+        assert line.endswith("): choose another PENSTOCK_GATEWAY_HOST or --gateway-port")
+
+
 @pytest.mark.parametrize("depth", [0, 3])
 def test_up_with_data_that_another_one_has_is_refused(depth: int, tmp_path: Path) -> None:
     """Also where the path is longer than that of a socket may be, and where both begin at once."""

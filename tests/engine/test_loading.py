@@ -393,6 +393,14 @@ def test_a_name_of_the_hub_is_refused_where_it_cannot_be_had(monkeypatch: pytest
     for name, message in (("org/absent", "the hub at 127.0.0.1 cannot be reached"), ("a b", "no name of the hub")):
         with pytest.raises(ModelLoadError, match=message):
             check_model_here(name)
+    monkeypatch.setenv("NO_PROXY", "localhost")  # alone, it is no proxy
+    with pytest.raises(ModelLoadError, match=r"the hub at 127\.0\.0\.1 cannot be reached"):
+        check_model_here("org/absent")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    check_model_here("org/absent")  # nobody knows here what a proxy reaches
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(ModelLoadError, match=r"the hub at 127\.0\.0\.1 cannot be reached"):
+        check_model_here("org/absent")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="while HF_HUB_OFFLINE is set"):
         check_model_here("org/absent")
