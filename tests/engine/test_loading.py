@@ -41,6 +41,7 @@ from penstock.errors import (
 from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S
+from tests.commands import HERE
 from tests.draws import draw_cases
 from tests.engine.helpers import sequence
 from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
@@ -309,6 +310,33 @@ def as_cached(copy: Path) -> None:
 def as_file(copy: Path, content: bytes) -> None:
     shutil.rmtree(copy)
     copy.write_bytes(content)
+
+
+IN_THE_TABLE: dict[str, Callable[[Path], object]] = {
+    "T5, BART": lambda copy: _configure(copy, model_type="t5"),
+    "BERT, an embedder": lambda copy: _configure(copy, model_type="bert", architectures=None),
+    "code of its authors": lambda copy: _configure(copy, model_type="its_own", auto_map={"AutoConfig": "x.Y"}),
+    "no tokenizer": lambda copy: (copy / "tokenizer.json").unlink(),
+    "half a download": lambda copy: os.truncate(copy / WEIGHTS, 5000),
+    "a clone without Git LFS": lambda copy: (copy / WEIGHTS).write_bytes(LFS_POINTER),
+    "pickles alone": lambda copy: (copy / WEIGHTS).rename(copy / "pytorch_model.bin"),
+    "parts without their index": lambda copy: (copy / WEIGHTS).rename(copy / PART),
+    "a directory of the hub's cache": as_cached,
+    "a GGUF file by another name": lambda copy: as_file(copy, b"GGUF"),
+    "a LoRA adapter": lambda copy: (copy / "config.json").rename(copy / "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("case", IN_THE_TABLE)
+def test_the_page_has_the_words_that_are_printed(case: str, copy: Path) -> None:
+    rows = re.findall(r"^\| (.+?) \| `+(.+?)`+ \|$", (HERE / "docs" / "your-model.md").read_text("utf-8"), re.MULTILINE)
+    elsewhere = {"GGUF files alone on the hub", "no right to read it", "a cut GGUF file"}
+    assert dict(rows).keys() == {*IN_THE_TABLE, *elsewhere}
+    words = re.sub(r"\d[\d,]+", r"[\\d,]+", re.escape(dict(rows)[case]).replace("…", ".*"))
+    IN_THE_TABLE[case](copy)
+    with pytest.raises(ModelLoadError) as caught:
+        check_model_here(str(copy))
+    assert re.fullmatch(words, str(caught.value))
 
 
 @pytest.mark.proof
