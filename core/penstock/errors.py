@@ -274,11 +274,11 @@ def choose_load_error(error: BaseException | None) -> type[ModelLoadError]:
     the next start.
     """
     while error is not None:
-        if isinstance(error, ModelUnavailable | MemoryError | ConnectionError | TimeoutError):
-            return ModelUnavailable
-        if isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING_ERRNOS:
-            return ModelUnavailable
-        if isinstance(error, RuntimeError | ValueError) and _DEVICE_WORDS.search(str(error)):
+        if (
+            isinstance(error, ModelUnavailable | MemoryError | ConnectionError | TimeoutError)
+            or (isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING_ERRNOS)
+            or (isinstance(error, RuntimeError | ValueError) and _DEVICE_WORDS.search(str(error)))
+        ):
             return ModelUnavailable
         error = error.__cause__
     return ModelLoadError

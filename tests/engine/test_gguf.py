@@ -402,7 +402,10 @@ def test_where_llama_cpp_begins_a_text_with_a_token_the_tokenizer_does(plain: Pa
 
 def test_a_cache_that_cannot_be_written(plain: Path, content: GgufContent) -> None:
     (plain.parent / "cache").write_text("no directory")
-    refuse(content.save(plain.parent / "model.gguf"), "for model.gguf cannot be written")
+    refuse(
+        content.save(plain.parent / "model.gguf"),
+        "cache cannot be written to, where a description of model.gguf is to be kept: PENSTOCK_ENGINE_CACHE_DIR",
+    )
 
 
 # Refusals
@@ -504,7 +507,7 @@ def test_a_cache_that_cannot_be_written_is_named_before_anything_is_loaded(
     assert not cache.exists()
     (tmp_path / "blocked").touch()
     with pytest.raises(
-        ModelLoadError, match=r"blocked cannot be written to, and one\.gguf .*PENSTOCK_ENGINE_CACHE_DIR"
+        ModelLoadError, match=r"blocked cannot be written to, where .* one\.gguf .*PENSTOCK_ENGINE_CACHE_DIR"
     ):
         check_model_here(str(file), cache=tmp_path / "blocked" / "cache")
     described = describe_gguf(file, cache)

@@ -123,7 +123,7 @@ def test_only_what_the_hub_will_say_again_is_final(
     hub: Hub, status: int, kind: type[ModelLoadError], words: str
 ) -> None:
     hub.status = status
-    with pytest.raises(ModelLoadError, match=rf"not from the hub: .*{words}") as caught:
+    with pytest.raises(ModelLoadError, match=rf"not from the hub at .*{words}") as caught:
         check_model_here(NAME, ignore_progress)
     assert type(caught.value) is kind
     with pytest.raises(ModelLoadError, match=rf"cannot load model '{NAME}': .*{words}") as caught:

@@ -3,22 +3,17 @@
 import errno
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from penstock.engine.file_checks import check_config_file, check_description, check_weights
-from penstock.engine.gguf_model import check_cache, check_gguf, describe_gguf
+from penstock.engine.gguf_model import check_gguf, describe_gguf, find_description
 from penstock.errors import ModelLoadError, ModelUnavailable, build_damage_error, choose_load_error
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 _MODEL_FORMS = "use `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf file or a hub name"
-HUB_TIMEOUT_S = 2.0
-"""How long the hub may take to take a connection, where it is only asked whether it is there."""
 
 _downloaded: dict[str, Path] = {}
 """The directories of the hub's models for which this process has asked, by their names."""
@@ -65,7 +60,7 @@ def check_model_here(name: str, report: Progress | None = None, cache: Path | No
     if (file := _find_gguf(name)) is not None:
         check_gguf(file)
         if cache is not None:
-            check_cache(file, cache)
+            find_description(file, cache)
         return
     directory = _find_directory(name)
     if directory is None and report is None:
@@ -111,31 +106,42 @@ def _find_directory(name: str) -> Path | None:
     return None
 
 
+@contextmanager
+def _explain_hub_errors() -> Iterator[None]:
+    """Raise a `ModelLoadError` for whatever the hub's library raises within the context."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        is_lasting = status in (401, 403, 404) or isinstance(error, HFValidationError | PermissionError)
+        kind = ModelLoadError if is_lasting or constants.HF_HUB_OFFLINE else ModelUnavailable
+        told = f"no such directory, and not from the hub at {constants.ENDPOINT}: {to_one_line(error)}"
+        raise kind(told) from None
+
+
 def _check_hub(name: str) -> None:
     """Raise `ModelLoadError` if a model of the hub is neither in its cache nor to be had, and `OSError`."""
     try:
-        from huggingface_hub import constants, try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
     except ImportError:
         return  # the worker says what is to be installed
-    try:
+    with _explain_hub_errors():
         config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError as error:
-        raise ModelLoadError(f"no such directory, and no name of the hub: {to_one_line(error)}") from None
-    if isinstance(config, str):
-        check_config_file(Path(config).parent)
-        return
-    if constants.HF_HUB_OFFLINE:
-        raise ModelLoadError("no such directory, and not in the hub's cache, while HF_HUB_OFFLINE is set")
-    hub = urlsplit(constants.ENDPOINT)
-    if getproxies().keys() & {hub.scheme, "all"} and not proxy_bypass(hub.netloc):
-        return  # whether the proxy reaches it is not known here
-    try:
-        socket.create_connection(
-            (hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), HUB_TIMEOUT_S
-        ).close()
-    except OSError as error:
-        raise ModelUnavailable(f"no such directory, and the hub at {hub.hostname} cannot be reached: {error}") from None
+        if not isinstance(config, str):
+            found = HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            files = sorted(file.rfilename for file in found.siblings or [])
+            if "config.json" not in files and (gguf := [file for file in files if file.endswith(".gguf")]):
+                command = f"hf download {name} {gguf[0]}"
+                raise ModelLoadError(
+                    f"{name} has GGUF files alone there: download one (`{command}`), and name that file"
+                )
+            return
+    check_config_file(Path(config).parent)
 
 
 def _download_model(name: str, report: Progress) -> Path:
@@ -145,8 +151,7 @@ def _download_model(name: str, report: Progress) -> Path:
     """
     if (known := _downloaded.get(name)) is not None and known.is_dir():
         return known
-    from huggingface_hub import HfApi, constants, get_session, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
 
     def limit_wait(request: Any) -> None:
         limits = request.extensions["timeout"]
@@ -157,33 +162,15 @@ def _download_model(name: str, report: Progress) -> Path:
     report("downloading", 0.0)
     patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            first = Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"]))
-            if not any(first.glob("*config.json")):
-                _refuse_gguf_repository(name, HfApi().list_repo_files(name, revision=first.name))
-            check_config_file(first)
-        path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        is_lasting = status in (401, 403, 404) or isinstance(error, HFValidationError | PermissionError)
-        raise (ModelLoadError if is_lasting or constants.HF_HUB_OFFLINE else ModelUnavailable)(
-            f"no such directory, and not from the hub: {to_one_line(error)}"
-        ) from error
+        with _explain_hub_errors():
+            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+                _check_hub(name)
+                check_config_file(Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"])))
+            path = _downloaded[name] = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     finally:
         get_session().event_hooks = hooks
     report("downloading", 1.0)
-    _downloaded[name] = path
     return path
-
-
-def _refuse_gguf_repository(name: str, files: list[str]) -> None:
-    """Raise `ModelLoadError` for a model of the hub that has GGUF files, and is to be had in no other form there."""
-    if found := sorted(file for file in files if file.endswith(".gguf")):
-        raise ModelLoadError(
-            f"{name} has GGUF files alone there: download one (`hf download {name} {found[0]}`), and name that file"
-        )
 
 
 def find_weight_files(directory: Path) -> list[Path]:

@@ -25,7 +25,6 @@ from penstock.engine.gguf_file import GgufHeader, GgufTensor, read_gguf_header
 from penstock.errors import ModelLoadError, build_damage_error, is_failure
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_OTHER_CACHE = "PENSTOCK_ENGINE_CACHE_DIR names another place"
 _DESCRIPTION_VERSION = 1
 """Counts the changes of what is written for a header."""
 
@@ -59,9 +58,7 @@ def describe_gguf(path: Path, cache: Path) -> Path:
     Raises `ModelLoadError` if the file is damaged, or is of a model that cannot be served.
     """
     path = path.absolute()
-    header = read_gguf_header(path)
-    config = make_config(path, header)
-    directory = _name_description(path, header, config, cache)
+    directory, header, config = find_description(path, cache)
     if directory.is_dir():
         return directory
     scratch = None
@@ -74,31 +71,27 @@ def describe_gguf(path: Path, cache: Path) -> Path:
         scratch.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # else another process wrote it
-            raise ModelLoadError(
-                f"{directory} for {path.name} cannot be written: {error.strerror or error}: {_OTHER_CACHE}"
-            ) from error
+            raise ModelLoadError(f"{directory} for {path.name} cannot be written: {error.strerror or error}") from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 
-def check_cache(path: Path, cache: Path) -> None:
-    """Raise `ModelLoadError` where `describe_gguf` would have to write its directory, and cannot."""
-    path = path.absolute()
+def find_description(path: Path, cache: Path) -> tuple[Path, GgufHeader, dict[str, Any]]:
+    """Return the directory that `describe_gguf` writes, and of what. Raises `ModelLoadError` where it cannot be."""
     header = read_gguf_header(path)
-    directory = _name_description(path, header, make_config(path, header), cache)
+    config = make_config(path, header)
+    about = f"{_DESCRIPTION_VERSION} {version('transformers')} {path.absolute()} {json.dumps(config)}"
+    digest = hashlib.sha256(about.encode() + b"\0" + header.content).hexdigest()
+    directory = cache / "gguf" / digest[:32]
     nearest = next(place for place in (directory, *directory.absolute().parents) if place.exists())
     if nearest != directory and not os.access(nearest, os.W_OK | os.X_OK):
         raise ModelLoadError(
-            f"{nearest} cannot be written to, and {path.name} needs a directory in {cache}: {_OTHER_CACHE}"
+            f"{nearest} cannot be written to, where a description of {path.name} is to be kept: "
+            "PENSTOCK_ENGINE_CACHE_DIR names another place"
         )
-
-
-def _name_description(path: Path, header: GgufHeader, config: dict[str, Any], cache: Path) -> Path:
-    about = f"{_DESCRIPTION_VERSION} {version('transformers')} {path} {json.dumps(config)}"
-    digest = hashlib.sha256(about.encode() + b"\0" + header.content).hexdigest()
-    return cache / "gguf" / digest[:32]
+    return directory, header, config
 
 
 def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import redis
 
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, GatewaySettings, KVSettings, load_settings
+from penstock.config.settings import BusSettings, GatewaySettings, load_settings
 from penstock.cores import count_usable_cores, list_usable_cores
 from penstock.errors import ModelLoadError, PenstockError
 from penstock.local.memory import StackMemory
@@ -145,8 +145,7 @@ class Stack:
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR_VARIABLE}:
             self._own_memory = StackMemory()
-            if self._own_memory.has_room(load_settings(KVSettings).shared_mb):  # else workers do without, and say so
-                self._environment[SHARED_DIR_VARIABLE] = str(self._own_memory.path)
+            self._environment[SHARED_DIR_VARIABLE] = str(self._own_memory.path)
         if self._server is not None:
             self._server.stop_asked = self.stop_asked
             self._server.start()
@@ -166,7 +165,7 @@ class Stack:
         self.stop_workers()
         if self._own_memory is not None:
             self._own_memory.close()
-            self._environment.pop(SHARED_DIR_VARIABLE, None)
+            del self._environment[SHARED_DIR_VARIABLE]
             self._own_memory = None
         if self._server is not None:
             self._server.stop()
