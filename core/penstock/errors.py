@@ -263,7 +263,7 @@ class ModelUnavailable(ModelLoadError):
 _LASTING_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
-_DEVICE_WORDS = re.compile("CUDA|CUBLAS|CUDNN|NVIDIA|memory|Engine core init", re.IGNORECASE)
+_DEVICE_WORDS = re.compile("CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|[Mm]emory|Engine core init")
 """What torch and vLLM say of a device or of memory, for most of which they have no class of their own."""
 
 
