@@ -216,7 +216,8 @@ def test_an_index_that_is_none(copy: Path, content: str) -> None:
         (MemoryError(), False), (torch.OutOfMemoryError("CUDA out of memory"), False),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False),
         (RuntimeError("CUDA error: an illegal instruction"), False), (ConnectionResetError(), False),
-        (RuntimeError("shape '[2]' is invalid"), True), (RuntimeError("Expected one of cpu, cuda"), True), (KeyError("hidden_size"), True),
+        (RuntimeError("shape '[2]' is invalid"), True),
+        (RuntimeError("Expected one of cpu, cuda"), True), (KeyError("hidden_size"), True),
         (ModelUnavailable("the hub is away"), False), (ModelLoadError("it is cut off"), True),
     ],
 )  # fmt: skip
