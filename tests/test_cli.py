@@ -31,7 +31,7 @@ from penstock.cli.generate import (
     format_shell_command,
 )
 from penstock.cli.main import COMMANDS, GROUPS, load_command
-from penstock.cli.up import choose_workers, up
+from penstock.cli.up import choose_workers, load_engine_settings, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.engine.files import DEMO_MODEL
@@ -322,6 +322,17 @@ def test_a_model_that_cannot_be_served_is_told_once_before_torch_is_imported(tmp
     )
 
 
+def test_without_what_a_worker_needs_up_says_what_to_install(tmp_path: Path) -> None:
+    needed = ["torch", "transformers", "numpy", "xxhash"]
+    options = ["--data", str(tmp_path / "data"), "--port", str(find_free_port()), "--gateway-port", "0"]
+    words = f"import sys; sys.argv = {['penstock', 'up', *options]!r}; sys.modules.update(dict.fromkeys({needed}))\n"
+    words += "from penstock.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1, "penstock: workers need torch, transformers, numpy, xxhash: pip install 'penstock[worker]'\n"
+    )  # fmt: skip
+
+
 def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
     """What stands in the way of a stack, where Redis is started on a free port."""
     stack = Stack(directory, port=find_free_port(), **given)
@@ -329,6 +340,16 @@ def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
         return find_obstacles(stack, find_free_port(), None)
     finally:
         stack.stop()
+
+
+def test_a_host_that_is_not_this_one_is_named_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("192.0.2.1", "no host"):
+        monkeypatch.setenv("PENSTOCK_GATEWAY_HOST", host)
+        stack = Stack(tmp_path, port=find_free_port())
+        (line,) = find_obstacles(stack, find_free_port(), port := find_free_port())
+        stack.stop()
+        assert line.startswith(f"port {port} for the gateway cannot be used on {host} (")
+        assert line.endswith("): choose another PENSTOCK_GATEWAY_HOST or --gateway-port")
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -402,6 +423,16 @@ def test_one_worker_does_all_unless_a_number_is_given(given: dict[str, int], exp
     kinds = ("prefill", "decode", "auto")
     chosen = choose_workers(dict.fromkeys(kinds) | given, "")
     assert chosen == dict(zip(kinds, expected, strict=True))
+
+
+def test_a_folder_with_the_name_of_the_demo_model_takes_its_place_by_its_path_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        (tmp_path / name).mkdir()
+    given = {"demo": "demo", "./demo": str(tmp_path / "demo"), "mine": str(tmp_path / "mine"), "org/name": "org/name"}
+    assert {name: load_engine_settings(name, "", "").model for name in given} == given
 
 
 IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
@@ -530,12 +561,15 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert lines[0] == f"pipeline demo; the logs of all processes are in {tmp_path / 'data'}"
     assert lines[1] == "auto-0: starting, gateway: starting"
     assert any("auto-0: importing torch" in line for line in lines)
-    hint = log.read_text().partition("Try: ")[2].partition("    (")[0]
-    hint = hint.replace(
-        "penstock generate", f"{shlex.quote(sys.executable)} -m penstock.cli.main generate --max-tokens 4"
-    )
-    done = subprocess.run(hint, shell=True, cwd=HERE, text=True, capture_output=True, check=False)
-    assert "4 tokens, first after" in done.stderr
+    command = f"{shlex.quote(sys.executable)} -m penstock.cli.main"
+    for start, words, said in (
+        ("Try: ", "generate --max-tokens 4", "4 tokens, first after"),
+        ("KV blocks: ", "kv stats --json #", f'"where": "{tmp_path / "data" / "kv"}'),
+    ):
+        hint = log.read_text().partition(start)[2].partition("    (")[0].partition("\n")[0]
+        hint = hint.replace(f"penstock {words.split()[0]}", f"{command} {words}")
+        done = subprocess.run(hint, shell=True, cwd=HERE, text=True, capture_output=True, check=False)
+        assert said in done.stdout + done.stderr
     os.kill(states[0]["pid"], signal.SIGKILL)
     wait_for(lambda: "auto-0 ended with status -9 and is started again" in log.read_text(), "it is said")
     child.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,27 @@ def test_a_port_that_a_client_has_connected_with_itself_is_waited_for(caplog: py
             with pytest.raises(PenstockError, match=f"cannot listen on 127.0.0.1:{port}"):
                 open_listener("127.0.0.1", port)
     assert caplog.text.count("nobody listens") == 1
+
+
+def test_a_stack_whose_server_waits_for_its_port_can_be_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both when it is started, and when it is started again."""
+    asked, port = threading.Event(), find_free_port()
+    stack = Stack(tmp_path, port=port, prefill=0, decode=0)
+    stack.stop_asked = asked.is_set
+    with ThreadPoolExecutor() as pool, socket.socket() as client:
+        client.bind(("127.0.0.1", port))
+        client.connect(("127.0.0.1", port))
+        for start in (stack.start, stack.restart_dead):
+            caplog.clear()
+            asked.clear()
+            started = pool.submit(start)
+            wait_for(lambda: "is taken though nobody listens on it" in caplog.text, "it is said")
+            assert not started.done()
+            asked.set()
+            started.result(PATIENCE_S)
+        stack.stop()
 
 
 @pytest.mark.parametrize(

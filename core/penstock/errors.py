@@ -28,6 +28,7 @@ PenstockError
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
 ├── ModelLoadError           a model cannot be loaded; the message says why
+│   ├── ModelUnavailable       it cannot be loaded now; a later start may load it
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
 │   └── DamagedBlock           a stored block is incomplete, or of another version
@@ -46,6 +47,7 @@ PenstockError
 └── DependencyMissing        a program or package that is not installed; the message says what to install
 """
 
+import errno
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -250,6 +252,36 @@ class ModelLoadError(PenstockError):
     """The model cannot be loaded. To start the process again with the same files and settings ends the same way."""
 
     exit_status = 78
+
+
+class ModelUnavailable(ModelLoadError):
+    """The model cannot be loaded now, as the hub, the memory or a device is missing. A later start may load it."""
+
+    exit_status = 1
+
+
+_LASTING_ERRNOS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
+_DEVICE_WORDS = re.compile("CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|[Mm]emory|Engine core init")
+"""What torch and vLLM say of a device or of memory, for most of which they have no class of their own."""
+
+
+def choose_load_error(error: BaseException | None) -> type[ModelLoadError]:
+    """Return the class in which a load raises an error of the system or of a library, by its causes, too.
+
+    What a disk, a network, a device or the memory says is about now. What else a library says of files is the same at
+    the next start.
+    """
+    while error is not None:
+        if (
+            isinstance(error, ModelUnavailable | MemoryError | ConnectionError | TimeoutError)
+            or (isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING_ERRNOS)
+            or (isinstance(error, RuntimeError | ValueError) and _DEVICE_WORDS.search(str(error)))
+        ):
+            return ModelUnavailable
+        error = error.__cause__
+    return ModelLoadError
 
 
 def build_damage_error(what: str) -> ModelLoadError:

@@ -4,6 +4,7 @@ import errno
 import logging
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
@@ -57,14 +58,17 @@ def has_listener(host: str, port: int) -> bool:
         return True
 
 
-def wait_until_free(host: str, port: int) -> None:
-    """Wait for a port that is taken though nobody listens on it, for `PORT_PATIENCE_S` at most, and say so.
+def wait_until_free(host: str, port: int, stop_asked: Callable[[], object] = lambda: False) -> None:
+    """Wait for a port that is taken though nobody listens on it, for `PORT_PATIENCE_S` at most, and say so. Return at
+    once where `stop_asked()` is true.
 
     A client of this machine that connects again and again to a port on which nobody listens is given the same port for
     its own end sooner or later, where it is among the outgoing ones, and is then connected with itself.
     """
     until_s = 0.0
-    while describe_port_problem(host, port) == TAKEN_BY_CLIENT and not 0 < until_s < time.monotonic():
+    while not stop_asked() and describe_port_problem(host, port) == TAKEN_BY_CLIENT:
+        if 0 < until_s < time.monotonic():
+            break
         if not until_s:
             until_s = time.monotonic() + PORT_PATIENCE_S
             log.warning(

@@ -51,9 +51,10 @@ def test_with_the_settings_and_limits_of_the_compose_file_a_pipeline_answers(tmp
     [
         (("up", "--data"), {SHARED_MEMORY: "64m"}, {"PENSTOCK_KV_STORE_SHARED_MB": "256"}, NO_ROOM),
         (("worker", "auto"), {SHARED_MEMORY: "64m"}, {"PENSTOCK_KV_STORE_SHARED_MB": "256"}, NO_ROOM),
+        (("worker", "auto"), {}, {"PENSTOCK_KV_STORE_SHARED_DIR": "{}"}, "blocks: no room for 1 MB in "),
         (("up", "--data"), {}, {}, "for data and logs: fewer than 16 MB are free there: make room, or choose another"),
     ],
-    ids=["shared memory of up", "shared memory of a worker", "a full disk"],
+    ids=["shared memory of up", "shared memory of a worker", "a directory for it", "a full disk"],
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_line_before_anything_is_started(
     arguments: tuple[str, ...], sizes: dict[Path, str], settings: dict[str, str], said: str, tmp_path: Path
@@ -62,7 +63,8 @@ def test_what_cannot_be_is_said_in_one_line_before_anything_is_started(
     data.mkdir()
     container = Container(sizes or {data: "1m"})
     words = [*arguments, *([str(data)] if arguments[-1] == "--data" else [])]
-    child = container.start_command(tmp_path, [sys.executable, "-m", "penstock.cli.main", *words], settings)
+    given = {name: value.format(data) for name, value in settings.items()}
+    child = container.start_command(tmp_path, [sys.executable, "-m", "penstock.cli.main", *words], given)
     assert child.wait(PATIENCE_S) == 1
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert line.startswith("penstock: ")

@@ -402,7 +402,10 @@ def test_where_llama_cpp_begins_a_text_with_a_token_the_tokenizer_does(plain: Pa
 
 def test_a_cache_that_cannot_be_written(plain: Path, content: GgufContent) -> None:
     (plain.parent / "cache").write_text("no directory")
-    refuse(content.save(plain.parent / "model.gguf"), "for model.gguf cannot be written")
+    refuse(
+        content.save(plain.parent / "model.gguf"),
+        "cache cannot be written to, where a description of model.gguf is to be kept: PENSTOCK_ENGINE_CACHE_DIR",
+    )
 
 
 # Refusals
@@ -494,6 +497,22 @@ def test_what_is_no_gguf_file_is_seen_before_anything_is_loaded(plain: Path, con
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(plain / name, folder)
     check_model_here(str(folder))  # weights in safetensors come first
+
+
+def test_a_cache_that_cannot_be_written_is_named_before_anything_is_loaded(
+    content: GgufContent, tmp_path: Path
+) -> None:
+    file, cache = content.save(tmp_path / "one.gguf"), tmp_path / "cache"
+    check_model_here(str(file), cache=cache)
+    assert not cache.exists()
+    (tmp_path / "blocked").touch()
+    with pytest.raises(
+        ModelLoadError, match=r"blocked cannot be written to, where .* one\.gguf .*PENSTOCK_ENGINE_CACHE_DIR"
+    ):
+        check_model_here(str(file), cache=tmp_path / "blocked" / "cache")
+    described = describe_gguf(file, cache)
+    described.parent.chmod(0o555)
+    check_model_here(str(file), cache=cache)  # it was written before
 
 
 def test_nan_among_plain_values_is_as_in_safetensors(plain: Path, content: GgufContent) -> None:

@@ -1,39 +1,57 @@
 """Loading reads the weights in place, and refuses every kind of damage with one line that says what is wrong."""
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
+from penstock.cli.up import load_engine_settings
 from penstock.config.settings import EngineSettings
+from penstock.engine import memory
 from penstock.engine.engine import Engine
-from penstock.engine.file_checks import parse_tables
-from penstock.engine.files import check_model_here
+from penstock.engine.file_checks import _has_tokenizer_class, check_description, parse_tables
+from penstock.engine.files import check_model_here, ignore_progress
 from penstock.engine.limits import max_length
-from penstock.engine.loading import load_model, open_model
+from penstock.engine.loading import as_load_errors, load_model, load_tokenizer, open_model
 from penstock.engine.memory import count_available_bytes, count_total_bytes
 from penstock.engine.model import LoadedModel
+from penstock.engine.proof import as_check_failures
 from penstock.engine.weights import MappedWeights
-from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
+from penstock.errors import (
+    EngineCheckFailed,
+    InternalError,
+    InvalidRequest,
+    ModelLoadError,
+    ModelUnavailable,
+    PromptTooLong,
+    choose_load_error,
+)
 from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S
+from tests.commands import HERE
 from tests.draws import draw_cases
 from tests.engine.helpers import sequence
 from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, PART = "model.safetensors", "model-00001-of-00002.safetensors"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 WORKS = (
-    ": (use|fetch them|merge it|take it out)|docs/models.md|PENSTOCK_|can(not)? be served|: there is no |: no device "
+    ": (use|fetch them|merge it|take it out|name|give it)|docs/models.md|PENSTOCK_|can(not)? be served|: there is no "
+    "|: no device "
 )
 """What would work, in the words of a refusal; or that a kind of model cannot be served, or what is not there."""
 
@@ -190,13 +208,49 @@ def test_an_index_that_is_none(copy: Path, content: str) -> None:
     _refused(copy, "is not a weight index|which is not there|which is not in the model's directory")
 
 
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (OSError(errno.EIO, "Input/output error"), False), (OSError(errno.ENOSPC, "No space left"), False),
+        (PermissionError(errno.EACCES, "Permission denied"), True), (OSError("its words alone"), True),
+        (MemoryError(), False), (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False),
+        (RuntimeError("CUDA error: an illegal instruction"), False), (ConnectionResetError(), False),
+        (RuntimeError("shape '[2]' is invalid"), True),
+        (RuntimeError("Expected one of cpu, cuda"), True), (KeyError("hidden_size"), True),
+        (ModelUnavailable("the hub is away"), False), (ModelLoadError("it is cut off"), True),
+    ],
+)  # fmt: skip
+def test_only_what_a_restart_cannot_mend_ends_with_the_status_of_a_model_that_cannot_be_loaded(
+    error: BaseException, is_final: bool, demo: LoadedModel
+) -> None:
+    """By itself, and as the cause of what says where it was."""
+
+    def fail() -> None:
+        raise error
+
+    def fail_within() -> None:
+        try:
+            fail()
+        except BaseException as cause:
+            raise ModelLoadError("x cannot be read") from cause
+
+    for raised in (fail, fail_within):
+        with pytest.raises(ModelLoadError, match="cannot load model 'x'") as caught, as_load_errors("x"):
+            raised()
+        assert (caught.value.exit_status == 78) == is_final
+    with pytest.raises(ModelLoadError, match="does not run on this engine") as caught, as_check_failures(demo):
+        fail()
+    assert isinstance(caught.value, EngineCheckFailed) == is_final
+
+
 def test_weights_replaced_while_they_are_read(copy: Path) -> None:
     def meddle(what: str, done: float) -> None:
         if (what, done) == ("loading weights", 1.0):
             (copy / "new").write_bytes((copy / WEIGHTS).read_bytes())
             (copy / "new").replace(copy / WEIGHTS)
 
-    with pytest.raises(ModelLoadError, match="written to while it was loaded"):
+    with pytest.raises(ModelUnavailable, match="written to while it was loaded"):
         load_model(EngineSettings(model=str(copy)), meddle)
 
 
@@ -250,6 +304,43 @@ def test_a_config_that_lies_or_is_none(copy: Path, lie: dict[str, object] | str,
     _refused(copy, message)
 
 
+def as_cached(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    (copy / "snapshots" / "c0ffee").mkdir(parents=True)
+
+
+def as_file(copy: Path, content: bytes) -> None:
+    shutil.rmtree(copy)
+    copy.write_bytes(content)
+
+
+IN_THE_TABLE: dict[str, Callable[[Path], object]] = {
+    "T5, BART": lambda copy: _configure(copy, model_type="t5"),
+    "BERT, an embedder": lambda copy: _configure(copy, model_type="bert", architectures=None),
+    "code of its authors": lambda copy: _configure(copy, model_type="its_own", auto_map={"AutoConfig": "x.Y"}),
+    "no tokenizer": lambda copy: (copy / "tokenizer.json").unlink(),
+    "half a download": lambda copy: os.truncate(copy / WEIGHTS, 5000),
+    "a clone without Git LFS": lambda copy: (copy / WEIGHTS).write_bytes(LFS_POINTER),
+    "pickles alone": lambda copy: (copy / WEIGHTS).rename(copy / "pytorch_model.bin"),
+    "parts without their index": lambda copy: (copy / WEIGHTS).rename(copy / PART),
+    "a directory of the hub's cache": as_cached,
+    "a GGUF file by another name": lambda copy: as_file(copy, b"GGUF"),
+    "a LoRA adapter": lambda copy: (copy / "config.json").rename(copy / "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("case", IN_THE_TABLE)
+def test_the_page_has_the_words_that_are_printed(case: str, copy: Path) -> None:
+    rows = re.findall(r"^\| (.+?) \| `+(.+?)`+ \|$", (HERE / "docs" / "your-model.md").read_text("utf-8"), re.MULTILINE)
+    elsewhere = {"GGUF files alone on the hub", "no right to read it", "a cut GGUF file"}
+    assert dict(rows).keys() == {*IN_THE_TABLE, *elsewhere}
+    words = re.sub(r"\d[\d,]+", r"[\\d,]+", re.escape(dict(rows)[case]).replace("…", ".*"))
+    IN_THE_TABLE[case](copy)
+    with pytest.raises(ModelLoadError) as caught:
+        check_model_here(str(copy))
+    assert re.fullmatch(words, str(caught.value))
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -266,6 +357,10 @@ def test_a_config_that_lies_or_is_none(copy: Path, lie: dict[str, object] | str,
         (lambda copy: (copy / WEIGHTS).write_bytes(b"<html>" * 99), "damaged or cut off: its header is"),
         (lambda copy: (copy / WEIGHTS).write_bytes(LFS_POINTER), "is a pointer of Git LFS"),
         (lambda copy: (copy / WEIGHTS).rename(copy / "pytorch_model.bin"), "pytorch_model.bin may run code"),
+        (lambda copy: (copy / WEIGHTS).rename(copy / PART), f"no {WEIGHTS}.index.json, which says what is in {PART}"),
+        (as_cached, "is the hub's cache of a model: name it as on the hub, or .*/snapshots/c0ffee"),
+        (lambda copy: as_file(copy, b"GGUF"), "is a GGUF file: give it, or a link to it, a name that ends with .gguf"),
+        (lambda copy: as_file(copy, b"PK"), "is a file, and no GGUF file: name the directory"),
         (lambda copy: (copy / "tokenizer.json").unlink(), "no usable tokenizer in .*no tokenizer.json"),
         (lambda copy: (copy / "tokenizer.json").write_text("{"), "no usable tokenizer in .*is not JSON"),
         (lambda copy: (copy / "tokenizer.json").write_text('{"added_tokens": []}'), "has no `model`, so it is none"),
@@ -281,6 +376,37 @@ def test_what_cannot_be_loaded_is_seen_before_anything_is(
     _refused(copy, message)
 
 
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root reads everything, so it is another user in this context."""
+    if own := os.getuid():
+        yield
+        return
+    os.setresuid(65534, 65534, own)
+    try:
+        yield
+    finally:
+        os.setresuid(own, own, own)
+
+
+def test_what_cannot_be_read_is_named(tiny_dir: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        shutil.copytree(tiny_dir, place / "closed" / "model")
+        for closed in (place / "closed", place / "closed" / "model"):
+            closed.chmod(0)
+            for model in (place / "closed" / "model", place / "closed" / "model" / "one.gguf"):
+                with without_rights():
+                    assert load_engine_settings(str(model), "", "").model == str(model)
+                    with pytest.raises(ModelLoadError, match=f"^{model} cannot be read: Permission denied"):
+                        check_model_here(str(model))
+            closed.chmod(0o755)
+        (place / "closed" / "model" / "config.json").chmod(0)
+        with without_rights(), pytest.raises(ModelLoadError, match=r"model/config.json cannot be read: Permission"):
+            check_model_here(str(place / "closed" / "model"))
+
+
 def test_the_tables_that_are_read_as_text_are_those_of_transformers() -> None:
     read = parse_tables(Path(modeling_auto.__file__).read_text("utf-8"))
     for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
@@ -294,12 +420,17 @@ def test_a_name_of_the_hub_is_refused_where_it_cannot_be_had(monkeypatch: pytest
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name, message in (("org/absent", "the hub at 127.0.0.1 cannot be reached"), ("a b", "no name of the hub")):
-        with pytest.raises(ModelLoadError, match=message):
-            check_model_here(name)
+    for no_proxy in ("", "localhost"):  # alone, it is no proxy
+        monkeypatch.setenv("NO_PROXY", no_proxy)
+        with pytest.raises(ModelUnavailable, match=r"not from the hub at http://127\.0\.0\.1:9: .*refused"):
+            check_model_here("org/absent")
+    with pytest.raises(ModelLoadError, match=r"no such directory, and not from the hub .*: Repo id must.*'a b'"):
+        check_model_here("a b")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="while HF_HUB_OFFLINE is set"):
-        check_model_here("org/absent")
+    for report in (None, ignore_progress):
+        with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE") as caught:
+            check_model_here("org/absent", report)
+        assert choose_load_error(caught.value) is ModelLoadError
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gemma3_text"])
@@ -329,6 +460,25 @@ def test_a_tokenizer_that_is_none(copy: Path, name: str, content: str, message: 
     _refused(copy, f"no usable tokenizer in .*{message}.*: use the tokenizer.json that was published")
 
 
+OWN_CLASSES = sorted(
+    name for name in dir(transformers)
+    if name.endswith(("Tokenizer", "TokenizerFast", "TokenizerBase", "Backend")) and tokenizer_class_from_name(name)
+)  # fmt: skip
+"""The classes with which transformers reads a tokenizer of which its authors have code, too."""
+
+
+def test_a_tokenizer_that_transformers_reads_by_a_class_of_its_own_is_not_refused(copy: Path) -> None:
+    _configure(copy, model_type="gpt_oss")  # a type for which transformers names no tokenizer
+    for name in ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", "GPT2TokenizerFast"):
+        about = {"tokenizer_class": name, "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+        (copy / "tokenizer_config.json").write_text(json.dumps(about))
+        assert len(load_tokenizer(copy)) >= 1024
+        check_description(copy)
+    assert len(OWN_CLASSES) > 90
+    assert [name for name in OWN_CLASSES if not _has_tokenizer_class(name)] == []
+    assert not _has_tokenizer_class("Own")
+
+
 def test_a_tokenizer_at_which_its_library_panics(copy: Path) -> None:
     """A panic is no `Exception` in Python."""
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
@@ -344,6 +494,15 @@ def test_an_unknown_device_and_a_pool_larger_than_memory(tiny_dir: Path) -> None
     _refused(tiny_dir, "no device", device="toaster")
     message = r"the KV pool 1,000,000,000 MiB \(PENSTOCK_ENGINE_POOL_MB=1000000000\), and [\d,]+ MiB are available"
     _refused(tiny_dir, message, pool_mb=10**9)
+
+
+def test_memory_that_others_have_may_be_there_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "count_available_bytes", lambda _: 100)
+    monkeypatch.setattr(memory, "count_total_bytes", lambda: 10_000)
+    for weights, kind in ((10_000, ModelUnavailable), (10_001, ModelLoadError)):
+        with pytest.raises(ModelLoadError, match="not enough memory on cpu") as caught:
+            memory.check_memory(weights, 0, torch.device("cpu"))
+        assert type(caught.value) is kind
 
 
 NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/memory"

@@ -1,6 +1,7 @@
 """The store: tiers in order, the prefix up to the first block nobody has, and never a wrong block."""
 
 import hashlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -262,6 +263,8 @@ def test_each_tier_has_as_many_mebibytes_as_its_setting_says(make_store: MakeSto
 
 HUGE_MB = 2**40
 """More than any file system has."""
+IDLE_MB = 2**23
+"""More than any has free, and what the arena of a former model is said to have, which has nothing."""
 NOT_HERE = "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one"
 
 
@@ -270,7 +273,8 @@ NOT_HERE = "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one
     [
         ({"shared_mb": 1, "disk_mb": 1}, "", ""),
         ({"shared_mb": HUGE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 does", "shared memory"),
-        ({"shared_mb": 1, "shared_dir": "{}/none"}, NOT_HERE, ""),
+        ({"shared_mb": IDLE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 does", "shared memory"),
+        ({"shared_mb": 1, "shared_dir": "{}/none"}, NOT_HERE, f"kept in shared memory: .*{NOT_HERE}"),
         ({"shared_mb": 0, "shared_dir": "{}/none", "disk_mb": 1}, NOT_HERE, f"kept on disk: .*{NOT_HERE}"),
         ({"disk_mb": 1, "disk_dir": "{}/file/kv"}, "file cannot be written to: PENSTOCK_KV_STORE_DISK", "no KV bl"),
         ({"disk_mb": 1, "disk_dir": "{}/used"}, "processes that have other shared memory use", "no KV blocks"),
@@ -282,6 +286,8 @@ def test_tiers_are_looked_at_before_they_are_opened(
     """What was asked for and cannot be is refused, what nobody asked for is said. Looking changes nothing."""
     (tmp_path / "file").touch()
     (tmp_path / "memory").mkdir()
+    with (tmp_path / "memory" / f"penstock-kv-{os.geteuid()}-0-demo").open("wb") as former:
+        former.truncate(IDLE_MB * 2**20)
     (tmp_path / "elsewhere").mkdir()
     kept = {"shared_mb": 1, "shared_dir": str(tmp_path / "memory"), "disk_dir": str(tmp_path / "kv"), "redis_mb": 0}
     used = {"shared_mb": 0, "disk_mb": 1, "disk_dir": str(tmp_path / "used"), "shared_dir": str(tmp_path / "elsewhere")}

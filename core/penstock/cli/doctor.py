@@ -235,7 +235,7 @@ def _check_model() -> Iterator[Finding]:
     if settings.kind == "openai":
         return
     try:
-        check_model_here(settings.model)
+        check_model_here(settings.model, cache=settings.find_cache_directory())
     except ModelLoadError as error:
         yield Finding("fail", "model", f"{settings.model}: {error}", "")
     else:

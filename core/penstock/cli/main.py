@@ -121,7 +121,7 @@ def find_temporary_directory() -> None:
 
 def main() -> None:
     """Run a command. An error of Penstock or Redis is printed as one line, without a traceback. The exit status is 1,
-    or 78 for a model that cannot be loaded.
+    or 78 for a model that cannot be loaded with these files and settings.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

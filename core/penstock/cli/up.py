@@ -28,6 +28,7 @@ from penstock.ops.status import read_worker_status
 from penstock.worker.loop import StopSignal
 
 READY_TIMEOUT_S = 600.0
+DISK_DIR_VARIABLE = "PENSTOCK_KV_STORE_DISK_DIR"
 DEFAULT_DISK_MB = 1024
 """The KV store's budget on disk, which outlives a run, unless the settings name one."""
 
@@ -47,7 +48,8 @@ def load_engine_settings(model: str, served_name: str, endpoint_source: str) -> 
             f"the model {model} has no effect with {endpoint_source}, as servers have their own: leave it out. "
             "--served-name is the name by which callers ask"
         )
-    given = {"model": os.path.abspath(model) if model and Path(model).exists() else model, "served_name": served_name}
+    is_path = model not in ("", "demo") and os.path.exists(model)
+    given = {"model": os.path.abspath(model) if is_path else model, "served_name": served_name}
     return load_settings(EngineSettings, **{name: value for name, value in given.items() if value})
 
 
@@ -63,12 +65,15 @@ def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> 
     Shared memory is where `penstock kv` looks for it. A tier on disk is added, in the directory of data if one was
     given. A tier that nobody asked for, and for which this host has no room, is told on the console.
     """
-    from penstock.kvstore.room import fit_tiers
+    try:
+        from penstock.kvstore.room import fit_tiers
+    except ImportError:
+        return {}, []  # what workers need is said with all else that is missing
 
     settings = load_settings(KVSettings)
     given = settings.model_fields_set
     changes: dict[str, object] = {} if "disk_mb" in given else {"disk_mb": DEFAULT_DISK_MB}
-    if data is not None and not settings.disk_dir:
+    if data is not None and not settings.disk_dir and changes.get("disk_mb", settings.disk_mb):
         changes["disk_dir"] = str(data.absolute() / "kv")
     wanted = KVSettings.model_construct(_fields_set=given, **{**settings.model_dump(), **changes})
     fitted, told, refused = fit_tiers(wanted, pipeline)
@@ -77,7 +82,7 @@ def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> 
     return {
         SHARED_DIR_VARIABLE: fitted.shared_dir,
         "PENSTOCK_KV_STORE_DISK_MB": str(fitted.disk_mb),
-        "PENSTOCK_KV_STORE_DISK_DIR": fitted.disk_dir,
+        DISK_DIR_VARIABLE: fitted.disk_dir,
     }, refused
 
 
@@ -226,6 +231,7 @@ def up(
     )
     refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway, engine), *refused])
     stop = StopSignal().install()
+    stack.stop_asked = stop.__bool__
     if not asks_endpoints and (line := describe_lost_bytecode(engine.find_cache_directory())):
         console.print(line)
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
@@ -235,7 +241,7 @@ def up(
     with explain_server_errors(stack.addresses), shared_memory, stack:
         wait_until_ready(stack, console, stop)
         if not stop:
-            print_hints(stack, console)
+            print_hints(stack, console, kv_environment.get(DISK_DIR_VARIABLE, ""))
         while not stop:
             for died in stack.restart_dead():
                 console.print(died)
@@ -252,12 +258,15 @@ def wait_until_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
         stack.wait_until_ready(READY_TIMEOUT_S, console.print, lambda: bool(stop))
 
 
-def print_hints(stack: Stack, console: Console) -> None:
+def print_hints(stack: Stack, console: Console, kv_directory: str = "") -> None:
     """Print what can be done now, as commands that work from another shell."""
     model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
     console.print(f"Penstock is up: {f'{model}, ' if model else ''}pipeline {stack.addresses.pipeline}")
     generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
     console.print(f"Try: {generate}    (Ctrl-C stops)")
+    if kv_directory and kv_directory != load_settings(KVSettings).disk_dir:
+        command = format_shell_command(stack.addresses, "penstock kv stats")
+        console.print(f"KV blocks: {DISK_DIR_VARIABLE}={shlex.quote(kv_directory)} {command}")
     if stack.gateway is not None:
         console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")
         console.print(f"Programs: base URL {stack.gateway_url}/v1, model {model!r}. The page: {stack.gateway_url}/")

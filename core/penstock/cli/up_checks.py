@@ -20,7 +20,7 @@ from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
-from penstock.own_servers import describe_port_problem
+from penstock.own_servers import TAKEN_BY_CLIENT, describe_port_problem
 from penstock.redis.urls import split_urls
 
 MIN_FREE_MB = 16
@@ -35,6 +35,8 @@ class WantedPort(NamedTuple):
     port: int
     option: str
     """What gives it another port."""
+    host_option: str = "host"
+    """What gives it another host."""
 
 
 def find_obstacles(
@@ -60,11 +62,13 @@ def list_ports(stack: Stack, redis_port: int | None, gateway_port: int | None) -
     if redis_port is not None:
         ports.append(WantedPort("Redis", "127.0.0.1", redis_port, "--port"))
     if gateway_port is not None:
-        ports.append(WantedPort("the gateway", load_settings(GatewaySettings).host, gateway_port, "--gateway-port"))
+        host = load_settings(GatewaySettings).host
+        ports.append(WantedPort("the gateway", host, gateway_port, "--gateway-port", "PENSTOCK_GATEWAY_HOST"))
     if telemetry.telemetry == "on" and telemetry.telemetry_port:
         for number, worker in enumerate(stack.workers):
             user, port = f"the metrics of {worker.name}", telemetry.telemetry_port + number
-            ports.append(WantedPort(user, telemetry.telemetry_host, port, "PENSTOCK_TELEMETRY_PORT"))
+            options = "PENSTOCK_TELEMETRY_PORT", "PENSTOCK_TELEMETRY_HOST"
+            ports.append(WantedPort(user, telemetry.telemetry_host, port, *options))
     return ports
 
 
@@ -78,8 +82,12 @@ def _find_port_problems(ports: Sequence[WantedPort]) -> Iterator[str]:
                 f"{wanted.option}"
             )
         elif problem := describe_port_problem(wanted.host, wanted.port):
-            hint = "is there a `penstock up` running already? Stop it" if problem == "is taken" else "free it"
-            yield f"port {wanted.port} for {wanted.user} {problem}: {hint}, or choose another {wanted.option}"
+            advice = {
+                "is taken": "is there a `penstock up` running already? Stop it, or ",
+                TAKEN_BY_CLIENT: "free it, or ",
+            }
+            options = f"{wanted.host_option} or {wanted.option}" if problem not in advice else wanted.option
+            yield f"port {wanted.port} for {wanted.user} {problem}: {advice.get(problem, '')}choose another {options}"
 
 
 def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[str]:
@@ -90,8 +98,7 @@ def _find_directory_problems(stack: Stack, *, starts_redis: bool) -> Iterator[st
         if not reason:
             stack.lock_data()
             with tempfile.TemporaryFile(dir=stack.directory) as file:
-                file.write(bytes(MIN_FREE_MB * 2**20))
-                file.flush()
+                os.posix_fallocate(file.fileno(), 0, MIN_FREE_MB * 2**20)  # it takes the room, and writes nothing
     except DirectoryTaken as taken:
         yield str(taken)
     except OSError as error:
@@ -111,12 +118,12 @@ def _find_model_problems(stack: Stack, settings: EngineSettings) -> Iterator[str
     """Find what is wrong with the model and its libraries, where workers compute by themselves."""
     if all(worker.stage == "endpoint" for worker in stack.workers):
         return
-    needed = ("torch", "transformers", *(["vllm"] if settings.kind == "vllm" else []))
+    needed = ("torch", "transformers", "numpy", "xxhash", *(["vllm"] if settings.kind == "vllm" else []))
     if missing := [name for name in needed if find_spec(name) is None]:
         extra = "vllm" if missing == ["vllm"] else "'penstock[worker]'"
-        yield f"workers need {' and '.join(missing)}: pip install {extra}"
+        yield f"workers need {', '.join(missing)}: pip install {extra}"
     try:
-        check_model_here(settings.model)
+        check_model_here(settings.model, cache=settings.find_cache_directory())
     except ModelLoadError as error:
         yield f"cannot load model {settings.model!r}: {error}"
 

@@ -112,7 +112,8 @@ class KVSettings(BaseSettings):
     """Space for blocks on disk; 0: none. `penstock up` sets 1024 if it is not set."""
     disk_dir: str = ""
     """The directory of blocks on disk. All workers that use it, of any pipeline, need the same
-    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`, or with `penstock up --data DIR` `DIR/kv`."""
+    `PENSTOCK_KV_STORE_SHARED_DIR`. Empty: `~/.cache/penstock/kv`, or with `penstock up --data DIR` `DIR/kv`,
+    which then has to be set for `penstock kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
     redis_codec: CodecChoice = "auto"

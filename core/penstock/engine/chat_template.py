@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.engine.marked_text import MarkedText, strip_marks
 from penstock.engine.template_process import Template, render_within_limits, shared_process
-from penstock.errors import InternalError, InvalidRequest, ModelLoadError
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, ModelUnavailable
 from penstock.messages import ChatMessage
 
 RESERVED_VARIABLES = {"messages", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "padding"}
@@ -260,12 +260,14 @@ def _render(
 
 
 def check_template(tokenizer: Any, where: str) -> None:
-    """Raise `ModelLoadError` for a chat template that exceeds its limits with one short message."""
+    """Raise `ModelLoadError` for a chat template that exceeds its limits with one short message, `ModelUnavailable`
+    where the process that renders does not answer.
+    """
     if not tokenizer.chat_template:
         return
     try:
         told = _render(tokenizer, "(?!)", [{"role": "user", "content": "Hello"}], {}).get("over")
     except InternalError as error:
-        told = str(error)
+        raise ModelUnavailable(f"the chat template in {where} cannot be tried: {error}") from error
     if told:
         raise ModelLoadError(f"the chat template in {where} takes too much for one short message: {told}")

@@ -49,6 +49,9 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if (directory / "adapter_config.json").is_file() and not path.is_file():
         raise ModelLoadError(f"{directory} has an adapter (LoRA) alone: merge it into its base model, and serve that")
+    if not path.is_file() and (directory / "snapshots").is_dir():
+        kept = ", ".join(sorted(f"{one}" for one in (directory / "snapshots").iterdir()))
+        raise ModelLoadError(f"{directory} is the hub's cache of a model: name it as on the hub, or {kept}")
     if not path.is_file():
         raise build_damage_error(f"{directory} has no config.json")
     config = _read_json(path)
@@ -147,11 +150,14 @@ def parse_tables(registry: str) -> dict[str, set[str]]:
 
 def _read_registry() -> dict[str, str]:
     """Return the texts of transformers' registry by file; none where it is not installed."""
+    root = _find_transformers()
+    return {file.name: file.read_text("utf-8") for file in root.glob("models/auto/*.py")} if root else {}
+
+
+def _find_transformers() -> Path | None:
+    """Return the directory of transformers' source; None where it is not installed."""
     found = find_spec("transformers")
-    if found is None or found.origin is None:
-        return {}
-    folder = Path(found.origin).parent / "models" / "auto"
-    return {file.name: file.read_text("utf-8") for file in folder.glob("*.py")}
+    return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 def _check_tokenizer(directory: Path, model_type: str) -> None:
@@ -169,9 +175,15 @@ def _check_tokenizer(directory: Path, model_type: str) -> None:
     given = _read_json(about) if about.is_file() else {}
     if isinstance(given, dict) and isinstance(given.get("auto_map"), dict) and given["auto_map"].get("AutoTokenizer"):
         text = _read_registry().get("tokenization_auto.py", "")
-        names = model_type, str(given.get("tokenizer_class")).removesuffix("Fast")
-        if text and not any(f'"{name}"' in text for name in names):
+        if text and f'"{model_type}"' not in text and not _has_tokenizer_class(str(given.get("tokenizer_class"))):
             raise build_tokenizer_error(directory, "it is code of its authors, which is never run")
+
+
+def _has_tokenizer_class(name: str) -> bool:
+    """Return whether transformers, which is installed, has a class for tokenizers, or a base class, of this name."""
+    root = _find_transformers()
+    files = [root / "__init__.py", *root.glob("models/*/tokenization_*.py")] if root else []
+    return any(f'"{name.removesuffix("Fast")}"' in file.read_text("utf-8") for file in files)
 
 
 def _check_safetensors(file: Path) -> None:

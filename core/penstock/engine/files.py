@@ -1,20 +1,22 @@
 """Find a model's files in a directory or on the hub."""
 
+import errno
 import json
-import socket
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from typing import Any
 
 from penstock.engine.file_checks import check_config_file, check_description, check_weights
-from penstock.engine.gguf_model import check_gguf, describe_gguf
-from penstock.errors import ModelLoadError, build_damage_error
+from penstock.engine.gguf_model import check_gguf, describe_gguf, find_description
+from penstock.errors import ModelLoadError, ModelUnavailable, build_damage_error, choose_load_error
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 _MODEL_FORMS = "use `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf file or a hub name"
-HUB_TIMEOUT_S = 2.0
-"""How long the hub may take to take a connection, where it is only asked whether it is there."""
+
+_downloaded: dict[str, Path] = {}
+"""The directories of the hub's models for which this process has asked, by their names."""
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
@@ -24,6 +26,17 @@ def ignore_progress(activity: str, progress: float) -> None:
     """Report nothing."""
 
 
+@contextmanager
+def _explain_unreadable_files() -> Iterator[None]:
+    """Raise a `ModelLoadError` for a file or a directory that cannot be read within the context."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{error.filename} cannot be read: {error.strerror}" if error.filename else to_one_line(error)
+        raise choose_load_error(error)(told) from error
+
+
+@_explain_unreadable_files()
 def find_model(name: str, report: Progress, cache: Path) -> Path:
     """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`.
 
@@ -36,25 +49,26 @@ def find_model(name: str, report: Progress, cache: Path) -> Path:
     return directory
 
 
-def check_model_here(name: str, report: Progress | None = None) -> None:
+@_explain_unreadable_files()
+def check_model_here(name: str, report: Progress | None = None, cache: Path | None = None) -> None:
     """Raise `ModelLoadError` if the model's files show that it cannot be loaded. Neither torch nor transformers is
     imported.
 
-    With `report` a model of the hub is downloaded; without, what is there of it is read.
+    With `report` a model of the hub is downloaded; without, what is there of it is read. With `cache` that directory
+    has to take the description of a GGUF file.
     """
     if (file := _find_gguf(name)) is not None:
         check_gguf(file)
+        if cache is not None:
+            find_description(file, cache)
         return
     directory = _find_directory(name)
     if directory is None and report is None:
         _check_hub(name)
         return
     directory = directory or _download_model(name, report or ignore_progress)
-    try:
-        check_description(directory)
-        find_weight_files(directory)
-    except OSError as error:
-        raise ModelLoadError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+    check_description(directory)
+    find_weight_files(directory)
 
 
 def _find_gguf(name: str) -> Path | None:
@@ -69,6 +83,11 @@ def _find_gguf(name: str) -> Path | None:
         if not path.is_file():
             raise ModelLoadError(f"there is no file {path}: {_MODEL_FORMS}")
         return path
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                raise ModelLoadError(f"{path} is a GGUF file: give it, or a link to it, a name that ends with .gguf")
+        raise ModelLoadError(f"{path} is a file, and no GGUF file: name the directory that has all of the model")
     files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     if len(files) > 1:
         raise ModelLoadError(f"{path} has {len(files)} GGUF files: name one, such as {files[0]}")
@@ -76,54 +95,82 @@ def _find_gguf(name: str) -> Path | None:
 
 
 def _find_directory(name: str) -> Path | None:
-    """Return the model's directory on disk; None for a name of the hub. Raises `ModelLoadError`."""
+    """Return the model's directory on disk; None for a name of the hub. Raises `ModelLoadError`, and `OSError`."""
     directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
     if directory.is_dir():
+        if not os.access(directory, os.R_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
         return directory
     if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no directory {directory}: {_MODEL_FORMS}")
     return None
 
 
-def _check_hub(name: str) -> None:
-    """Raise `ModelLoadError` if a model of the hub is neither in its cache nor to be had."""
+@contextmanager
+def _explain_hub_errors() -> Iterator[None]:
+    """Raise a `ModelLoadError` for whatever the hub's library raises within the context."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+
     try:
-        from huggingface_hub import constants, try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        is_lasting = status in (401, 403, 404) or isinstance(error, HFValidationError | PermissionError)
+        kind = ModelLoadError if is_lasting or constants.HF_HUB_OFFLINE else ModelUnavailable
+        told = f"no such directory, and not from the hub at {constants.ENDPOINT}: {to_one_line(error)}"
+        raise kind(told) from None
+
+
+def _check_hub(name: str) -> None:
+    """Raise `ModelLoadError` if a model of the hub is neither in its cache nor to be had, and `OSError`."""
+    try:
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
     except ImportError:
         return  # the worker says what is to be installed
-    try:
-        if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
-            check_config_file(Path(config).parent)
+    with _explain_hub_errors():
+        config = try_to_load_from_cache(name, "config.json")
+        if not isinstance(config, str):
+            found = HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            files = sorted(file.rfilename for file in found.siblings or [])
+            if "config.json" not in files and (gguf := [file for file in files if file.endswith(".gguf")]):
+                command = f"hf download {name} {gguf[0]}"
+                raise ModelLoadError(
+                    f"{name} has GGUF files alone there: download one (`{command}`), and name that file"
+                )
             return
-    except HFValidationError as error:
-        raise ModelLoadError(f"no such directory, and no name of the hub: {to_one_line(error)}") from None
-    if constants.HF_HUB_OFFLINE:
-        raise ModelLoadError("no such directory, and not in the hub's cache, while HF_HUB_OFFLINE is set")
-    hub = urlsplit(constants.ENDPOINT)
-    if getproxies():
-        return  # whether they reach it is not known here
-    try:
-        socket.create_connection(
-            (hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), HUB_TIMEOUT_S
-        ).close()
-    except OSError as error:
-        raise ModelLoadError(f"no such directory, and the hub at {hub.hostname} cannot be reached: {error}") from None
+    check_config_file(Path(config).parent)
 
 
 def _download_model(name: str, report: Progress) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    """Return the directory of a model of the hub, for which a process asks once. Raises `ModelLoadError`.
 
+    Where the hub does not answer in time, what is in its cache is taken as it is.
+    """
+    if (known := _downloaded.get(name)) is not None and known.is_dir():
+        return known
+    from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
+
+    def limit_wait(request: Any) -> None:
+        limits = request.extensions["timeout"]
+        request.extensions["timeout"] = {part: limits[part] or constants.HF_HUB_ETAG_TIMEOUT for part in limits}
+
+    hooks = get_session().event_hooks  # most of its requests have no limit of their own
+    get_session().event_hooks = {**hooks, "request": [*hooks["request"], limit_wait]}
     report("downloading", 0.0)
     patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
-        check_config_file(Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"])))
-        path = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"no such directory, and not from the hub: {to_one_line(error)}") from error
+        with _explain_hub_errors():
+            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+                _check_hub(name)
+                check_config_file(Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"])))
+            path = _downloaded[name] = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    finally:
+        get_session().event_hooks = hooks
     report("downloading", 1.0)
-    return Path(path)
+    return path
 
 
 def find_weight_files(directory: Path) -> list[Path]:
@@ -135,12 +182,7 @@ def find_weight_files(directory: Path) -> list[Path]:
         if not single.is_file():
             if gguf := list(directory.glob("*.gguf")):
                 return gguf  # one, as `describe_gguf` wrote the directory
-            if pickles := [one.name for form in ("*model*.bin", "*.pth", "*.ckpt") for one in directory.glob(form)]:
-                raise ModelLoadError(
-                    f"{directory} has no .safetensors weights, and {pickles[0]} may run code, so it is never read: use "
-                    "a checkpoint with safetensors, or convert this one where you trust it"
-                )
-            raise build_damage_error(f"{directory} has no .safetensors weights: no {single.name}, no {index.name}")
+            raise _explain_missing_weights(directory, f"no {single.name}, no {index.name}")
         check_weights([single])
         return [single]
     try:
@@ -157,6 +199,18 @@ def find_weight_files(directory: Path) -> list[Path]:
             raise build_damage_error(f"{index} names {file.name}, which is not there")
     check_weights(files)
     return files
+
+
+def _explain_missing_weights(directory: Path, missing: str) -> ModelLoadError:
+    """Return the error of a directory in which there are neither weights in one file nor an index of several."""
+    if parts := sorted(directory.glob("*.safetensors")):
+        return build_damage_error(f"{directory} has {missing}, which says what is in {parts[0].name}")
+    if pickles := [one.name for form in ("*model*.bin", "*.pth", "*.ckpt") for one in directory.glob(form)]:
+        return ModelLoadError(
+            f"{directory} has no .safetensors weights, and {pickles[0]} may run code, so it is never read: use "
+            "a checkpoint with safetensors, or convert this one where you trust it"
+        )
+    return build_damage_error(f"{directory} has no .safetensors weights: {missing}")
 
 
 def to_one_line(error: BaseException, limit: int = 300) -> str:

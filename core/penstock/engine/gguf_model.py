@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -57,11 +58,7 @@ def describe_gguf(path: Path, cache: Path) -> Path:
     Raises `ModelLoadError` if the file is damaged, or is of a model that cannot be served.
     """
     path = path.absolute()
-    header = read_gguf_header(path)
-    config = make_config(path, header)
-    about = f"{_DESCRIPTION_VERSION} {version('transformers')} {path} {json.dumps(config)}"
-    digest = hashlib.sha256(about.encode() + b"\0" + header.content).hexdigest()
-    directory = cache / "gguf" / digest[:32]
+    directory, header, config = find_description(path, cache)
     if directory.is_dir():
         return directory
     scratch = None
@@ -79,6 +76,22 @@ def describe_gguf(path: Path, cache: Path) -> Path:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
     return directory
+
+
+def find_description(path: Path, cache: Path) -> tuple[Path, GgufHeader, dict[str, Any]]:
+    """Return the directory that `describe_gguf` writes, and of what. Raises `ModelLoadError` where it cannot be."""
+    header = read_gguf_header(path)
+    config = make_config(path, header)
+    about = f"{_DESCRIPTION_VERSION} {version('transformers')} {path.absolute()} {json.dumps(config)}"
+    digest = hashlib.sha256(about.encode() + b"\0" + header.content).hexdigest()
+    directory = cache / "gguf" / digest[:32]
+    nearest = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if nearest != directory and not os.access(nearest, os.W_OK | os.X_OK):
+        raise ModelLoadError(
+            f"{nearest} cannot be written to, where a description of {path.name} is to be kept: "
+            "PENSTOCK_ENGINE_CACHE_DIR names another place"
+        )
+    return directory, header, config
 
 
 def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:

@@ -60,7 +60,15 @@ from penstock.engine.storage import BlockLayout
 from penstock.engine.template_process import shared_process
 from penstock.engine.weights import MappedWeights
 from penstock.engine.windows import list_unproved_windows, list_unread_windows
-from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, build_damage_error, is_failure
+from penstock.errors import (
+    EngineCheckFailed,
+    ModelLoadError,
+    ModelUnavailable,
+    SettingsError,
+    build_damage_error,
+    choose_load_error,
+    is_failure,
+)
 
 log = logging.getLogger("penstock.engine")
 
@@ -157,7 +165,7 @@ def load_stage_models(
         open_model(settings.model_copy(update={"dtype": dtype}), report), dtype_reason=prompts.dtype_reason
     )
     if answers.content_fingerprint != prompts.content_fingerprint:
-        raise ModelLoadError(f"{settings.model} was written to while it was loaded")
+        raise ModelUnavailable(f"{settings.model} was written to while it was loaded")
     return replace(answers, stage_forms=forms, prompt_model=prompts)
 
 
@@ -237,9 +245,9 @@ class _Load:
         return [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats]
 
     def check_unchanged(self) -> None:
-        """Raise `ModelLoadError` if a file was written to since it was first looked at."""
+        """Raise `ModelUnavailable` if a file was written to since it was first looked at."""
         if self._stat_files() != self._stats:
-            raise ModelLoadError(f"{self.directory} was written to while it was loaded")
+            raise ModelUnavailable(f"{self.directory} was written to while it was loaded")
 
     def hash_files(self) -> None:
         """Find the hash of each weight file, read or noted."""
@@ -482,11 +490,11 @@ def as_load_errors(name: str) -> Iterator[None]:
     except (EngineCheckFailed, SettingsError):
         raise  # the first says which model, which was loaded; the second is not about the model
     except ModelLoadError as error:
-        raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
+        raise choose_load_error(error)(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
     except BaseException as error:
         if not is_failure(error):
             raise
-        raise ModelLoadError(f"cannot load model {name!r}: {_name_cause(error, 400)}") from error
+        raise choose_load_error(error)(f"cannot load model {name!r}: {_name_cause(error, 400)}") from error
 
 
 def load_config(directory: Path) -> Any:
@@ -531,7 +539,7 @@ def _parse_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelLoadError(f"no device {name!r}: {str(error).splitlines()[0]}") from None
+        raise choose_load_error(error)(f"no device {name!r}: {str(error).splitlines()[0]}") from None
     if device.type not in ("cpu", "cuda"):
         raise ModelLoadError(f"no device {name!r}: models run on cpu and cuda")
     return device

@@ -13,7 +13,7 @@ from penstock.config.settings import EngineSettings
 from penstock.control_groups import iter_groups
 from penstock.cores import count_group_cores, count_usable_cores
 from penstock.engine.storage import BlockLayout
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, ModelUnavailable
 
 NUM_CONVERSATIONS = 8
 """Sequences as long as the model's context, for which the pool has room if it is chosen here."""
@@ -24,10 +24,13 @@ has a part of the cores takes that part of it."""
 
 
 def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
-    """Raise `ModelLoadError` if weights (bytes) and KV pool (MiB) are more than the device has left."""
+    """Raise `ModelUnavailable` if weights (bytes) and KV pool (MiB) are more than the device has left, `ModelLoadError`
+    if they are more than it has.
+    """
     available, pool = count_free_bytes(device), pool_mb * 2**20
     if available is not None and weights + pool > available:
-        raise ModelLoadError(
+        total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else count_total_bytes() or available
+        raise (ModelUnavailable if weights + pool <= total else ModelLoadError)(
             f"not enough memory on {device}: the weights take {_format_mib(weights)}, the KV pool "
             f"{_format_mib(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_format_mib(available)} are available"
         )

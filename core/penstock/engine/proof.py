@@ -34,7 +34,7 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence import Sequence
 from penstock.engine.trial import compute_tokens, draw_tokens, make_trial_sequence
 from penstock.engine.windows import MAX_READ_AT_LOAD, find_windows
-from penstock.errors import EngineCheckFailed, ModelLoadError, is_failure
+from penstock.errors import EngineCheckFailed, ModelLoadError, ModelUnavailable, choose_load_error, is_failure
 
 NUM_TOKENS = 25
 """Tokens of the sequence that is compared, at least, and beyond a window: the last one is an answer's."""
@@ -82,7 +82,7 @@ def prove_backend(model: LoadedModel, settings: EngineSettings, plain: Tensor | 
 
 @contextmanager
 def as_check_failures(model: LoadedModel) -> Iterator[None]:
-    """Whatever is raised in this context becomes `EngineCheckFailed`, with the model's name."""
+    """Whatever is raised in this context becomes `EngineCheckFailed`, with the model's name, or `ModelUnavailable`."""
     try:
         yield
     except EngineCheckFailed:
@@ -93,9 +93,8 @@ def as_check_failures(model: LoadedModel) -> Iterator[None]:
         if not is_failure(error):
             raise
         text = " ".join(str(error).split())[:300]
-        raise EngineCheckFailed(
-            f"{describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
-        ) from error
+        kind = EngineCheckFailed if choose_load_error(error) is ModelLoadError else ModelUnavailable
+        raise kind(f"{describe_model(model)} does not run on this engine: {type(error).__name__}: {text}") from error
 
 
 def describe_proof(model: LoadedModel, settings: EngineSettings, packed: str = "") -> dict[str, Any]:

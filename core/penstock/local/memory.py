@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
+USUAL_BYTES = 2**28
+"""What workers take of it where nothing else is set, or half of what there is."""
 _DIRECTORY_PREFIX = f"penstock-stack-{os.geteuid()}-"
 
 
@@ -19,7 +21,9 @@ class StackMemory:
     """A new directory in memory, where the system has such a place."""
 
     def __init__(self) -> None:
-        base = SHARED_MEMORY_DIRECTORY if SHARED_MEMORY_DIRECTORY.is_dir() else Path(tempfile.gettempdir())
+        base = SHARED_MEMORY_DIRECTORY
+        if not base.is_dir() or (usage := shutil.disk_usage(base)).free < min(USUAL_BYTES, usage.total // 2):
+            base = Path(tempfile.gettempdir())
         _remove_abandoned(base)
         self.path, self._fd = _create_locked_directory(base)
 

@@ -112,6 +112,8 @@ class Stack:
         self._server = None if redis else ValkeyServer(directory / "valkey", port)
         url = redis or (self._server.url if self._server else "")
         self.addresses = load_settings(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
+        self.stop_asked: Callable[[], object] = lambda: False
+        """Says whether a start of the server is to be given up while it waits, as for its port."""
         self._bus_settings = load_settings(BusSettings)
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
@@ -139,13 +141,16 @@ class Stack:
             self._server.lock_directory()
 
     def start(self) -> Self:
-        """Start the server, create the topics, start the workers and the gateway."""
+        """Start the server, create the topics, start the workers and the gateway, until `stop_asked()` is true."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR_VARIABLE}:
             self._own_memory = StackMemory()
             self._environment[SHARED_DIR_VARIABLE] = str(self._own_memory.path)
         if self._server is not None:
+            self._server.stop_asked = self.stop_asked
             self._server.start()
+        if self.stop_asked():
+            return self
         check_access(self.addresses)
         connect_bus(self.addresses, self._bus_settings).create_topics()
         for worker in self._all_slots():

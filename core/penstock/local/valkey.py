@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -51,6 +51,8 @@ class ValkeyServer:
         self.appendonly = appendonly
         self._replica_of = replica_of
         self._child: Child | None = None
+        self.stop_asked: Callable[[], object] = lambda: False
+        """Says whether a start is to be given up while it waits."""
         self._lock: int | None = None
         """The descriptor of the file by which this process has the directory."""
 
@@ -70,16 +72,21 @@ class ValkeyServer:
         return self._child.pid if self._child else None
 
     def start(self) -> Self:
-        """Start, and wait until the server answers. Raises `DependencyMissing`, and as `lock_directory`."""
+        """Start, and wait until the server answers or `stop_asked()` is true.
+
+        Raises `DependencyMissing`, and as `lock_directory`.
+        """
         if self._child is not None and self._child.is_alive():
             return self
-        wait_until_free("127.0.0.1", self.port)
+        wait_until_free("127.0.0.1", self.port, self.stop_asked)
+        if self.stop_asked():
+            return self
         if describe_port_problem("127.0.0.1", self.port):
             raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
         held = self.lock_directory()
         command, log = self._build_command(), self.directory / "valkey.log"
         self._child = start_child(command, name="Valkey", log=log, directory=self.directory, inherited=[held])
-        wait_until_serving(self._child, self._is_answering, 30.0)
+        wait_until_serving(self._child, lambda: self.stop_asked() or self._is_answering(), 30.0)
         return self
 
     def lock_directory(self) -> int:

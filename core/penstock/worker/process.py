@@ -31,7 +31,7 @@ from penstock.config.settings import (
     load_settings,
 )
 from penstock.engine.files import check_model_here
-from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError
+from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access, check_redis_access
@@ -138,9 +138,10 @@ class WorkerProcess:
         """
         settings = self.settings
         try:
-            check_model_here(settings.engine.model, self.beat.report_progress)
+            cache = settings.engine.find_cache_directory()
+            check_model_here(settings.engine.model, self.beat.report_progress, cache)
         except ModelLoadError as error:
-            raise ModelLoadError(f"cannot load model {settings.engine.model!r}: {error}") from error
+            raise choose_load_error(error)(f"cannot load model {settings.engine.model!r}: {error}") from error
         library = "vLLM" if settings.engine.kind == "vllm" else "torch"
         self.beat.update_status(now=True, doing=f"importing {library}")
         open_core = self._find_opening(only_prompts=only_prompts)

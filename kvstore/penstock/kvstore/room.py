@@ -38,8 +38,9 @@ def fit_tiers(settings: KVSettings, pipeline: str) -> FittedTiers:
         # It follows from the file system alone: all workers of a host find the same size, and share one arena.
         total_mb, free_mb = (0, 0) if no_directory else _measure_room(directory, pipeline)
         size = settings.shared_mb if "shared_mb" in given else min(settings.shared_mb, total_mb // 2)
-        no_room = f"no room for {size} MB in {directory} ({free_mb} MB are free)" if free_mb < max(1, size) else ""
-        is_asked = "shared_mb" in given or (bool(settings.shared_dir) and bool(no_directory))
+        is_full = size < 1 or free_mb < size
+        no_room = f"no room for {max(1, size)} MB in {directory} ({free_mb} MB are free)" if is_full else ""
+        is_asked = "shared_mb" in given or ("shared_dir" in given and bool(settings.shared_dir))
         if (problem := no_directory or no_room) and is_asked:
             advice = f"give it more (in a container --shm-size), or lower {SIZE_IN_MEMORY}; 0 does without"
             refused.append(f"shared memory for KV blocks: {problem}: {advice}")
@@ -68,9 +69,14 @@ def _find_directory_problem(directory: Path) -> str:
 
 
 def _measure_room(directory: Path, pipeline: str) -> tuple[int, int]:
-    """Return how many MiB the file system of shared memory has, and how many of them are free or the pipeline's."""
+    """Return how many MiB the file system of shared memory has, and how many of them are free or the pipeline's.
+
+    An arena in use is joined as it is, if it is of the same model; another one is removed, and frees what it has.
+    """
     system, own = os.statvfs(directory), [arena for arena in find_arenas(str(directory)) if arena.pipeline == pipeline]
-    num_free_bytes = system.f_bavail * system.f_frsize + sum(arena.bytes for arena in own)
+    num_free_bytes = system.f_bavail * system.f_frsize + sum(
+        arena.bytes if arena.is_in_use else arena.allocated_bytes for arena in own
+    )
     return system.f_blocks * system.f_frsize // 2**20, num_free_bytes // 2**20
 
 

@@ -40,6 +40,8 @@ class ArenaFile:
     path: Path
     pipeline: str
     bytes: int
+    allocated_bytes: int
+    """Those that the file system has given to it, of all that it may have."""
     is_in_use: bool
     """Whether a process has the arena open."""
 
@@ -70,7 +72,8 @@ def find_arenas(directory: str = "") -> list[ArenaFile]:
             try:
                 pipeline = unquote(path.name.split("-", 4)[-1])
                 held = ByteLocks(fd).is_held_elsewhere(IN_USE_BYTE)
-                found.append(ArenaFile(path, pipeline, os.fstat(fd).st_size, held))
+                status = os.fstat(fd)
+                found.append(ArenaFile(path, pipeline, status.st_size, 512 * status.st_blocks, held))
             finally:
                 os.close(fd)
     return found
