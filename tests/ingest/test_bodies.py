@@ -342,6 +342,8 @@ async def test_a_compressed_body_is_called_so(bare: httpx.AsyncClient, path: str
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (415, "invalid_request_error")
     assert "'gzip'" in error["message"]
+    twice = [("content-encoding", "gzip"), ("content-encoding", "identity")]
+    assert (await bare.post(path, content=gzip.compress(b"{}"), headers=twice)).status_code == 415
     assert (await bare.post(path, content=b"{}", headers={"content-encoding": "identity"})).status_code == 400
 
 
@@ -373,7 +375,7 @@ async def ask_guard(host: str, *, only_local: bool, origin: str | None = None, a
 @pytest.mark.parametrize(
     "host",
     ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.1", "[::1]:8080", "[::1]", "host.docker.internal:8080",
-     "Host.Docker.Internal", "host.containers.internal"],
+     "Host.Docker.Internal", "host.containers.internal", "LOCALHOST", "host.lima.internal", "host.k3d.internal:80"],
 )  # fmt: skip
 async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None:
     assert (await ask_guard(host, only_local=True)).text == "fine"

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Self, TypeVar, get_type_hints
 from pydantic import (
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -313,6 +314,10 @@ class AdmissionSettings(BaseSettings):
     """A request of class `batch` that would wait for longer is refused with 429."""
 
 
+def _split_origins(text: str) -> list[str]:
+    return [origin for one in text.split(",") if (origin := one.strip().rstrip("/"))]
+
+
 class GuardSettings(BaseSettings):
     """Limits of a connection to the gateway."""
 
@@ -342,6 +347,23 @@ class GuardSettings(BaseSettings):
     origins: str = ""
     """The origins, separated by commas, whose pages may call the gateway from a browser, such as
     `https://app.example.com`; `*`: all. Empty: no page of another origin may."""
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        """The origins one by one, as browsers write them."""
+        return _split_origins(self.origins)
+
+    @field_validator("origins")
+    @classmethod
+    def _check_origins(cls, origins: str) -> str:
+        for origin in _split_origins(origins):
+            scheme, _, host = origin.partition("://")
+            if origin != "*" and (not scheme or not host or "/" in host):
+                raise ValueError(
+                    f"{origin!r} is no origin: write scheme, host and port as a browser does, such as "
+                    "https://app.example.com or http://localhost:3000"
+                )
+        return origins
 
 
 class TraceSettings(BaseSettings):

@@ -25,7 +25,7 @@ from penstock.ingest.gateway import (
     tokens,
     usage,
 )
-from penstock.ingest.gateway.guard import GuardMiddleware, split_origins
+from penstock.ingest.gateway.guard import GuardMiddleware
 from penstock.ingest.gateway.handlers import error_handlers, error_responses
 from penstock.ingest.gateway.metrics import CountingMiddleware
 from penstock.ingest.gateway.state import Gateway
@@ -59,7 +59,7 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
-    if origins := split_origins(settings.guard.origins):
+    if origins := settings.guard.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,

@@ -25,8 +25,11 @@ DRAIN_S = 0.05
 _PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
 """The characters of ids, files and model names: no line breaks, and nothing that a shell or a store interprets."""
 _CODING_HEADERS = (b"content-encoding", b"transfer-encoding")
-HOST_NAMES = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
-"""What containers of Docker and Podman call their host. Nobody else can own a name that ends with `.internal`."""
+_HOST_OWNERS = ("docker", "containers", "lima", "rancher-desktop", "minikube", "k3d", "orb")
+HOST_NAMES = frozenset({"gateway.docker.internal", *(f"host.{owner}.internal" for owner in _HOST_OWNERS)})
+"""What containers of Docker, Podman, Lima (Colima), Rancher Desktop, minikube, k3d and OrbStack call their host. In
+public nobody can own a name that ends with `.internal`.
+"""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 
@@ -36,7 +39,7 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
         """Wrap `app`. `only_local`: no key is needed, so pages of other sites and other host names are refused."""
         self._app, self._settings, self._only_local = app, settings, only_local
-        self._origins = split_origins(settings.origins)
+        self._origins = settings.allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the application's lifespan."""
@@ -69,11 +72,6 @@ def _check_path(path: str) -> ApiError | None:
     return None
 
 
-def split_origins(text: str) -> list[str]:
-    """Return the origins of `PENSTOCK_GATEWAY_ORIGINS`."""
-    return [origin for one in text.split(",") if (origin := one.strip().rstrip("/"))]
-
-
 def _check_origin(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> ApiError | None:
     """Refuse a page of another site, and a foreign name that resolves to this machine (DNS rebinding)."""
     names = [headers.get(b"host", b"localhost").decode("latin-1")]
@@ -90,7 +88,7 @@ def _check_origin(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> Api
 
 def is_this_machine(host: str) -> bool:
     """Return whether a name in `Host` or `Origin` can only mean this machine, seen from itself or a container on it."""
-    return is_loopback(host) or host.lower() in HOST_NAMES
+    return is_loopback(host.lower()) or host.lower() in HOST_NAMES
 
 
 class _GuardedRequest:
@@ -100,7 +98,8 @@ class _GuardedRequest:
         headers = dict(scope["headers"])
         self._path: str = scope["path"]
         self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
-        codings = [headers.get(name, b"").decode("latin-1").strip().lower() for name in _CODING_HEADERS]
+        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name in _CODING_HEADERS]
+        codings = [coding.strip() for value in given for coding in value.split(",")]
         self._coding = ", ".join(coding for coding in codings if coding not in {"", "identity", "chunked"})
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
