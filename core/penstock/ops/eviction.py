@@ -48,7 +48,7 @@ def measure_memory(addresses: Addresses) -> float | None:
         with suppress(redis.RedisError), redis_client(url) as client:
             memory = client.info("memory")
             if limit := memory.get("maxmemory") or memory.get("total_system_memory"):
-                shares.append(float(memory["used_memory"]) / float(limit))
+                shares.append(float(memory.get("used_memory", 0)) / float(limit))
     return max(shares, default=None)
 
 

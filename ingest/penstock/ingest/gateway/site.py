@@ -48,7 +48,10 @@ class PageFile:
 
 
 def _read_page_files() -> dict[str, PageFile]:
-    found = {one.name: one.read_bytes() for one in files("penstock.ingest.gateway").joinpath("page").iterdir()}
+    there = files("penstock.ingest.gateway").joinpath("page").iterdir()
+    found = {
+        one.name: one.read_bytes() for one in there if one.is_file()
+    }  # operations.md is a link, and docs may be away
     return {
         name: PageFile.from_body(body, name) for name, body in found.items() if name.rpartition(".")[2] in CONTENT_TYPES
     }
