@@ -163,14 +163,14 @@ def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
     expect(page.locator("#send")).to_be_enabled()
 
 
-def open_with_still_clock(tabs: Tabs, url: str) -> tuple[Page, float]:
+def open_with_still_clock(tabs: Tabs, url: str) -> tuple[Page, int]:
     """Return a page whose clock only the test moves, and after what silence, in milliseconds, it believes nobody."""
     page = tabs.open(url)
     page.clock.install(time=0)
     page.clock.pause_at(10**12)
     page.reload()
     expect(page.locator("#health")).to_have_text("ok")
-    return page, page.evaluate("import('/page/api.js').then((api) => api.SILENCE_MS)")
+    return page, int(page.evaluate("import('/page/api.js').then((api) => api.SILENCE_MS)"))
 
 
 def test_a_gateway_that_sends_nothing_more_is_told_from_one_that_is_well(tabs: Tabs, line: Stack) -> None:
@@ -180,9 +180,9 @@ def test_a_gateway_that_sends_nothing_more_is_told_from_one_that_is_well(tabs: T
     assert line.gateway is not None
     assert line.gateway.child is not None
     with hanging(line.gateway.child.pid):
-        page.clock.run_for(1000 * BROKER_TIMEOUT_S)
+        page.clock.run_for(look_ms := int(1000 * BROKER_TIMEOUT_S))
         expect(page.locator("#health")).to_have_text("ok")  # the gateway may wait so long for its brokers
-        page.clock.run_for(silence_ms - 1000 * BROKER_TIMEOUT_S)
+        page.clock.run_for(silence_ms - look_ms)
         expect(page.locator("#health")).to_have_text("unreachable")
         expect(page.locator("#notice")).to_have_text(
             re.compile(r"^No news of the pipeline has come for 20 s: what is shown is of \d\d:\d\d:\d\d\.$")
@@ -209,11 +209,11 @@ def test_a_stream_that_flows_is_not_broken_where_only_the_pipelines_state_is_lat
             for worker in line.workers:  # the answer would be whole before a busy browser has shown it
                 if worker.child is not None and worker.name.startswith("decode"):
                     paused.enter_context(hanging(worker.child.pid))
-            page.clock.run_for(0.6 * silence_ms)
+            page.clock.run_for(silence_ms * 3 // 5)
             paused.close()
             before = number(page, "#tokens")
             wait_for_tokens(page, before + 1)
-            page.clock.run_for(0.4 * silence_ms)
+            page.clock.run_for(silence_ms * 2 // 5)
             expect(page.locator("#health")).to_have_text("unreachable")
         page.clock.resume()
         wait_for_state(page, "done")
