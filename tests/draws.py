@@ -1,4 +1,4 @@
-"""Products of cases of which each commit draws others. `TEST_WHOLE_PRODUCTS=1` runs them whole."""
+"""Cases of tests. Of products each commit draws others; `TEST_WHOLE_PRODUCTS=1` runs them whole."""
 
 import os
 import random
@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
+from _pytest.mark.structures import ParameterSet
 
 T = TypeVar("T")
 WHOLE = os.environ.get("TEST_WHOLE_PRODUCTS") == "1"
@@ -27,3 +30,13 @@ def _read_commit() -> str:
     with suppress(OSError):
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
     return ""
+
+
+def mark_some(cases: Iterable[Any], mark: pytest.MarkDecorator, count: int = 1) -> list[Any]:
+    """Return the cases of a test, of which the first ones have a mark. A tuple has the values of several arguments."""
+    made = [case if isinstance(case, ParameterSet) else pytest.param(*_list_values(case)) for case in cases]
+    return [case._replace(marks=(*case.marks, mark)) if place < count else case for place, case in enumerate(made)]
+
+
+def _list_values(case: object) -> tuple[object, ...]:
+    return case if isinstance(case, tuple) else (case,)

@@ -46,6 +46,7 @@ from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import HERE, Terminal, penstock
+from tests.draws import mark_some
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +201,12 @@ def test_generate_joins_and_resumes(terminal: Terminal, url: str) -> None:
     assert "id_conflict" in other.stderr
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("schema", "printed", "code"),
-    [('{"enum": ["yes"]}', '"yes"', ""), ('{"not": {}}', "", "unsupported_schema"), ("{", "", "invalid_request")],
+    mark_some(
+        [('{"enum": ["yes"]}', '"yes"', ""), ('{"not": {}}', "", "unsupported_schema"), ("{", "", "invalid_request")],
+        pytest.mark.proof,
+    ),
 )
 def test_generate_follows_a_schema(
     terminal: Terminal, url: str, tmp_path: Path, schema: str, printed: str, code: str
@@ -256,7 +259,6 @@ def test_no_client_is_imported_for_the_help(arguments: list[str], code: int) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.proof
 def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, redis_url: str) -> None:
     port = find_free_port()
     redis = terminal("generate", "x", PENSTOCK_STREAM_URL=f"redis://:secret@127.0.0.1:{port}/0")
@@ -377,15 +379,17 @@ def test_up_whose_data_would_lie_in_a_file_is_refused(tmp_path: Path) -> None:
     assert f"{blocked}, for data and logs: " in find_up_obstacles(blocked)[0]
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("status", "asks", "said"),
-    [
-        ({"model": "demo", "kafka": ""}, False, ""),
-        ({"model": "other", "kafka": ""}, False, "workers that serve other, not demo, one on "),
-        ({"model": "demo", "kafka": "h:1"}, False, "read from Kafka at h:1, this command sends to Redis Streams"),
-        ({"model": "demo", "kafka": ""}, True, "workers that have an engine of their own, one on "),
-    ],
+    mark_some(
+        [
+            ({"model": "demo", "kafka": ""}, False, ""),
+            ({"model": "other", "kafka": ""}, False, "workers that serve other, not demo, one on "),
+            ({"model": "demo", "kafka": "h:1"}, False, "read from Kafka at h:1, this command sends to Redis Streams"),
+            ({"model": "demo", "kafka": ""}, True, "workers that have an engine of their own, one on "),
+        ],
+        pytest.mark.proof,
+    ),
 )
 def test_up_beside_workers_that_it_cannot_join_is_refused(
     status: dict[str, Any], asks: bool, said: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
@@ -411,13 +415,12 @@ def test_a_worker_that_was_killed_stands_in_nobodys_way(redis_url: str, pipeline
     assert list_running_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name)) == []
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
+    mark_some([
         ({}, (0, 0, 1)), ({"auto": 3}, (0, 0, 3)), ({"prefill": 2, "decode": 1}, (2, 1, 0)),
         ({"prefill": 1, "auto": 1}, (1, 0, 1)), ({"decode": 1}, (0, 1, 0)), ({"auto": 0}, (0, 0, 0)),
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_one_worker_does_all_unless_a_number_is_given(given: dict[str, int], expected: tuple[int, ...]) -> None:
     kinds = ("prefill", "decode", "auto")

@@ -29,6 +29,7 @@ from penstock.config.sources import list_secret_variables
 from penstock.errors import SettingsError
 from penstock.redis.urls import hide_passwords
 from tests.commands import Terminal
+from tests.draws import mark_some
 
 MARK = "Zq9"
 """In each of the secrets made here, and nowhere else."""
@@ -54,16 +55,18 @@ def test_what_is_given_goes_before_the_environment_and_that_before_the_default(m
     assert load_settings(RecordSettings).lease_s == 2.5
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("variable", "nearest"),
-    [
-        ("PENSTOCK_KAFAK", "PENSTOCK_KAFKA"),
-        ("PENSTOCK_STREAMURL", "PENSTOCK_STREAM_URL"),
-        ("PENSTOCK_ENGINE_MAXBATCH", "PENSTOCK_ENGINE_MAX_BATCH"),
-        ("PENSTOCK_RECORD_LEASE", "PENSTOCK_RECORD_LEASE_S"),
-        ("PENSTOCK_", "PENSTOCK_"),
-    ],
+    mark_some(
+        [
+            ("PENSTOCK_KAFAK", "PENSTOCK_KAFKA"),
+            ("PENSTOCK_STREAMURL", "PENSTOCK_STREAM_URL"),
+            ("PENSTOCK_ENGINE_MAXBATCH", "PENSTOCK_ENGINE_MAX_BATCH"),
+            ("PENSTOCK_RECORD_LEASE", "PENSTOCK_RECORD_LEASE_S"),
+            ("PENSTOCK_", "PENSTOCK_"),
+        ],
+        pytest.mark.proof,
+    ),
 )
 def test_an_unknown_variable_names_the_nearest(variable: str, nearest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=rf"^{variable} is not a setting; the nearest is {nearest}"):
@@ -77,15 +80,14 @@ def test_other_programs_variables_are_left_alone() -> None:
     check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(list_variables(), "x")})
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("part", "variable", "value"),
-    [
+    mark_some([
         (BusSettings, "BUS_PARTITIONS", "0"), (BusSettings, "BUS_PARTITIONS", "four"),
         (BusSettings, "BUS_PARTITIONS", ""), (BusSettings, "BUS_SESSION_TIMEOUT_S", "-1"),
         (RecordSettings, "RECORD_LEASE_S", "nan"), (EngineSettings, "ENGINE_DTYPE", "float8"),
         (EngineSettings, "ENGINE_ISA", "sse9"), (EngineSettings, "ENGINE_BLOCK_SIZE", "1025"),
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_a_bad_value_is_named(
     part: type[BusSettings], variable: str, value: str, monkeypatch: pytest.MonkeyPatch
@@ -95,13 +97,12 @@ def test_a_bad_value_is_named(
         load_settings(part)
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("model", "given", "name"),
-    [
+    mark_some([
         ("demo", "", "demo"), ("org/model-7b", "", "org/model-7b"), ("/models/model-7b/", "", "model-7b"),
         ("~/model-7b", "", "model-7b"), ("here/model-7b", "", "model-7b"), ("/models/model-7b", "chat", "chat"),
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_a_model_from_a_directory_is_asked_for_by_the_directorys_own_name(
     model: str, given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,8 +36,7 @@ from tests.bus.buses import (
     publish_messages,
     take_deliveries,
 )
-
-pytestmark = pytest.mark.proof
+from tests.draws import mark_some
 
 
 @pytest.fixture
@@ -57,11 +56,13 @@ def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[st
         child.kill()
 
 
+@pytest.mark.proof
 def test_check_and_create_again(bus: Bus) -> None:
     assert bus.create_topics() == []
     assert "at" in bus.check_connection()
 
 
+@pytest.mark.proof
 def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipeline) -> None:
     topic = pipeline.job_topic("interactive")
     sent = [
@@ -85,7 +86,7 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
     assert {(m.value, m.key) for m in found} == {(m.value, m.key) for m in sent}
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode", "auto"])
+@pytest.mark.parametrize("stage", mark_some(["prefill", "decode", "auto"], pytest.mark.proof))
 def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline, stage: WorkerKind) -> None:
     publish_messages(bus, make_messages(pipeline.input_topics(stage)["interactive"], 2))
     with bus.join_group(stage, "a") as member:
@@ -100,6 +101,7 @@ def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: P
     assert list_values(bus.read_all(pipeline.results_topic)) == [fresh.value]
 
 
+@pytest.mark.proof
 def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
     topic = pipeline.job_topic("batch")
     largest = MAX_MESSAGE_BYTES - 1
@@ -116,6 +118,7 @@ def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
     assert sorted(len(m.value) for m in bus.read_all(pipeline.results_topic)) == [10_000_000, largest]
 
 
+@pytest.mark.proof
 def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus, pipeline: Pipeline) -> None:
     topic = pipeline.job_topic("batch")
     with contextlib.closing(bus.create_publisher()) as publisher:
@@ -128,7 +131,7 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
     assert list_values(bus.read_all(topic)) == [b"first", b"last"]
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode", "auto"])
+@pytest.mark.parametrize("stage", mark_some(["prefill", "decode", "auto"], pytest.mark.proof))
 def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline, stage: WorkerKind) -> None:
     """What was finished is committed before the partitions are given up, beyond what is not finished too."""
     topic = pipeline.input_topics(stage)["interactive"]
@@ -148,6 +151,7 @@ def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: 
     assert len(list_values(bus.read_all(pipeline.results_topic))) == 30
 
 
+@pytest.mark.proof
 def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
     if isinstance(bus, StreamsBus):
         bus = make_bus("streams", pipeline, bus.url, SHORT_TIMEOUT_SETTINGS)
@@ -166,6 +170,7 @@ def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeli
         member.settle([Settlement(d) for d in held])
 
 
+@pytest.mark.proof
 def test_a_member_that_was_away_asks_what_it_still_holds(streams_bus: Bus, pipeline: Pipeline) -> None:
     bus = streams_bus
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
@@ -181,6 +186,7 @@ def test_a_member_that_was_away_asks_what_it_still_holds(streams_bus: Bus, pipel
         assert other.is_holding(same)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["memory", "streams"])
 def test_a_delivery_that_was_lost_and_came_again_is_another_one(
     streams_bus: Bus, pipeline: Pipeline, kind: str
@@ -206,6 +212,7 @@ def test_a_delivery_that_was_lost_and_came_again_is_another_one(
     assert len(bus.read_all(pipeline.results_topic)) == 1
 
 
+@pytest.mark.proof
 def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
     publish_messages(bus, [Outgoing(pipeline.job_topic("batch"), b"bad", "k", {"penstock-tenant": "t"})])
     with bus.join_group("decode", "a") as member:
@@ -225,6 +232,7 @@ def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline)
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"error"]
 
 
+@pytest.mark.proof
 def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipeline) -> None:
     """At once, while it finishes what it has; of that nothing is done twice."""
     topic = pipeline.job_topic("interactive")
@@ -250,6 +258,7 @@ def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipelin
     assert sorted(found) == sorted([b"more", *[str(n).encode() for n in range(12)]])
 
 
+@pytest.mark.proof
 def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 2))
     with bus.join_group("decode", "a") as old:
@@ -264,6 +273,7 @@ def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> Non
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
 
 
+@pytest.mark.proof
 def test_a_process_of_the_same_name_that_redis_does_not_know_is_told(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
     """Its names are compared on other Redis servers."""
     publish_messages(kafka_bus, make_messages(pipeline.job_topic("interactive"), 1))
@@ -278,6 +288,7 @@ def test_a_process_of_the_same_name_that_redis_does_not_know_is_told(kafka_bus: 
     assert kafka_bus.read_all(pipeline.results_topic) == []
 
 
+@pytest.mark.proof
 def test_redelivery_after_a_crash(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
@@ -292,6 +303,7 @@ def test_redelivery_after_a_crash(
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
+@pytest.mark.proof
 def test_who_slept_too_long_cannot_settle(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
@@ -309,6 +321,7 @@ def test_who_slept_too_long_cannot_settle(
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
+@pytest.mark.proof
 def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pipeline: Pipeline) -> None:
     """librdkafka keeps a partition's pause for as long as the process lives."""
     bus = make_bus("kafka", pipeline, kafka)
@@ -337,6 +350,7 @@ def work_off(member: Member, found: list[bytes]) -> bool:
     return bool(taken)
 
 
+@pytest.mark.proof
 def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeline: Pipeline, bus_kind: str) -> None:
     topics = [pipeline.request_topic(klass) for klass in CLASSES]
     for topic, count in zip(topics, (100, 3), strict=True):
@@ -359,6 +373,7 @@ def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeli
         assert other.count_waiting() == {}, "it reads jobs"
 
 
+@pytest.mark.proof
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
     bus = make_bus("kafka", pipeline, kafka, SHORT_TIMEOUT_SETTINGS)
     assert isinstance(bus, KafkaBus)
@@ -375,6 +390,7 @@ def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> 
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
+@pytest.mark.proof
 def test_a_member_publishes_what_it_never_held_before_it_knows_its_group(
     kafka_bus: KafkaBus, pipeline: Pipeline
 ) -> None:
@@ -385,6 +401,7 @@ def test_a_member_publishes_what_it_never_held_before_it_knows_its_group(
     assert list_values(kafka_bus.read_all(pipeline.job_topic("interactive"))) == [b"taken over"]
 
 
+@pytest.mark.proof
 def test_no_server_at_the_address(pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, "redis://127.0.0.1:1/0")
     with pytest.raises(BusUnavailable):
@@ -393,6 +410,7 @@ def test_no_server_at_the_address(pipeline: Pipeline) -> None:
         bus.join_group("decode", "a")
 
 
+@pytest.mark.proof
 def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None:
     bus = streams_bus
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
@@ -408,6 +426,7 @@ def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None
         member.settle([make_settlement(pipeline, d) for d in (held, *rest)])
 
 
+@pytest.mark.proof
 def test_a_prefill_member_settles_a_result_between_its_hand_offs(bus: Bus, pipeline: Pipeline) -> None:
     publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 4))
     with bus.join_group("prefill", "a") as member:
@@ -424,6 +443,7 @@ def test_a_prefill_member_settles_a_result_between_its_hand_offs(bus: Bus, pipel
         assert member.poll(0.3, CAPACITY) == []
 
 
+@pytest.mark.proof
 def test_a_result_of_prefill_is_there_once_after_a_kill(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
@@ -442,6 +462,7 @@ def test_a_result_of_prefill_is_there_once_after_a_kill(
     assert list_values(bus.read_all(pipeline.results_topic)) == [result]
 
 
+@pytest.mark.proof
 def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: Pipeline) -> None:
     publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 1))
     with bus.join_group("prefill", "a") as member:

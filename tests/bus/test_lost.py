@@ -26,6 +26,7 @@ from penstock.redis.client import redis_client
 from penstock.testing.bus import MemoryBus
 from sim.waiting import wait_for
 from tests.bus.buses import list_values, make_settlement, publish_messages, take_deliveries
+from tests.draws import mark_some
 
 
 @pytest.fixture
@@ -119,9 +120,8 @@ def forget_commits(bus: KafkaBus, stage: Stage) -> None:
     wait_for(is_forgotten, "its offsets are gone")
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-@pytest.mark.parametrize("is_noted", [True, False])
+@pytest.mark.parametrize("is_noted", mark_some([True, False], pytest.mark.proof))
 def test_a_group_goes_on_where_it_was_though_the_brokers_forget_that(
     noted_bus: KafkaBus, redis_url: str, pipeline: Pipeline, stage: Stage, is_noted: bool
 ) -> None:

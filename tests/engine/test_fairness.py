@@ -7,6 +7,7 @@ import pytest
 from penstock.engine.fairness import FairQueue
 from penstock.engine.scheduler import AGING_STEPS
 from penstock.engine.sequence import State
+from tests.draws import mark_some
 from tests.engine.schedules import ScheduledEngine, seq_of
 
 pytestmark = pytest.mark.usefixtures("unknown_growth")
@@ -37,8 +38,9 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     assert _admitted_before(dummy, "other")["flood"] <= 4  # two run already, two at most come before it
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(("length", "max_new_tokens", "weight"), [(64, 16, 1.0), (8, 4, 3.0)])
+@pytest.mark.parametrize(
+    ("length", "max_new_tokens", "weight"), mark_some([(64, 16, 1.0), (8, 4, 3.0)], pytest.mark.proof)
+)
 def test_tenants_get_tokens_by_weight_whatever_the_size_of_their_requests(
     length: int, max_new_tokens: int, weight: float
 ) -> None:

@@ -35,6 +35,7 @@ from penstock.engine.quantized import take_quantization, unpack_weights
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.ingest.tokenizer import ModelTokenizers
+from tests.draws import mark_some
 from tests.engine.gguf_files import NUMBERS, GgufContent, convert_model, make_blocks, read_blocks
 from tests.engine.header_fuzz import FORMS, fuzz_headers
 from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence, use_instruction_set
@@ -146,8 +147,7 @@ def test_a_file_is_the_model_that_its_values_are(
     assert second.content_fingerprint == load(file, dtype=dtype).content_fingerprint
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mark_some(["float32", "bfloat16"], pytest.mark.proof))
 def test_tokens_are_those_of_the_same_safetensors(dtype: str, plain: Path, content: GgufContent) -> None:
     file = content.save(plain.parent / "model.gguf")
     answers = []

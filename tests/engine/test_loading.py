@@ -43,7 +43,7 @@ from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S
 from tests.commands import HERE
-from tests.draws import draw_cases
+from tests.draws import draw_cases, mark_some
 from tests.engine.helpers import sequence
 from tests.engine.hostile_files import LOADED, MAX_MIB, REFUSED, judge_hostile_file, list_hostile_files
 
@@ -341,30 +341,51 @@ def test_the_page_has_the_words_that_are_printed(case: str, copy: Path) -> None:
     assert re.fullmatch(words, str(caught.value))
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [
-        (shutil.rmtree, "there is no directory"),
-        (lambda copy: (copy / "config.json").unlink(), "no config.json"),
-        (lambda copy: (copy / WEIGHTS).unlink(), "no .safetensors"),
-        (lambda copy: _configure(copy, model_type="no_such_thing"), "transformers knows no model_type 'no_such_thing'"),
-        (lambda copy: _configure(copy, model_type="t5"), "is an encoder-decoder model"),
-        (lambda copy: _configure(copy, model_type="bert", architectures=["BertModel"]), "is an encoder, which fills"),
-        (lambda copy: (copy / "config.json").rename(copy / "adapter_config.json"), "has an adapter .LoRA. alone"),
-        (lambda copy: os.truncate(copy / WEIGHTS, 5000), "damaged or cut off: it has 5,000 bytes, and its header says"),
-        (lambda copy: os.truncate(copy / WEIGHTS, 20), "damaged or cut off: its header is not within"),
-        (lambda copy: (copy / WEIGHTS).write_bytes(b"<html>" * 99), "damaged or cut off: its header is"),
-        (lambda copy: (copy / WEIGHTS).write_bytes(LFS_POINTER), "is a pointer of Git LFS"),
-        (lambda copy: (copy / WEIGHTS).rename(copy / "pytorch_model.bin"), "pytorch_model.bin may run code"),
-        (lambda copy: (copy / WEIGHTS).rename(copy / PART), f"no {WEIGHTS}.index.json, which says what is in {PART}"),
-        (as_cached, "is the hub's cache of a model: name it as on the hub, or .*/snapshots/c0ffee"),
-        (lambda copy: as_file(copy, b"GGUF"), "is a GGUF file: give it, or a link to it, a name that ends with .gguf"),
-        (lambda copy: as_file(copy, b"PK"), "is a file, and no GGUF file: name the directory"),
-        (lambda copy: (copy / "tokenizer.json").unlink(), "no usable tokenizer in .*no tokenizer.json"),
-        (lambda copy: (copy / "tokenizer.json").write_text("{"), "no usable tokenizer in .*is not JSON"),
-        (lambda copy: (copy / "tokenizer.json").write_text('{"added_tokens": []}'), "has no `model`, so it is none"),
-    ],
+    mark_some(
+        [
+            (shutil.rmtree, "there is no directory"),
+            (lambda copy: (copy / "config.json").unlink(), "no config.json"),
+            (lambda copy: (copy / WEIGHTS).unlink(), "no .safetensors"),
+            (
+                lambda copy: _configure(copy, model_type="no_such_thing"),
+                "transformers knows no model_type 'no_such_thing'",
+            ),
+            (lambda copy: _configure(copy, model_type="t5"), "is an encoder-decoder model"),
+            (
+                lambda copy: _configure(copy, model_type="bert", architectures=["BertModel"]),
+                "is an encoder, which fills",
+            ),
+            (lambda copy: (copy / "config.json").rename(copy / "adapter_config.json"), "has an adapter .LoRA. alone"),
+            (
+                lambda copy: os.truncate(copy / WEIGHTS, 5000),
+                "damaged or cut off: it has 5,000 bytes, and its header says",
+            ),
+            (lambda copy: os.truncate(copy / WEIGHTS, 20), "damaged or cut off: its header is not within"),
+            (lambda copy: (copy / WEIGHTS).write_bytes(b"<html>" * 99), "damaged or cut off: its header is"),
+            (lambda copy: (copy / WEIGHTS).write_bytes(LFS_POINTER), "is a pointer of Git LFS"),
+            (lambda copy: (copy / WEIGHTS).rename(copy / "pytorch_model.bin"), "pytorch_model.bin may run code"),
+            (
+                lambda copy: (copy / WEIGHTS).rename(copy / PART),
+                f"no {WEIGHTS}.index.json, which says what is in {PART}",
+            ),
+            (as_cached, "is the hub's cache of a model: name it as on the hub, or .*/snapshots/c0ffee"),
+            (
+                lambda copy: as_file(copy, b"GGUF"),
+                "is a GGUF file: give it, or a link to it, a name that ends with .gguf",
+            ),
+            (lambda copy: as_file(copy, b"PK"), "is a file, and no GGUF file: name the directory"),
+            (lambda copy: (copy / "tokenizer.json").unlink(), "no usable tokenizer in .*no tokenizer.json"),
+            (lambda copy: (copy / "tokenizer.json").write_text("{"), "no usable tokenizer in .*is not JSON"),
+            (
+                lambda copy: (copy / "tokenizer.json").write_text('{"added_tokens": []}'),
+                "has no `model`, so it is none",
+            ),
+        ],
+        pytest.mark.proof,
+        3,
+    ),
 )
 def test_what_cannot_be_loaded_is_seen_before_anything_is(
     copy: Path, damage: Callable[[Path], object], message: str

@@ -9,6 +9,7 @@ from penstock.config.settings import EngineSettings
 from penstock.cores import count_usable_cores, list_usable_cores
 from penstock.engine.memory import MIN_POOL_MB, NUM_CONVERSATIONS, choose_pool
 from penstock.engine.storage import BlockLayout, LayerShape
+from tests.draws import mark_some
 
 LAYOUT = BlockLayout((LayerShape(0, (8, 128), (8, 128)),), 16, torch.float32)
 """8 KiB for a token."""
@@ -32,10 +33,9 @@ POD = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n",
 UNIT = {"proc/self/cgroup": "0::/all/one\n", "sys/fs/cgroup/all/one/cpu.max": "200000 100000\n"}
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("context_length", "available_mb", "usable", "groups", "pool_mb"),
-    [
+    mark_some([
         pytest.param(32_768, 64_000, 4, {}, NUM_CONVERSATIONS * 256, id="eight sequences of the model's context"),
         pytest.param(32_760, None, 4, {}, NUM_CONVERSATIONS * 256, id="whole blocks, and memory that is not known"),
         pytest.param(512, 64_000, 4, {}, MIN_POOL_MB, id="a short context"),
@@ -62,7 +62,7 @@ UNIT = {"proc/self/cgroup": "0::/all/one\n", "sys/fs/cgroup/all/one/cpu.max": "2
              "sys/fs/cgroup/cpuset/cpuset.effective_cpus": "1-2\n"},
             4_000, id="a container by the first version of control groups",
         ),
-    ],
+    ], pytest.mark.proof, 2),
 )  # fmt: skip
 def test_a_pool_has_room_for_eight_sequences_within_a_share_of_the_memory(
     context_length: int, available_mb: int | None, usable: int, groups: dict[str, str], pool_mb: int, tmp_path: Path,

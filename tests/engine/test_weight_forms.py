@@ -23,6 +23,7 @@ from penstock.engine.proof import prove_model
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
+from tests.draws import mark_some
 from tests.engine.helpers import needs_kernels, run_sequences, sequence
 
 pytestmark = needs_kernels
@@ -81,9 +82,8 @@ def test_prompts_and_answers_may_have_weights_in_two_forms(models: dict[str, Loa
     assert load_stage_models(other_way, only_prompts=True).fingerprint != model.fingerprint
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", mark_some(["int8", "int4"], pytest.mark.proof))
 def test_the_proof_at_load_takes_rounded_weights(weights: str, dtype: str) -> None:
     settings = make_settings(weights, dtype)
     assert prove_model(load_model(settings), settings).weight_form == weights
@@ -119,7 +119,6 @@ def make_packer(native: Library, num_bytes: int) -> WeightPacker:
     return WeightPacker(native, "auto", torch.bfloat16, 1000, stored)
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(("is_faster", "form"), [(True, WeightForm.COMPRESSED), (False, WeightForm.STORED)])
 def test_large_models_have_the_faster_form(monkeypatch: pytest.MonkeyPatch, is_faster: bool, form: WeightForm) -> None:
     native, probes = load_library(), []

@@ -13,10 +13,10 @@ from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import GrammarSpec, Request, Sampling
 from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests, start_grammar
+from tests.draws import mark_some
 from tests.engine_contract.engines import BLOCK, ENGINES, Caller, EngineUnderTest
 from tests.kvstore.places import overwrite_block
 
-pytestmark = pytest.mark.proof
 NUM_NEW = 24
 OpenEngine = Callable[..., EngineUnderTest]
 
@@ -78,6 +78,7 @@ def prefill_all(caller: Caller, work: list[Request]) -> None:
     caller.run_to_end()
 
 
+@pytest.mark.proof
 def test_tokens_are_those_of_each_request_alone(caller: Caller) -> None:
     work = make_work()
     add_all(caller, work)
@@ -85,6 +86,7 @@ def test_tokens_are_those_of_each_request_alone(caller: Caller) -> None:
     assert caller.count_used_blocks() == 0
 
 
+@pytest.mark.proof
 def test_a_prompt_and_its_answer_may_be_computed_apart(under_test: EngineUnderTest, caller: Caller) -> None:
     """What another process computes of an answer finds all of its prompt's blocks, the partial one too."""
     work = make_work()
@@ -102,7 +104,7 @@ def test_a_prompt_and_its_answer_may_be_computed_apart(under_test: EngineUnderTe
     assert under_test.store.stats.recomputed_jobs == 0
 
 
-@pytest.mark.parametrize("num_generated", [2, 9, NUM_NEW - 1])
+@pytest.mark.parametrize("num_generated", mark_some([2, 9, NUM_NEW - 1], pytest.mark.proof))
 def test_another_engine_goes_on_after_any_token(
     under_test: EngineUnderTest, caller: Caller, num_generated: int
 ) -> None:
@@ -117,7 +119,7 @@ def test_another_engine_goes_on_after_any_token(
     assert len(caller.sampled) == len(work) * (NUM_NEW - num_generated)
 
 
-@pytest.mark.parametrize("num_generated", [1, 9])
+@pytest.mark.parametrize("num_generated", mark_some([1, 9], pytest.mark.proof))
 def test_a_request_may_leave_in_the_middle_of_its_answer(
     under_test: EngineUnderTest, caller: Caller, num_generated: int
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_request_may_leave_in_the_middle_of_its_answer(
         assert caller.progress[one.id].num_cached_tokens >= len(prompt_of(one)) // BLOCK * BLOCK
 
 
+@pytest.mark.proof
 def test_blocks_of_an_answer_are_stored_some_at_once(
     under_test: EngineUnderTest, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ def test_blocks_of_an_answer_are_stored_some_at_once(
     assert written == [3, 4, 2]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["in memory", "in the stores"])
 def test_a_prefix_is_found(under_test: EngineUnderTest, caller: Caller, is_emptied: bool) -> None:
     one, *_, longest = make_work()
@@ -173,7 +177,7 @@ def test_a_prefix_is_found(under_test: EngineUnderTest, caller: Caller, is_empti
     assert caller.progress["second"].num_cached_tokens == len(prompt) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("when", ["loading", "waiting", "planned", "running"])
+@pytest.mark.parametrize("when", mark_some(["loading", "waiting", "planned", "running"], pytest.mark.proof))
 def test_a_request_that_is_removed_says_no_more(open_engine: OpenEngine, when: str) -> None:
     under_test = open_engine(max_batch=2)
     caller = Caller(under_test.engine)
@@ -222,6 +226,7 @@ def test_more_than_fits_is_computed_one_after_the_other(open_engine: OpenEngine)
     assert len(caller.sampled) == 60 * len(work)
 
 
+@pytest.mark.proof
 def test_batch_makes_way_for_interactive(open_engine: OpenEngine) -> None:
     """The first token of an interactive request does not wait for any answer of batch, nor for its neighbours."""
     under_test = open_engine(max_batch=2)
@@ -241,6 +246,7 @@ def test_batch_makes_way_for_interactive(open_engine: OpenEngine) -> None:
     assert caller.run_to_end() == expect([quick, *slow])
 
 
+@pytest.mark.proof
 def test_blocks_that_cannot_be_read_are_computed_again(under_test: EngineUnderTest, caller: Caller) -> None:
     work = make_work()
     prefill_all(caller, work)
@@ -255,6 +261,7 @@ def test_blocks_that_cannot_be_read_are_computed_again(under_test: EngineUnderTe
     assert under_test.store.stats.recomputed_jobs > 0
 
 
+@pytest.mark.proof
 def test_a_jobs_blocks_are_leased_until_it_ends(under_test: EngineUnderTest, caller: Caller) -> None:
     one = make_work()[-2]
     request = caller.add_prompt(one.id, prompt_of(one), one.sampling)
@@ -265,6 +272,7 @@ def test_a_jobs_blocks_are_leased_until_it_ends(under_test: EngineUnderTest, cal
     wait_for(lambda: tier.read_usage().leased == 0, "the leases end")
 
 
+@pytest.mark.proof
 def test_closing_writes_the_blocks_that_jobs_wait_for(under_test: EngineUnderTest, caller: Caller) -> None:
     """And drops everything else. Another worker goes on with the engine."""
     one, other = make_work()[-2:]
@@ -284,6 +292,7 @@ def test_closing_writes_the_blocks_that_jobs_wait_for(under_test: EngineUnderTes
     assert caller.run_to_end()[other.id] == expect([other])[other.id]
 
 
+@pytest.mark.proof
 def test_an_abandoned_engine_is_empty_and_settles_nothing(under_test: EngineUnderTest) -> None:
     """As after a crash: no job goes out. Who goes on gives the same tokens."""
     work = make_work()
@@ -305,6 +314,7 @@ def test_an_abandoned_engine_is_empty_and_settles_nothing(under_test: EngineUnde
     assert caller.run_to_end() == expect(work)
 
 
+@pytest.mark.proof
 def test_a_grammar_goes_on_where_it_was(caller: Caller) -> None:
     sampling = Sampling(
         max_tokens=60, temperature=1.0, seed=4, grammar=GrammarSpec(kind="regex", source="[a-c]{5}-[0-9]{3}")
@@ -321,6 +331,7 @@ def test_a_grammar_goes_on_where_it_was(caller: Caller) -> None:
     assert caller.run_to_end()["rest"] == whole
 
 
+@pytest.mark.proof
 def test_log_probabilities_are_told_of_prompt_and_answer(caller: Caller) -> None:
     work = make_work()[3]
     sampling = work.sampling.model_copy(update={"logprobs": 2, "prompt_logprobs": 1, "temperature": 0.0})
@@ -332,6 +343,7 @@ def test_log_probabilities_are_told_of_prompt_and_answer(caller: Caller) -> None
     assert len(caller.progress["asked"].prompt_logprobs) == len(prompt_of(work)) - 1
 
 
+@pytest.mark.proof
 def test_what_can_never_run_is_refused(under_test: EngineUnderTest, caller: Caller) -> None:
     length, greedy = under_test.engine.limits.max_length, Sampling(max_tokens=10, temperature=0.0)
     with pytest.raises(PromptTooLong):

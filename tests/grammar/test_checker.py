@@ -13,6 +13,7 @@ from penstock.grammar.checker import GrammarChecker, Vocabulary
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.spec import make_schema_spec
 from penstock.messages import GrammarSpec
+from tests.draws import mark_some
 
 GOOD = make_schema_spec({"type": "integer"}, "schema")
 
@@ -68,8 +69,9 @@ def test_a_child_that_does_not_start_is_no_fault_of_the_grammar(
     assert checker.check_grammar(GOOD).engine == ENGINE_VERSION
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(("limit", "limit_s"), [("CHECK_S", 1e-6), ("ANSWER_TIMEOUT_S", 0.0)])
+@pytest.mark.parametrize(
+    ("limit", "limit_s"), mark_some([("CHECK_S", 1e-6), ("ANSWER_TIMEOUT_S", 0.0)], pytest.mark.proof)
+)
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, limit: str, limit_s: float
 ) -> None:

@@ -18,6 +18,7 @@ from penstock.grammar.tools import ConstrainedTool, begin_in_answer, constrain_c
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece, CallsForm
 from penstock.messages import GrammarSpec
 from sim.workload import TOOL_MODEL
+from tests.draws import mark_some
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
@@ -209,13 +210,12 @@ def test_a_gateway_without_the_models_words_can_check_it() -> None:
             checker.check_grammar(GrammarSpec(kind="tools", source="{}"))
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     "change",
-    [
+    mark_some([
         {"content": "xml-inline"}, {"content_args": {"unquoted_keys": True}}, {"open_pattern": "<call (?P<name>.*)>"},
         {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}},
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_calls_of_another_form_are_not_held(change: dict[str, Any]) -> None:
     calls = {**TEMPLATE["fields"]["tool_calls"], **change}

@@ -16,7 +16,7 @@ from penstock.errors import UnsupportedSchema
 from penstock.grammar.engine import CompiledGrammar
 from penstock.grammar.pattern import translate_pattern
 from sim.schemas import find_violation, load_type_schemas
-from tests.draws import draw_cases
+from tests.draws import draw_cases, mark_some
 from tests.grammar.sampling import accepts_text, compile_schema, draw_answer
 
 MAX_REFUSED_SHARE = 0.05
@@ -51,8 +51,7 @@ def compile_types(library: str) -> tuple[dict[str, CompiledGrammar], dict[str, U
     return compiled, refused
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("library", REFUSED)
+@pytest.mark.parametrize("library", mark_some(REFUSED, pytest.mark.proof))
 def test_the_types_that_are_refused_are_few_and_known(library: str) -> None:
     compiled, refused = compile_types(library)
     assert {name: error.keyword for name, error in refused.items()} == REFUSED[library]
@@ -115,8 +114,7 @@ FORMATS: dict[str, tuple[Callable[[str], object], list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("name", draw_cases(FORMATS, 5))
+@pytest.mark.parametrize("name", mark_some(draw_cases(FORMATS, 5), pytest.mark.proof))
 def test_a_format_allows_what_another_reader_takes(name: str) -> None:
     check, good, bad = FORMATS[name]
     grammar = compile_schema({"type": "string", "format": name})

@@ -36,6 +36,7 @@ from penstock.ops.lag import LagWatch
 from penstock.record import Record
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.redis.servers import Sharded
+from tests.draws import mark_some
 from tests.gateways import ScriptedPipeline
 from tests.record.play import end, prefill, say
 
@@ -224,8 +225,7 @@ async def test_a_request_whose_record_may_have_expired_does_not_count_as_lost(si
     assert site.record.read_status(meta.id) is None
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("headers", [KEY, NO_KEY])
+@pytest.mark.parametrize("headers", mark_some([KEY, NO_KEY], pytest.mark.proof))
 async def test_a_request_whose_message_is_deleted_unread_ends_with_its_error(
     site: Site, headers: RequestHeaders
 ) -> None:

@@ -19,8 +19,8 @@ from penstock.messages import Usage
 from penstock.names import CLASSES, Pipeline
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client
+from tests.draws import mark_some
 
-pytestmark = pytest.mark.proof
 DEMO = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
 
 
@@ -58,6 +58,7 @@ async def refusal(asked: object) -> ApiError:
     return raised.value
 
 
+@pytest.mark.proof
 async def test_gateways_share_a_tenants_requests(client: "redis.asyncio.Redis", tenant: str) -> None:
     caller = Caller(tenant, requests_per_min=20)
     gateways = [make_admission(client) for _ in range(3)]
@@ -79,6 +80,7 @@ async def test_gateways_share_a_tenants_requests(client: "redis.asyncio.Redis", 
     assert "x-ratelimit-limit-tokens" not in admitted[0].headers
 
 
+@pytest.mark.proof
 async def test_an_estimate_is_taken_and_corrected_at_the_end(client: "redis.asyncio.Redis", tenant: str) -> None:
     caller, admission = Caller(tenant, tokens_per_min=1000, requests_per_min=600), make_admission(client)
     ticket = await admission.admit(caller, DEMO, "interactive", 900)
@@ -95,6 +97,7 @@ async def test_an_estimate_is_taken_and_corrected_at_the_end(client: "redis.asyn
     assert int(error.headers["Retry-After"]) > 60
 
 
+@pytest.mark.proof
 async def test_an_answer_without_a_limit_takes_what_answers_take(client: "redis.asyncio.Redis", tenant: str) -> None:
     """The mean is reserved, at the end what was used is taken; a bucket that is smaller than the mean lets it in."""
     caller = Caller(tenant, tokens_per_min=1000)
@@ -117,6 +120,7 @@ async def test_an_answer_without_a_limit_takes_what_answers_take(client: "redis.
     assert (await admission.admit(capped, DEMO, "interactive", 100, max_output=50, num_open=1)).num_tokens == 150
 
 
+@pytest.mark.proof
 async def test_what_a_caller_may_never_ask_for(client: "redis.asyncio.Redis", tenant: str) -> None:
     admission = make_admission(client)
     caller = Caller(tenant, classes=("batch",), tokens_per_min=100, max_request_tokens=50)
@@ -131,10 +135,10 @@ async def test_what_a_caller_may_never_ask_for(client: "redis.asyncio.Redis", te
 
 @pytest.mark.parametrize(
     ("wait_s", "wanted_s", "code", "after"),
-    [
+    mark_some([
         (0.0, 0.0, "", 0), (0.9, 1.0, "", 0), (9.0, None, "", 0), (None, None, "", 0),
         (0.1, 0.0, "busy", 1), (3.5, 1.0, "busy", 3), (None, 5.0, "busy", 1), (37.2, None, "overloaded", 28),
-    ],
+    ], pytest.mark.proof, 2),
 )  # fmt: skip
 async def test_the_lag_says_when_to_come_again(
     client: "redis.asyncio.Redis", wait_s: float | None, wanted_s: float | None, code: str, after: int
@@ -149,6 +153,7 @@ async def test_the_lag_says_when_to_come_again(
         assert await admission.admit(Caller(), DEMO, "batch", 10)  # which may wait for longer
 
 
+@pytest.mark.proof
 async def test_weights_share_a_full_pipeline(client: "redis.asyncio.Redis", pipeline: Pipeline) -> None:
     """Both ask as often as they can; what is admitted is worked off in order of arrival."""
     shares = TenantShares(client)
@@ -177,6 +182,7 @@ async def test_weights_share_a_full_pipeline(client: "redis.asyncio.Redis", pipe
     assert await shares.hold_tokens(pipeline, "heavy", 3.0, 10, is_full=False) is not None
 
 
+@pytest.mark.proof
 async def test_what_nobody_settles_counts_for_a_while_only(
     client: "redis.asyncio.Redis", pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +233,7 @@ async def test_closing_ends_what_reads_the_lag(client: "redis.asyncio.Redis") ->
         await asking
 
 
+@pytest.mark.proof
 async def test_without_redis_nobody_with_a_limit_is_admitted() -> None:
     client = async_redis_client(f"redis://127.0.0.1:{find_free_port()}/0")
     admission = make_admission(client)

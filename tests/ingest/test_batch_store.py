@@ -29,9 +29,9 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port, start_child, wait_until_serving
 from sim.waiting import PATIENCE_S
+from tests.draws import mark_some
 from tests.ingest.batch_files import create_batch
 
-pytestmark = pytest.mark.proof
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
 
@@ -102,6 +102,7 @@ async def all_of(chunks: AsyncIterator[bytes]) -> bytes:
     return b"".join([chunk async for chunk in chunks])
 
 
+@pytest.mark.proof
 async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> None:
     content = random.Random(1).randbytes(3 * CHUNK_BYTES + 17)
     assert await objects.write_stream(
@@ -119,6 +120,7 @@ async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> 
     assert await objects.get("a/empty") == b""
 
 
+@pytest.mark.proof
 async def test_objects_are_listed_by_their_age(objects: ObjectStorage, request: pytest.FixtureRequest) -> None:
     begun_s, ticks_per_s = time.time(), 1 if "s3" in request.node.callspec.id else 20  # S3 tells whole seconds
     for name in ("b", "a", "c/d"):
@@ -132,6 +134,7 @@ async def test_objects_are_listed_by_their_age(objects: ObjectStorage, request: 
     assert await objects.list_by_age("nothing") == []
 
 
+@pytest.mark.proof
 async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: ObjectStorage) -> None:
     large = [b"x" * CHUNK_BYTES] * 12
     with pytest.raises(ConnectionError):
@@ -162,6 +165,7 @@ async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: 
     objects.close()
 
 
+@pytest.mark.proof
 async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{find_free_port()}")
     objects = ObjectStorage.open(bucket)
@@ -171,12 +175,14 @@ async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytes
     objects.close()
 
 
+@pytest.mark.proof
 async def test_of_several_creators_one_succeeds(objects: ObjectStorage) -> None:
     made = await asyncio.gather(*(objects.put_if_absent("end", b"%d" % number) for number in range(8)))
     assert sorted(made) == [False] * 7 + [True]
     assert await objects.get("end") == b"%d" % made.index(True)
 
 
+@pytest.mark.proof
 async def test_files_are_their_tenants_own(objects: ObjectStorage) -> None:
     files = FileStore(objects)
     mine = await files.save_file("mine", "in.jsonl", "batch", chunks_of(b"hello"))
@@ -192,6 +198,7 @@ async def test_files_are_their_tenants_own(objects: ObjectStorage) -> None:
     assert (await files.list_files("mine", after=None, limit=10, order="asc"))[0] == [mine]
 
 
+@pytest.mark.proof
 async def test_a_file_too_large_leaves_nothing(objects: ObjectStorage) -> None:
     files = FileStore(objects)
     with pytest.raises(ApiError) as caught:
@@ -200,6 +207,7 @@ async def test_a_file_too_large_leaves_nothing(objects: ObjectStorage) -> None:
     assert await objects.list_names("tenants/t") == []
 
 
+@pytest.mark.proof
 async def test_what_is_over_or_has_no_file_is_swept(objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     files, now = FileStore(objects), time.time_ns()
     monkeypatch.setattr("penstock.ingest.batch.store.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
@@ -216,6 +224,7 @@ async def test_what_is_over_or_has_no_file_is_swept(objects: ObjectStorage, monk
     assert (await files.list_files("t", after=None, limit=10, order="asc"))[0] == [kept]
 
 
+@pytest.mark.proof
 async def test_a_batch_is_kept_without_its_file(objects: ObjectStorage) -> None:
     files, batches, caller = FileStore(objects), BatchStore(objects), Caller(tenant="t")
     file = await files.save_file("t", "in.jsonl", "batch", chunks_of(b"line\n"))
@@ -234,6 +243,7 @@ async def test_a_batch_is_kept_without_its_file(objects: ObjectStorage) -> None:
     assert await objects.get_size(f"tenants/t/batches/{made.id}/input") is None
 
 
+@pytest.mark.proof
 async def test_a_batch_that_was_never_quite_made_goes(objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     files, batches = FileStore(objects), BatchStore(objects)
     file = await files.save_file("t", "in.jsonl", "batch", chunks_of(b"line\n"))
@@ -248,6 +258,7 @@ async def test_a_batch_that_was_never_quite_made_goes(objects: ObjectStorage, mo
     assert await batches.list_open_ids() == []
 
 
+@pytest.mark.proof
 async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) -> None:
     birth = await create_batch(objects, Caller(tenant="t"), b"line\n")
     first, second = FinishedParts(objects, birth), FinishedParts(objects, birth)
@@ -262,7 +273,7 @@ async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) 
     assert len((await all_of(third.read_file_rows(ok=False))).splitlines()) == 1
 
 
-@pytest.mark.parametrize("cut", [1, 7, 1000])
+@pytest.mark.parametrize("cut", mark_some([1, 7, 1000], pytest.mark.proof))
 async def test_lines_do_not_depend_on_how_their_bytes_come(cut: int) -> None:
     content = '{"a": 1}\r\n\n  \n{"b": "ä"}\n{"c": 3}'.encode()
     chunks = chunks_of(*(content[at : at + cut] for at in range(0, len(content), cut)))

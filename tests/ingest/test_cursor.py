@@ -15,6 +15,7 @@ from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, St
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.sse import ResumePoint, SseEvent, make_token_positions
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent, Usage
+from tests.draws import mark_some
 from tests.ingest.answers import make_log
 
 TURNS = [{"role": "user", "content": "hi"}]
@@ -61,8 +62,7 @@ def by_choice(pieces: list[SentEvent]) -> dict[Any, list[str]]:
     return texts
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mark_some(CASES, pytest.mark.proof, 2))
 @given(first=st.lists(st.integers(0, 5), max_size=20), second=st.lists(st.integers(0, 5), max_size=20), data=st.data())
 def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[int], data: st.DataObject) -> None:
     endpoint, body = CASES[case]

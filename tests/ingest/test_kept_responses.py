@@ -23,7 +23,7 @@ from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, Server
 from tests.ingest.answers import TEMPLATE
 from tests.record.play import decode, end, say
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.proof]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECRET = "a word that nobody else says"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
@@ -103,6 +103,7 @@ def kept(scripted: ScriptedPipeline, gateways: list[FastAPI], monkeypatch: pytes
     return Kept(scripted, gateways, monkeypatch)
 
 
+@pytest.mark.proof
 async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kept: Kept) -> None:
     posted = await kept.ask(metadata={"for": "a test"})
     assert (posted["status"], posted["background"], posted["store"], posted["output"]) == ("queued", True, True, [])
@@ -118,6 +119,7 @@ async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kep
     assert await kept.get(name) == live, "it is the same from the object store"
 
 
+@pytest.mark.proof
 async def test_a_response_that_failed_says_why(kept: Kept) -> None:
     name = (await kept.ask())["id"]
     kept.finish(name, 1, EndEvent.model_validate({
@@ -129,6 +131,7 @@ async def test_a_response_that_failed_says_why(kept: Kept) -> None:
         await kept.move_once(name)
 
 
+@pytest.mark.proof
 async def test_a_background_response_is_cancelled(kept: Kept) -> None:
     name = (await kept.ask())["id"]
     for gateway in kept.clients:
@@ -144,6 +147,7 @@ async def test_a_background_response_is_cancelled(kept: Kept) -> None:
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "response_not_found")
 
 
+@pytest.mark.proof
 async def test_the_turns_before_come_before_the_input(kept: Kept) -> None:
     first = await kept.answered("one", instructions="Be short.")
     second = await kept.answered("two", previous_response_id=first)
@@ -159,6 +163,7 @@ async def test_the_turns_before_come_before_the_input(kept: Kept) -> None:
     assert early["error"]["code"] == "previous_response_not_completed"
 
 
+@pytest.mark.proof
 async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: Kept) -> None:
     kept.scripted.report(response_template=TEMPLATE)
     name = (await kept.ask("red?", tools=[TOOL], reasoning={"effort": "low"}))["id"]
@@ -191,6 +196,7 @@ async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: Kept
     assert (stranger["error"]["param"], stranger["error"]["code"]) == ("input", "invalid_value")
 
 
+@pytest.mark.proof
 async def test_what_cannot_be_gone_on_from_is_refused(kept: Kept) -> None:
     first = await kept.answered("one")
     second = await kept.answered("two", previous_response_id=first)
@@ -208,6 +214,7 @@ async def test_what_cannot_be_gone_on_from_is_refused(kept: Kept) -> None:
     assert (await kept.ask(conversation="conv_1"))["error"]["param"] == "conversation"
 
 
+@pytest.mark.proof
 async def test_input_items_come_in_pages(kept: Kept) -> None:
     turns = [{"role": "user" if n % 2 else "assistant", "content": f"turn {n}"} for n in range(5)]
     turns[3]["id"] = "msg_mine"
@@ -225,6 +232,7 @@ async def test_input_items_come_in_pages(kept: Kept) -> None:
     assert (await kept.get(f"{name}/input_items", after="msg_none"))["error"]["param"] == "after"
 
 
+@pytest.mark.proof
 async def test_store_false_leaves_only_what_a_stream_needs(kept: Kept) -> None:
     posted = await kept.post_answered(store=False, stream=True)
     name = posted.headers["x-request-id"]
@@ -242,6 +250,7 @@ async def test_store_false_leaves_only_what_a_stream_needs(kept: Kept) -> None:
     assert "'background' needs 'store'" in refused["error"]["message"]
 
 
+@pytest.mark.proof
 async def test_a_response_is_its_tenants_alone(kept: Kept) -> None:
     name = await kept.answered()
     stranger = {"x-tenant": "somebody"}
@@ -261,6 +270,7 @@ async def test_a_response_is_its_tenants_alone(kept: Kept) -> None:
     assert (posted.json()["id"], (await kept.get(completion))["error"]["code"]) == (completion, "response_not_found")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("when", ["in progress", "ended", "moved"])
 async def test_a_deleted_response_is_gone(kept: Kept, when: str) -> None:
     name = (await kept.ask())["id"]
@@ -401,6 +411,7 @@ async def test_one_that_cannot_be_moved_holds_up_no_other(kept: Kept) -> None:
     assert (await kept.get(names[1]))["status"] == "completed"
 
 
+@pytest.mark.proof
 async def test_only_so_many_and_not_for_longer(kept: Kept) -> None:
     keeper = kept.keepers[1]
     names = []
@@ -419,6 +430,7 @@ async def test_only_so_many_and_not_for_longer(kept: Kept) -> None:
     assert (await kept.get(names[3]))["error"]["code"] == "response_not_found", "over, though not deleted yet"
 
 
+@pytest.mark.proof
 async def test_a_gateway_that_keeps_nothing_says_so(kept: Kept) -> None:
     kept.patch.setattr(kept.keepers[0], "_keep_s", 0.0)
     for param in ("background", "store"):
@@ -429,6 +441,7 @@ async def test_a_gateway_that_keeps_nothing_says_so(kept: Kept) -> None:
     assert await routes.prepare_response(kept.gateways[0], "t", plain) == (plain, None, None)
 
 
+@pytest.mark.proof
 async def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
     scripted: ScriptedPipeline, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from penstock.ingest.openai.body import parse_body
 from penstock.ingest.openai.cursor import SentEvent
 from penstock.ingest.openai.endpoint import TEXT, use_response_template
 from penstock.messages import EndEvent, FinishReason, Timings, Usage
+from tests.draws import mark_some
 from tests.gateways import ScriptedPipeline
 from tests.ingest.answers import TEMPLATE, make_log, read_stream
 from tests.ingest.test_answer_parser import FIRST, PIECES, SECOND
@@ -242,13 +243,12 @@ def test_an_answer_has_its_blocks_in_order() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("text", "reason", "expected"),
-    [
+    mark_some([
         ("a", "stop", "end_turn"), ("a", "length", "max_tokens"),
         (FIRST, "stop", "tool_use"), (FIRST, "length", "max_tokens"),
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_why_an_answer_ended(text: str, reason: FinishReason, expected: str) -> None:
     assert answer_whole(text, reason).stop_reason == expected
@@ -360,7 +360,6 @@ async def test_routes_answer_errors_in_their_form(bare: httpx.AsyncClient) -> No
         assert {"408", "413", "503"} <= responses.keys()
 
 
-@pytest.mark.proof
 def test_the_document_has_both_forms_of_a_text() -> None:
     schema = MessagesBody.model_json_schema()
     content = schema["$defs"]["MessageParam"]["properties"]["content"]["anyOf"]

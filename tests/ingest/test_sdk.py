@@ -11,16 +11,20 @@ from penstock.local.stack import Stack
 from penstock.messages import Request, Sampling
 from sim.waiting import wait_for
 from sim.workload import compute_answers, load_demo_model
+from tests.draws import mark_some
 from tests.gateways import ScriptedPipeline
 from tests.ingest.batch_files import result_ids
 
-pytestmark = pytest.mark.proof
 MODEL = "demo"
 TURNS = [{"role": "user", "content": "In the beginning God created"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling",
+    mark_some([{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}], pytest.mark.proof),
+    ids=["greedy", "drawn"],
+)
 def test_completions_are_what_the_model_says_alone(sdk: Any, sampling: dict[str, Any]) -> None:
     prompt = load_demo_model().tokenizer("In the beginning")["input_ids"]
     wanted = Sampling(max_tokens=24, ignore_eos=True, **sampling)
@@ -33,6 +37,7 @@ def test_completions_are_what_the_model_says_alone(sdk: Any, sampling: dict[str,
     assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 24)
 
 
+@pytest.mark.proof
 def test_a_chat_streamed_and_not_says_the_same(sdk: Any) -> None:
     whole = sdk.chat.completions.create(messages=TURNS, **GREEDY)
     told = sdk.chat.completions.create(messages=TURNS, stream=True, stream_options={"include_usage": True}, **GREEDY)
@@ -48,12 +53,14 @@ def test_a_chat_streamed_and_not_says_the_same(sdk: Any) -> None:
     assert whole.id.startswith("chatcmpl-")
 
 
+@pytest.mark.proof
 def test_cached_tokens_are_told(sdk: Any) -> None:
     asked = {"model": MODEL, "prompt": "And the king said unto his people " * 12, "max_tokens": 2}
     usage = [sdk.completions.create(**asked).usage for _ in range(2)][1]
     assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
+@pytest.mark.proof
 def test_n_choices_draw_by_seeds_of_their_own(sdk: Any) -> None:
     asked = {"model": MODEL, "messages": TURNS, "seed": 5, "max_tokens": 12, "temperature": 1.0}
     three = sdk.chat.completions.create(n=3, **asked)
@@ -69,6 +76,7 @@ def test_n_choices_draw_by_seeds_of_their_own(sdk: Any) -> None:
     assert streamed == texts
 
 
+@pytest.mark.proof
 def test_prompts_in_a_list_are_answered_one_by_one(sdk: Any) -> None:
     texts = [sdk.completions.create(prompt=one, **GREEDY).choices[0].text for one in ("In the", "And he")]
     together = sdk.completions.create(prompt=["In the", "And he"], **GREEDY)
@@ -77,6 +85,7 @@ def test_prompts_in_a_list_are_answered_one_by_one(sdk: Any) -> None:
     assert sdk.completions.create(prompt=tokens, **GREEDY).choices[0].text == texts[0]
 
 
+@pytest.mark.proof
 def test_stop_ends_the_answer_before_it(sdk: Any) -> None:
     text = sdk.completions.create(prompt="In the beginning", **GREEDY).choices[0].text
     word = text.split()[2]
@@ -84,6 +93,7 @@ def test_stop_ends_the_answer_before_it(sdk: Any) -> None:
     assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
 
 
+@pytest.mark.proof
 def test_logprobs_tell_tokens_texts_and_bytes(sdk: Any) -> None:
     asked = {"messages": TURNS, "logprobs": True, "top_logprobs": 3, **GREEDY}
     whole = sdk.chat.completions.create(**asked).choices[0]
@@ -99,6 +109,7 @@ def test_logprobs_tell_tokens_texts_and_bytes(sdk: Any) -> None:
     assert [plain.text.startswith(token, offset) for token, offset in places] == [True] * 24
 
 
+@pytest.mark.proof
 def test_responses_streamed_and_not_say_the_same(sdk: Any) -> None:
     asked = {
         "model": MODEL, "input": "In the beginning", "instructions": "Go on.", "max_output_tokens": 12,
@@ -117,6 +128,7 @@ def test_responses_streamed_and_not_say_the_same(sdk: Any) -> None:
     assert sdk.responses.create(**(asked | {"input": turns})).output_text == whole.output_text
 
 
+@pytest.mark.proof
 def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: Any) -> None:
     asked = {"model": MODEL, "max_output_tokens": 12, "temperature": 0}
     posted = sdk.responses.create(input="In the beginning", background=True, **asked)
@@ -139,6 +151,7 @@ def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: Any) -> N
         sdk.responses.create(input="Go on.", previous_response_id=first.id, **asked)
 
 
+@pytest.mark.proof
 def test_models_are_listed(sdk: Any) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
     found = sdk.models.retrieve(MODEL).to_dict()
@@ -153,13 +166,13 @@ SOON = {"x-penstock-deadline-s": "soon"}
 
 @pytest.mark.parametrize(
     ("asked", "error", "code", "param", "message"),
-    [
+    mark_some([
         (GREEDY | {"prompt": "x", "model": "gpt-none"}, openai.NotFoundError, "model_not_found", "model", "gpt-none"),
         (LONG, openai.BadRequestError, "context_length_exceeded", "prompt",
          "This model's maximum context length is 1024 tokens. However, you requested 1000001 tokens"),
         (LONG | {"stream": True}, openai.APIError, "context_length_exceeded", "prompt", ""),  # the stream had begun
         (GREEDY | {"prompt": "x", "extra_headers": SOON}, openai.BadRequestError, None, *SOON, ""),
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_errors_are_the_sdks_own(
     sdk: Any, asked: dict[str, Any], error: type[openai.APIError], code: str | None, param: str, message: str
@@ -169,6 +182,7 @@ def test_errors_are_the_sdks_own(
     assert (code in (None, raised.value.code), raised.value.param, message in str(raised.value)) == (True, param, True)
 
 
+@pytest.mark.proof
 def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: Any) -> None:
     """Nobody wants it any more, and it would come too late again."""
     before = len(result_ids(line, "cmpl-"))
@@ -182,6 +196,7 @@ def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: Any) -> None:
     assert len(result_ids(line, "cmpl-")) == before + 1
 
 
+@pytest.mark.proof
 def test_a_post_after_a_timeout_joins_the_request(sdk: Any) -> None:
     asked = {
         "model": MODEL, "prompt": "And it came to pass", "max_tokens": 200, "extra_body": {"ignore_eos": True},
@@ -208,6 +223,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "man", "schema": S
 ASKED: Any = {"model": MODEL, "messages": TURNS, "temperature": 1.0, "seed": 3, "max_tokens": 300}
 
 
+@pytest.mark.proof
 def test_a_chat_follows_its_schema_streamed_and_not(sdk: Any) -> None:
     whole = sdk.chat.completions.create(response_format=FORMAT, n=2, **ASKED)
     for choice in whole.choices:
@@ -220,6 +236,7 @@ def test_a_chat_follows_its_schema_streamed_and_not(sdk: Any) -> None:
     assert text == whole.choices[0].message.content
 
 
+@pytest.mark.proof
 def test_an_object_a_choice_and_a_response(sdk: Any) -> None:
     cut = sdk.chat.completions.create(response_format={"type": "json_object"}, **(ASKED | {"max_tokens": 20}))
     assert (cut.choices[0].message.content or "").startswith("{")
@@ -235,6 +252,7 @@ def test_an_object_a_choice_and_a_response(sdk: Any) -> None:
 RESPONSE_FORMAT = FORMAT["json_schema"] | {"type": "json_schema"}
 
 
+@pytest.mark.proof
 def test_a_schema_that_cannot_be_enforced_is_refused_before_publishing(scripted: ScriptedPipeline) -> None:
     cases = (
         ("chat/completions", {"messages": TURNS, "response_format": FORMAT}, "response_format"),

@@ -24,6 +24,7 @@ from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
 from sim.waiting import wait_for
+from tests.draws import mark_some
 from tests.gateways import GatewayProcess, write_keys
 
 PER_MIN, HAS = 60_000, 5_000
@@ -128,14 +129,13 @@ STOPS, GOES_ON, TOO_LONG = {"stop": [" the"]}, {"ignore_eos": True}, {"prompt": 
 TELLS_TOO_LONG = "context_length_exceeded"
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("ask", "more"),
-    [
+    mark_some([
         (partial(post, says='"usage"'), STOPS), (partial(post, says="[DONE]", stream=True), STOPS),
         (partial(post, says=TELLS_TOO_LONG), TOO_LONG), (partial(post, says=TELLS_TOO_LONG, stream=True), TOO_LONG),
         (left, GOES_ON), (left_unheard, GOES_ON),
-    ],
+    ], pytest.mark.proof, 2),
 )  # fmt: skip
 def test_the_estimate_gives_way_to_what_was_used(
     http: httpx.Client, bucket: Bucket, ask: Ask, more: dict[str, Any]

@@ -14,10 +14,10 @@ import pytest
 from penstock.messages import Request, decode_message
 from penstock.names import CLASSES, Pipeline
 from sim.waiting import PATIENCE_S, wait_for
+from tests.draws import mark_some
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.record.play import end, say
 
-pytestmark = pytest.mark.proof
 MODEL = "scripted"
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
@@ -62,6 +62,7 @@ def streams(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert gateway.process.stop(PATIENCE_S) == 0
 
 
+@pytest.mark.proof
 def test_a_browser_reads_it_to_its_end_and_then_stops(streams: StreamPipeline) -> None:
     stream_id = streams.post()
     streams.finish(stream_id, 5)
@@ -75,6 +76,7 @@ def test_a_browser_reads_it_to_its_end_and_then_stops(streams: StreamPipeline) -
     assert list(streams.source(stream_id).connect()) == events, "a new one gets all of it"
 
 
+@pytest.mark.proof
 def test_every_event_can_be_resumed_from(streams: StreamPipeline) -> None:
     stream_id = streams.post(n=2, stream_options={"include_usage": True})
     for choice in (1, 0):
@@ -92,12 +94,15 @@ def test_every_event_can_be_resumed_from(streams: StreamPipeline) -> None:
 
 @pytest.mark.parametrize(
     ("path", "last_event_id", "status", "code"),
-    [
-        ("/v1/streams/cmpl-nowhere", "", 404, "stream_not_found"),
-        ("/v1/streams/{id}", "no id", 400, "invalid_event_id"),
-        ("/v1/streams/{id}", "0-0123456789abcdef,e1", 400, "invalid_event_id"),
-        ("/v1/streams/{id}", "3-0123456789abcdef", 404, "stream_expired"),
-    ],
+    mark_some(
+        [
+            ("/v1/streams/cmpl-nowhere", "", 404, "stream_not_found"),
+            ("/v1/streams/{id}", "no id", 400, "invalid_event_id"),
+            ("/v1/streams/{id}", "0-0123456789abcdef,e1", 400, "invalid_event_id"),
+            ("/v1/streams/{id}", "3-0123456789abcdef", 404, "stream_expired"),
+        ],
+        pytest.mark.proof,
+    ),
 )
 def test_what_cannot_be_read_is_said_before_the_stream(
     streams: StreamPipeline, path: str, last_event_id: str, status: int, code: str
@@ -109,6 +114,7 @@ def test_what_cannot_be_read_is_said_before_the_stream(
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.proof
 def test_another_answer_than_was_seen_ends_the_stream_for_good(streams: StreamPipeline) -> None:
     stream_id = streams.post()
     streams.finish(stream_id, 3)
@@ -118,6 +124,7 @@ def test_another_answer_than_was_seen_ends_the_stream_for_good(streams: StreamPi
     assert (list(source.connect()), source.status) == ([], 204)
 
 
+@pytest.mark.proof
 def test_slow_readers_slow_nobody_and_get_all_of_it(streams: StreamPipeline) -> None:
     count, num_slow = 12_000, 20
     stream_id = streams.post(max_tokens=count)
@@ -154,6 +161,7 @@ CANCELS: dict[str, Callable[[str], httpx.Response]] = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("how", CANCELS)
 def test_a_stream_is_cancelled(streams: StreamPipeline, how: str) -> None:
     stream_id = streams.post(n=2)
@@ -167,6 +175,7 @@ def test_a_stream_is_cancelled(streams: StreamPipeline, how: str) -> None:
     assert CANCELS[how](f"{url}x").status_code == 404
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("cancels", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_cancels_only_where_that_was_asked_for(streams: StreamPipeline, stream: bool, cancels: bool) -> None:
@@ -185,7 +194,7 @@ def test_who_leaves_cancels_only_where_that_was_asked_for(streams: StreamPipelin
         assert not streams.is_cancelled(request_id)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", mark_some([True, False], pytest.mark.proof))
 def test_who_leaves_for_long_cancels_where_the_operator_wants_that(streams: StreamPipeline, stream: bool) -> None:
     known = {request.id for request in streams.read_requests()}
     with streams.start_gateway(GATEWAY_CANCEL_UNREAD_S="0.1") as gateway:
@@ -208,6 +217,7 @@ def open_request(
     return connection
 
 
+@pytest.mark.proof
 def test_headers_reach_the_request(streams: StreamPipeline) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = {"x-session-affinity": "chat-7", "x-penstock-deadline-s": "60", "traceparent": trace}
@@ -226,6 +236,7 @@ def test_headers_reach_the_request(streams: StreamPipeline) -> None:
     assert request_id in {one.key for one in streams.bus.read_all(topics["batch"])}
 
 
+@pytest.mark.proof
 def test_a_gateway_that_stops_sends_its_readers_elsewhere(streams: StreamPipeline) -> None:
     leaving = streams.start_gateway()
     stream_id = streams.post()

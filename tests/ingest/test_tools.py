@@ -13,6 +13,7 @@ import pytest
 from penstock.local.stack import Stack
 from sim.waiting import wait_for
 from sim.workload import TOOL_MODEL
+from tests.draws import mark_some
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 
@@ -134,13 +135,12 @@ def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: A
     assert not getattr(message, "reasoning_content", None)
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("given", "names"),
-    [
+    mark_some([
         ({"tool_choice": "required"}, BOTH), ({"tool_choice": NAMED_AGE}, {"get_age"}),
         ({"tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}, BOTH),
-    ],
+    ], pytest.mark.proof),
 )  # fmt: skip
 def test_a_model_that_has_to_call_does(sdk: Any, model: str, given: dict[str, Any], names: set[str]) -> None:
     for content in ("Say hello.", "Repeat: red, blue."):

@@ -26,6 +26,7 @@ from penstock.names import WEBHOOKS_KEY, stream_meta_key, webhook_events_key
 from penstock.redis.client import async_redis_client
 from penstock.telemetry.meters import Meters
 from sim.waiting import wait_for
+from tests.draws import mark_some
 from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 from tests.ingest.batch_files import ScriptedClient, create_batch, lines, row
 from tests.ingest.webhook_receiver import HANGS, SECRET, WebhookReceiver, receive_webhooks
@@ -193,8 +194,7 @@ def objects(tmp_path: Path) -> Iterator[ObjectStorage]:
         yield made
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("status", ["completed", "expired"])
+@pytest.mark.parametrize("status", mark_some(["completed", "expired"], pytest.mark.proof))
 async def test_the_end_of_a_batch_is_told_once_and_its_mark_goes_after_that(
     hooks: Webhooks, objects: ObjectStorage, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:

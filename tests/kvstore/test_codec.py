@@ -15,6 +15,7 @@ from penstock.kvstore.codec.choice import MIN_SAMPLE_BYTES, NUM_FIRST_PROBES, PR
 from penstock.kvstore.codec.contract import ELEMENT_BYTES
 from penstock.kvstore.codec.int8 import Int8Codec, to_float32
 from penstock.kvstore.codec.lossless import LosslessCodec
+from tests.draws import mark_some
 
 ELEMENTS: tuple[Element, ...] = get_args(Element)
 FLOATS = tuple(element for element in ELEMENTS if element != "int8")
@@ -227,8 +228,7 @@ def test_auto_is_raw_until_the_link_was_seen(choosing: Callable[[float], Adaptiv
     assert choice.encode_payload(PAYLOAD)[0] == LOSSLESS
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(("link_seconds", "pays"), [(0.0011, True), (0.0009, False)])
+@pytest.mark.parametrize(("link_seconds", "pays"), mark_some([(0.0011, True), (0.0009, False)], pytest.mark.proof))
 def test_auto_compresses_where_that_is_faster(
     choosing: Callable[[float], AdaptiveCodec], link_seconds: float, pays: bool
 ) -> None:

@@ -92,7 +92,6 @@ def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
         yield child
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(("halted", "which"), [((tier, "put.5.1"), tier) for tier in TIERS], indirect=["halted"])
 def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, halted: Child, which: str) -> None:
     """It stands still with the lock in its hands, and the tables half changed; who waits goes on when it dies."""

@@ -18,6 +18,7 @@ from penstock.kvstore.cost import NUM_PROBE_BLOCKS
 from penstock.kvstore.room import fit_tiers
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.local.processes import find_free_port
+from tests.draws import mark_some
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4
@@ -120,8 +121,7 @@ def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> 
     assert read(store, start=4) == [(payloads[4], 0)]
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", mark_some([0, 1, 2], pytest.mark.proof))
 def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, places: list[Place], depth: int) -> None:
     names = fill(store)
     for upper in store.tiers[:depth]:

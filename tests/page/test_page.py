@@ -11,6 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S
 from penstock.cli.up import build_endpoint_environment
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
@@ -162,23 +163,62 @@ def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
     expect(page.locator("#send")).to_be_enabled()
 
 
+def open_with_still_clock(tabs: Tabs, url: str) -> tuple[Page, int]:
+    """Return a page whose clock only the test moves, and after what silence, in milliseconds, it believes nobody."""
+    page = tabs.open(url)
+    page.clock.install(time=0)
+    page.clock.pause_at(10**12)
+    page.reload()
+    expect(page.locator("#health")).to_have_text("ok")
+    return page, int(page.evaluate("import('/page/api.js').then((api) => api.SILENCE_MS)"))
+
+
 def test_a_gateway_that_sends_nothing_more_is_told_from_one_that_is_well(tabs: Tabs, line: Stack) -> None:
-    page = tabs.open(line.gateway_url)
+    page, silence_ms = open_with_still_clock(tabs, line.gateway_url)
     ask(page, "Tell me of the beginning.", 900, seed="7")
     wait_for_tokens(page, 20)
     assert line.gateway is not None
     assert line.gateway.child is not None
     with hanging(line.gateway.child.pid):
+        page.clock.run_for(look_ms := int(1000 * BROKER_TIMEOUT_S))
+        expect(page.locator("#health")).to_have_text("ok")  # the gateway may wait so long for its brokers
+        page.clock.run_for(silence_ms - look_ms)
         expect(page.locator("#health")).to_have_text("unreachable")
         expect(page.locator("#notice")).to_have_text(
-            re.compile(r"^Nothing has come from this gateway for 10 s: what is shown is of \d\d:\d\d:\d\d\.$")
+            re.compile(r"^No news of the pipeline has come for 20 s: what is shown is of \d\d:\d\d:\d\d\.$")
         )
         wait_for_state(page, "broken")
+    page.clock.resume()
     expect(page.locator("#health")).to_have_text("ok")
     expect(page.locator("#notice")).to_be_empty()
     wait_for_state(page, "done")
     text = "".join(page.evaluate(PIECES))
     assert text == whole_answer(line.gateway_url, page.inner_text(".turn .id")).lstrip()
+
+
+def test_a_stream_that_flows_is_not_broken_where_only_the_pipelines_state_is_late(
+    tabs: Tabs, line: Stack, tmp_path: Path
+) -> None:
+    with GatewayProcess(line.addresses, tmp_path) as looker:
+        page, silence_ms = open_with_still_clock(tabs, line.gateway_url)
+        page.route("**/v1/live", lambda route: route.continue_(url=f"{looker.url}/v1/live"))
+        page.reload()
+        expect(page.locator("#health")).to_have_text("ok")
+        ask(page, "Tell me of the beginning.", 900, seed="7")
+        with ExitStack() as paused, hanging(looker.process.pid):
+            for worker in line.workers:  # the answer would be whole before a busy browser has shown it
+                if worker.child is not None and worker.name.startswith("decode"):
+                    paused.enter_context(hanging(worker.child.pid))
+            page.clock.run_for(silence_ms * 3 // 5)
+            paused.close()
+            before = number(page, "#tokens")
+            wait_for_tokens(page, before + 1)
+            page.clock.run_for(silence_ms * 2 // 5)
+            expect(page.locator("#health")).to_have_text("unreachable")
+        page.clock.resume()
+        wait_for_state(page, "done")
+        assert page.locator(".seam").count() == 0
+        tabs.close()
 
 
 def test_the_pages_own_models_are_offered_first(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
@@ -194,6 +234,10 @@ def test_the_pages_own_models_are_offered_first(tabs: Tabs, line: Stack, tmp_pat
         expect(page.locator("#no-model")).to_contain_text("one of another pipeline may be chosen")
         expect(page.locator("#model")).to_have_value("")
         expect(page.locator("#send")).to_be_disabled()
+        listed = page.locator("#model option").first.element_handle()
+        page.wait_for_event("requestfinished", lambda asked: asked.url.endswith("/v1/models"))
+        page.wait_for_event("request", lambda asked: asked.url.endswith("/v1/models"))
+        assert listed.evaluate("(option) => option.isConnected"), "a list that is the same is left as it is"
         own = Heartbeat(line.addresses.stream_url, Pipeline("lonely"), "decode", "nobody", 600)
         own.update_status(model="zzz", state="ready")
         own.write_beat()

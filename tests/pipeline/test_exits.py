@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan
 
 from penstock.bus.contract import Delivery
 from penstock.bus.joined import JoinedMember
@@ -17,6 +18,7 @@ from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_m
 from penstock.names import CLASSES, REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.record import AppendOutcome, Claim
+from penstock.telemetry import tracing
 from penstock.testing.bus import Entry, MemoryMember
 from penstock.testing.record import MemoryRecord, RequestRecord
 from penstock.worker.loop import run_until_idle
@@ -402,3 +404,27 @@ def test_each_row_is_played_and_names_functions_of_the_worker() -> None:
 @pytest.mark.parametrize("name", PLAYED)
 def test_a_request_leaves_a_worker_as_its_row_says(name: str, make_line: Callable[..., InProcessPipeline]) -> None:
     getattr(Exits(make_line(record=RECORD), TABLE[name][1:]), name)()
+
+
+@pytest.mark.in_memory
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_settlement_that_is_refused_has_no_span(
+    is_lost: bool, make_line: Callable[..., InProcessPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = list[str]()
+
+    class NotedSpan(NonRecordingSpan):
+        def __init__(self, name: str, *_: object, **attributes: object) -> None:
+            super().__init__(INVALID_SPAN_CONTEXT)
+            self._name = name
+
+        def end(self, end_time: int | None = None) -> None:
+            recorded.append(self._name)
+
+    exits = Exits(make_line(record=RECORD), [])
+    worker = exits._run("prefill")
+    if is_lost:
+        give_away(worker)
+    monkeypatch.setattr(tracing, "start_span", NotedSpan)
+    run_until_idle(worker)
+    assert recorded.count("hand_off") == (not is_lost), recorded

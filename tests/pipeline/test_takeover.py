@@ -78,7 +78,7 @@ def patient_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.bootstrap
 
 
-@pytest.mark.parametrize("stage", ["prefill", pytest.param("decode", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_what_arrives_for_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:

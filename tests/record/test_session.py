@@ -20,9 +20,9 @@ from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.retry import deadline_error
 from sim.forked import pause_process
 from sim.waiting import PATIENCE_S, wait_for
+from tests.draws import mark_some
 from tests.record.play import alive, die, end, say
 
-pytestmark = pytest.mark.proof
 MOMENT_S = 0.01
 
 
@@ -48,6 +48,7 @@ def wait_soon(condition: Callable[[], bool], what: str) -> None:
     wait_for(condition, what, MOMENT_S)
 
 
+@pytest.mark.proof
 def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None:
     kept = claim_for(session, hasty)
     for number in range(3):
@@ -60,6 +61,7 @@ def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None
     assert (status.session, status.epoch) == (session.id, kept.epoch)
 
 
+@pytest.mark.proof
 def test_a_cancelled_claim_is_reported_as_long_as_it_is_held(session: Session, hasty: Record) -> None:
     one, other = claim_for(session, hasty, "r1"), claim_for(session, hasty, "r2")
     assert hasty.cancel_request("r1")
@@ -70,6 +72,7 @@ def test_a_cancelled_claim_is_reported_as_long_as_it_is_held(session: Session, h
     session.remove_claim(other)
 
 
+@pytest.mark.proof
 def test_a_late_worker_learns_that_all_is_lost_and_opens_another_session(session: Session, hasty: Record) -> None:
     claims = {claim_for(session, hasty, name) for name in ("r1", "r2")}
     before = session.id
@@ -87,6 +90,7 @@ def test_a_late_worker_learns_that_all_is_lost_and_opens_another_session(session
     assert taken.claim.id in ("r1", "r2")
 
 
+@pytest.mark.proof
 def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
     session: Session, hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -103,6 +107,7 @@ def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
     wait_soon(lambda: hasty.count_free("decode") == 1, "it is free")
 
 
+@pytest.mark.proof
 def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     with Session(record, "d1") as session:
         claim_for(session, record)
@@ -112,6 +117,7 @@ def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Re
     assert sorted(left) == sorted([pipeline.free_key("decode"), pipeline.record_key("r1")])
 
 
+@pytest.mark.proof
 def test_what_a_session_held_is_free_in_the_stage_that_each_request_is_in(record: Record) -> None:
     with Session(record, "a1") as session:
         assert isinstance(record.claim_prefill("p1", session.id, "b", b"message"), Claim)
@@ -123,7 +129,7 @@ def test_what_a_session_held_is_free_in_the_stage_that_each_request_is_in(record
     assert {taken.claim.id for taken in record.take_over_free("decode", heir, 9)} == {"d1", "d2"}
 
 
-@pytest.mark.parametrize("why", ["stalled", "stopped"])
+@pytest.mark.parametrize("why", mark_some(["stalled", "stopped"], pytest.mark.proof))
 def test_a_session_whose_loop_stands_still_or_that_was_stopped_is_not_renewed(record: Record, why: str) -> None:
     is_stalled = threading.Event()
     session = Session(record, "d1", is_stalled=is_stalled.is_set, keep=lambda _: None)
@@ -135,6 +141,7 @@ def test_a_session_whose_loop_stands_still_or_that_was_stopped_is_not_renewed(re
     session.close()
 
 
+@pytest.mark.proof
 def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
     def parts() -> list[str]:
         raise ZeroDivisionError("a bug")
@@ -149,7 +156,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
 # Pauses and clocks
 
 
-@pytest.mark.parametrize("still_s", [1.4, 2.4])
+@pytest.mark.parametrize("still_s", mark_some([1.4, 2.4], pytest.mark.proof))
 def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, still_s: float) -> None:
     """By its clock all sessions are over when it continues, and the first worker could end those of the others."""
     with ValkeyServer(tmp_path) as server, ExitStack() as stack:
@@ -182,6 +189,7 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
         wait_soon(lambda: "dead/1" not in list_living(client, pipeline), "who died is found out")
 
 
+@pytest.mark.proof
 def test_a_clock_that_is_put_forward_ends_nobodys_session(
     hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -197,7 +205,7 @@ def test_a_clock_that_is_put_forward_ends_nobodys_session(
         wait_soon(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
 
 
-@pytest.mark.parametrize("step_ms", [1_000, 20_000, 40_000, 3_600_000])
+@pytest.mark.parametrize("step_ms", mark_some([1_000, 20_000, 40_000, 3_600_000], pytest.mark.proof))
 def test_a_clock_that_went_back_ends_nobodys_session(
     record: Record, client: "redis.Redis", pipeline: Pipeline, step_ms: int
 ) -> None:
@@ -221,6 +229,7 @@ def test_a_clock_that_went_back_ends_nobodys_session(
 # Readers of partitions
 
 
+@pytest.mark.proof
 def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
     session = alive(record, "dead")
     record.renew_session(session, 1, ["topic:0", "topic:1"])
@@ -236,6 +245,7 @@ def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
     assert record.adopt_partitions(other, ["topic"]) == ["topic:1"]
 
 
+@pytest.mark.proof
 def test_only_partitions_of_the_callers_topics_are_adopted(record: Record) -> None:
     session = alive(record, "dead")
     record.renew_session(session, 1, ["jobs:0", "requests:0", "requests:1"])
@@ -246,6 +256,7 @@ def test_only_partitions_of_the_callers_topics_are_adopted(record: Record) -> No
     assert record.adopt_partitions(one, ["requests"]) == []
 
 
+@pytest.mark.proof
 def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -258,6 +269,7 @@ def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     assert client.hgetall(pipeline.readers_key) == {b"topic:1": b"", b"topic:2": one.encode()}
 
 
+@pytest.mark.proof
 def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
     hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -280,6 +292,7 @@ def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
         assert client.hgetall(pipeline.readers_key) == {}
 
 
+@pytest.mark.proof
 def test_a_reader_that_does_not_progress_says_so_after_a_lease(
     hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -292,7 +305,9 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
         wait_soon(lambda: hasty.adopt_partitions(other.id, ["topic"]) == [], "it reads again")
 
 
-@pytest.mark.parametrize(("by_s", "said"), [(900.0, "ahead of"), (-60.0, "behind"), (1.0, "")])
+@pytest.mark.parametrize(
+    ("by_s", "said"), mark_some([(900.0, "ahead of"), (-60.0, "behind"), (1.0, "")], pytest.mark.proof)
+)
 def test_time_goes_by_the_servers_clock(
     by_s: float, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

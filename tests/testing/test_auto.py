@@ -10,8 +10,8 @@ from penstock.client import Answer
 from penstock.config.settings import StaySettings
 from penstock.telemetry import tracing
 from penstock.testing.pipeline import TestPipeline
+from tests.draws import mark_some
 
-pytestmark = pytest.mark.proof
 PROMPT = "Once upon a time"
 
 
@@ -35,6 +35,7 @@ def ask(pipeline: TestPipeline, prompt: str = PROMPT, max_tokens: int = 20) -> A
         return client.result(client.submit(prompt, max_tokens=max_tokens))
 
 
+@pytest.mark.proof
 def test_its_spans_tell_the_prompt_from_the_answer(pipeline: TestPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, start_span = list[str](), tracing.start_span
 
@@ -49,6 +50,7 @@ def test_its_spans_tell_the_prompt_from_the_answer(pipeline: TestPipeline, monke
     ]  # fmt: skip
 
 
+@pytest.mark.proof
 def test_one_and_two_hops_give_the_same_tokens(pipeline: TestPipeline) -> None:
     with pipeline.client() as client:
         here = client.result(client.submit(PROMPT, max_tokens=30, seed=7))
@@ -61,11 +63,12 @@ def test_one_and_two_hops_give_the_same_tokens(pipeline: TestPipeline) -> None:
     assert here.usage == there.usage
 
 
+@pytest.mark.proof
 def test_an_answer_of_one_token_is_settled_where_it_was_computed(pipeline: TestPipeline) -> None:
     assert len(ask(pipeline, max_tokens=1).token_ids) == 1
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("tokens", mark_some([1, 2, 9], pytest.mark.proof))
 def test_another_one_goes_on_with_what_a_dead_one_decoded(pipeline: TestPipeline, tokens: int) -> None:
     with pipeline.client() as client:
         request_id = client.submit(PROMPT, max_tokens=40)
@@ -99,12 +102,15 @@ def test_a_worker_that_leaves_gives_back_what_it_decodes(pipeline: TestPipeline)
 
 @pytest.mark.parametrize(
     ("stay", "max_tokens", "leaves"),
-    [
-        pytest.param(StaySettings(max_prompt_tokens=2), 20, True, id="a long prompt"),
-        pytest.param(StaySettings(max_answer_tokens=5), 20, True, id="a long answer"),
-        pytest.param(StaySettings(max_s=0.01), 60, True, id="an answer that lasts"),
-        pytest.param(StaySettings(), 20, False, id="nothing"),
-    ],
+    mark_some(
+        [
+            pytest.param(StaySettings(max_prompt_tokens=2), 20, True, id="a long prompt"),
+            pytest.param(StaySettings(max_answer_tokens=5), 20, True, id="a long answer"),
+            pytest.param(StaySettings(max_s=0.01), 60, True, id="an answer that lasts"),
+            pytest.param(StaySettings(), 20, False, id="nothing"),
+        ],
+        pytest.mark.proof,
+    ),
 )
 def test_what_leaves_is_decoded_elsewhere(pipeline: TestPipeline, max_tokens: int, leaves: bool) -> None:
     alone = ask(pipeline, max_tokens=max_tokens)

@@ -10,8 +10,8 @@ from penstock.messages import TokenEvent
 from penstock.testing.engine import FormulaEngine, list_tokens
 from penstock.testing.pipeline import TestPipeline
 from sim.waiting import wait_for
+from tests.draws import mark_some
 
-pytestmark = pytest.mark.proof
 PROMPT = [300, 301, 302]
 NUM_TOKENS = 20
 
@@ -28,7 +28,9 @@ def read_tokens(pipeline: TestPipeline, request_id: str) -> list[int]:
         return [event.token for event in client.stream(request_id) if isinstance(event, TokenEvent)]
 
 
-@pytest.mark.parametrize(("name", "after_tokens"), [("decode-0", 1), ("decode-0", 12), ("prefill-0", 1)])
+@pytest.mark.parametrize(
+    ("name", "after_tokens"), mark_some([("decode-0", 1), ("decode-0", 12), ("prefill-0", 1)], pytest.mark.proof)
+)
 def test_an_answer_is_whole_after_a_kill(name: str, after_tokens: int) -> None:
     with TestPipeline() as pipeline:
         pipeline.kill_worker(name, after_tokens)
@@ -38,6 +40,7 @@ def test_an_answer_is_whole_after_a_kill(name: str, after_tokens: int) -> None:
         assert [result.token_ids for result in pipeline.wait_for_results(1)] == [list_tokens(PROMPT, 7, NUM_TOKENS)]
 
 
+@pytest.mark.proof
 def test_a_dead_worker_writes_nothing_more() -> None:
     with TestPipeline() as pipeline:
         pipeline.kill_worker("decode-0", after_tokens=4)
@@ -48,6 +51,7 @@ def test_a_dead_worker_writes_nothing_more() -> None:
         assert len(pipeline.records.records["r1"].tokens) == len(seen), "prefill's, and four"
 
 
+@pytest.mark.proof
 def test_a_worker_of_the_same_name_takes_the_place_of_a_dead_one() -> None:
     with TestPipeline() as pipeline:
         pipeline.kill_worker("decode-0")
@@ -55,6 +59,7 @@ def test_a_worker_of_the_same_name_takes_the_place_of_a_dead_one() -> None:
         assert len(read_tokens(pipeline, submit(pipeline, "r1"))) == NUM_TOKENS
 
 
+@pytest.mark.proof
 def test_a_worker_that_leaves_gives_its_requests_to_another_one() -> None:
     with TestPipeline() as pipeline, pipeline.client() as client:
         events = client.stream(submit(pipeline, "r1"))
@@ -65,6 +70,7 @@ def test_a_worker_that_leaves_gives_its_requests_to_another_one() -> None:
         assert len(seen) == NUM_TOKENS + 1
 
 
+@pytest.mark.proof
 async def test_the_client_for_asyncio_reads_streams_too() -> None:
     with TestPipeline(lambda prompt: f"You asked: {prompt}") as pipeline:
         async with pipeline.async_client() as client:
@@ -72,6 +78,7 @@ async def test_the_client_for_asyncio_reads_streams_too() -> None:
     assert answer.text == "You asked: what?"
 
 
+@pytest.mark.proof
 def test_a_request_is_cancelled() -> None:
     with TestPipeline() as pipeline, pipeline.client() as client:
         pipeline.stop_worker("decode-0")
@@ -83,6 +90,7 @@ def test_a_request_is_cancelled() -> None:
             list(events)
 
 
+@pytest.mark.proof
 def test_what_ends_a_worker_that_nobody_killed_is_raised() -> None:
     before = set(threading.enumerate())
     with (
@@ -98,6 +106,7 @@ def test_what_ends_a_worker_that_nobody_killed_is_raised() -> None:
     wait_for(has_no_thread, "all threads of the workers have ended")
 
 
+@pytest.mark.proof
 def test_no_lag_is_told() -> None:
     with TestPipeline() as pipeline, pipeline.client() as client, pytest.raises(NotImplementedError):
         client.estimated_wait()

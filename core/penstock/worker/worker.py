@@ -927,7 +927,8 @@ class Worker:
             task = settling.task
             with confine_error(task.id):
                 self.metrics.count_dead_letters(settling.num_dead_letters * settled)
-                task.settling_span.end()
+                if settled:  # what was refused is published by another worker, whose span says so
+                    task.settling_span.end()
             if not task.hands_off:
                 continue
             failpoint("prefill.5.settled")

@@ -102,10 +102,8 @@ def unknown_model_error(name: str, served: Iterable[str]) -> ApiError:
     """Return a 404 for a model that no worker serves, with the names of those that are."""
     names = sorted({*served})
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    message = (
-        f"The model {name[:256]!r} does not exist or you do not have access to it. Served here: "
-        f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}."
-    )
+    listed = f"Served here: {', '.join(map(repr, names[:MAX_NAMED]))}{more}." if names else "No model is served now."
+    message = f"The model {name[:256]!r} does not exist or you do not have access to it. {listed}"
     return ApiError(404, message, code="model_not_found", param="model")
 
 

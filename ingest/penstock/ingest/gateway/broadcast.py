@@ -17,6 +17,8 @@ from penstock.ops.live import Json, LiveWatch
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
+KEEP_ALIVE_S = 5.0
+"""A comment is sent after so long without a state, as brokers that answer late make a look take long."""
 PRIVATE_FIELDS = ("workers", "lost", "tiers", "rates")
 """The fields that a tenant does not see."""
 
@@ -41,7 +43,11 @@ class LiveBroadcast:
         try:
             while True:
                 while self._number <= seen:
-                    await self._new_frames.wait()
+                    try:
+                        async with asyncio.timeout(KEEP_ALIVE_S):
+                            await self._new_frames.wait()
+                    except TimeoutError:
+                        yield b": the state is still being read\n\n"
                 seen = self._number
                 yield self._frames[0 if is_whole else 1]
         finally:

@@ -1,7 +1,8 @@
 // What the page asks of the gateway. A key travels in a header alone, and is kept by this tab until it is closed.
 
 const KEPT = "penstock-key";
-export const SILENCE_MS = 10_000; // a gateway that sends nothing for so long is not believed in any more
+// Who sends nothing for so long is not believed in any more. A look at brokers that do not answer takes up to 15 s (BROKER_TIMEOUT_S).
+export const SILENCE_MS = 20_000;
 let key = sessionStorage.getItem(KEPT) ?? "";
 
 export const needsKey = document.documentElement.dataset.keys === "needed";
@@ -50,8 +51,9 @@ export function listen(signal) {
   return { signal: AbortSignal.any([signal, late.signal]), heard, end: () => clearTimeout(timer), isLate: () => late.signal.aborted };
 }
 
-/** The server-sent events of a response: {id, event, data}. Ends as the connection does, throws when it breaks. */
-export async function* events(response) {
+/** The server-sent events of a response: {id, event, data}; `heard` is called at any byte. Ends as the connection does, throws when it breaks. */
+export async function* events(response, heard) {
+  heard();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const begun = () => ({ id: "", event: "message", data: "" });
   let rest = "";
@@ -60,6 +62,7 @@ export async function* events(response) {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
+      heard();
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines) {

@@ -33,8 +33,7 @@ export class PipelineView {
     for (let tries = 0; !signal.aborted; tries += 1) {
       const ear = listen(signal);
       try {
-        for await (const { event, data } of events(await ask("/v1/live", { signal: ear.signal }))) {
-          ear.heard();
+        for await (const { event, data } of events(await ask("/v1/live", { signal: ear.signal }), ear.heard)) {
           tries = 0;
           if (event === "unavailable") this._away(JSON.parse(data).message);
           else this.show(JSON.parse(data));
@@ -91,7 +90,7 @@ export class PipelineView {
 
   _silent() {
     const shown = byId("at").textContent;
-    this._away(`Nothing has come from this gateway for ${SILENCE_MS / 1000} s${shown === "–" ? "" : `: what is shown is of ${shown}`}.`);
+    this._away(`No news of the pipeline has come for ${SILENCE_MS / 1000} s${shown === "–" ? "" : `: what is shown is of ${shown}`}.`);
     this._onSilence();
   }
 

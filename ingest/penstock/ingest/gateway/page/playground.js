@@ -16,6 +16,7 @@ export class Playground {
     this._onAnswered = onAnswered;
     this._messages = [];
     this._stream = null;
+    this._models = ""; // as they are listed
     byId("prompt-form").addEventListener("submit", (event) => { event.preventDefault(); this._send(); });
     byId("prompt").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -38,6 +39,9 @@ export class Playground {
     const none = others.length ? "No worker of this pipeline serves a model yet; one of another pipeline may be chosen."
       : "No worker serves a model yet. A prompt can be sent as soon as one is ready.";
     say(byId("no-model"), own.length ? "" : none);
+    const found = JSON.stringify(data.map(({ id, own: isOwn, supports_tools: can }) => [id, isOwn, can]));
+    if (found === this._models) return own.length; // a list that somebody may have open
+    this._models = found;
     const list = byId("model");
     const chosen = list.value;
     list.replaceChildren(...(own.length ? own.map(option) : [new Option("none yet", "")]));

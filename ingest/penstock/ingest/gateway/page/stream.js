@@ -4,7 +4,7 @@
 //   2  read events; the last one's id is where the reader is
 //   3  the connection breaks: GET /v1/streams/{id} with Last-Event-ID goes on after it, for as long as it takes
 
-import { ask, backoffMs, events, pause, Refused } from "./api.js";
+import { ask, backoffMs, events, pause, Refused, SILENCE_MS } from "./api.js";
 
 const POSITION = /^(\d+)-/;
 
@@ -23,6 +23,7 @@ export class Stream {
     this._lastEventId = "";
     this._left = new AbortController();
     this._connection = new AbortController();
+    this._heardAt = 0;
   }
 
   /** Read to the end. Throws `Refused` for an error that stays one. */
@@ -46,9 +47,9 @@ export class Stream {
     }
   }
 
-  /** Give the connection up, which may be dead, and go on with another one. */
+  /** Give the connection up, which may be dead if nothing came of late, and go on with another one. */
   reconnect() {
-    this._connection.abort();
+    if (performance.now() > this._heardAt + SILENCE_MS / 2) this._connection.abort();
   }
 
   /** Ask for the request's end; what was read stays. Where its id is not known yet, as soon as it is. */
@@ -79,7 +80,7 @@ export class Stream {
 
   /** The events of one connection; whether the stream is over. */
   async _readOne(response, came) {
-    for await (const { id, event, data } of events(response)) {
+    for await (const { id, event, data } of events(response, () => { this._heardAt = performance.now(); })) {
       came();
       if (id) this._lastEventId = id;
       if (event === "error") {
