@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import threading
 import uuid
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
+from penstock.ingest.gateway import broadcast as broadcasting
 from penstock.ingest.gateway.accept import RequestHeaders, accept_request
 from penstock.ingest.gateway.broadcast import LiveBroadcast
 from penstock.ingest.gateway.sse import StreamFeed
@@ -33,9 +35,11 @@ from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, now_s
 from penstock.names import rate_key, stream_meta_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
+from penstock.ops.live import LiveWatch
 from penstock.record import Record
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.redis.servers import Sharded
+from sim.waiting import PATIENCE_S
 from tests.draws import mark_some
 from tests.gateways import ScriptedPipeline
 from tests.record.play import end, prefill, say
@@ -279,6 +283,25 @@ async def test_what_a_tenant_sees_of_the_pipeline_names_no_worker(site: Site) ->
     assert [worker["name"] for worker in seen[True]["workers"]] == ["nobody"]
     assert set(seen[False]) == {"at", "pipeline", "health", "lag", "ttft_s", "itl_s"}
     assert seen[False]["health"] == {"state": seen[True]["health"]["state"], "reasons": []}
+
+
+async def test_a_look_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page counts on it: a gateway from which nothing comes is away."""
+    monkeypatch.setattr(broadcasting, "KEEP_ALIVE_S", 0.01)
+    has_ended = threading.Event()
+
+    class SlowWatch:
+        def read_latest(self) -> dict[str, object]:
+            assert has_ended.wait(PATIENCE_S)
+            return {"health": {"state": "ok"}}
+
+    live = LiveBroadcast(cast(LiveWatch, SlowWatch()))
+    async with aclosing(live.read_frames(is_whole=False)) as frames:
+        assert (await anext(frames)).startswith(b": ")
+        has_ended.set()
+        while (frame := await anext(frames)).startswith(b": "):
+            pass
+        assert frame.startswith(b"event: look")
 
 
 async def test_settings_are_read_once(site: Site) -> None:
