@@ -91,7 +91,7 @@ async def _stream_snapshots(gateway: Gateway, max_snapshots: int | None) -> Asyn
         number = 0
         async for frame in frames:
             yield frame
-            number += 1
+            number += not frame.startswith(b":")  # a comment is no look
             if number == max_snapshots or gateway.is_stopping:
                 return
 
