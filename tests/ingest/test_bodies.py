@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,8 @@ from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.guard import GuardMiddleware
+from penstock.ingest.gateway.guard import HOST_NAMES, GuardMiddleware
+from penstock.ingest.gateway.site import read_page_files
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
 from penstock.ingest.openai.body import TRANSLATED_FIELDS
 from penstock.ingest.openai.endpoint import use_response_template
@@ -373,7 +375,7 @@ async def ask_guard(host: str, *, only_local: bool, origin: str | None = None, a
 @pytest.mark.parametrize(
     "host",
     ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.1", "[::1]:8080", "[::1]", "host.docker.internal:8080",
-     "Host.Docker.Internal", "host.containers.internal"],
+     "Host.Docker.Internal", "host.containers.internal", "LOCALHOST:8080", *sorted(HOST_NAMES)],
 )  # fmt: skip
 async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None:
     assert (await ask_guard(host, only_local=True)).text == "fine"
@@ -388,6 +390,7 @@ async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None
         "[::2]:8080",
         "localhost.evil:1",
         "host.docker.internal.evil",
+        "gateway.orb.local",
     ],
 )
 async def test_and_to_no_others(host: str) -> None:
@@ -418,6 +421,12 @@ def open_app(redis_url: str, **changes: dict[str, str]) -> httpx.AsyncClient:
         settings._replace(**changed), Addresses(stream_url=redis_url, pipeline=f"t-{uuid.uuid4().hex[:12]}")
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tower.lan:8080")
+
+
+def test_the_page_is_served_by_sources_without_the_documents(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("x")
+    (tmp_path / "operations.md").symlink_to(tmp_path / "docs/operations.md")
+    assert read_page_files(tmp_path).keys() == {"index.html"}
 
 
 async def test_a_refused_name_gets_in_where_the_advice_is_followed(redis_url: str) -> None:

@@ -396,6 +396,12 @@ HTTP: dict[str, bytes] = {
     "`CONNECT`": encode_head("CONNECT gateway:443"),
     "`Content-Encoding: gzip`": encode_upload(SIZED, "content-encoding: gzip"),
     "`Transfer-Encoding: gzip, chunked`": encode_upload("transfer-encoding: gzip, chunked", body=CHUNKED + b"\r\n"),
+    "two `Content-Encoding`, one of them `gzip`": encode_upload(
+        SIZED, "content-encoding: gzip", "content-encoding: identity"
+    ),
+    "two `Transfer-Encoding`, `gzip` and `chunked`": encode_upload(
+        "transfer-encoding: gzip", "transfer-encoding: chunked", body=CHUNKED + b"\r\n"
+    ),
     "two lengths, also if they are the same": encode_upload(SIZED, SIZED),
     "a length beside `chunked`": encode_upload(SIZED, "transfer-encoding: chunked", body=CHUNKED),
     "a length that is none": encode_upload("content-length: -1"),

@@ -25,8 +25,13 @@ DRAIN_S = 0.05
 _PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
 """The characters of ids, files and model names: no line breaks, and nothing that a shell or a store interprets."""
 _CODING_HEADERS = (b"content-encoding", b"transfer-encoding")
-HOST_NAMES = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
-"""What containers of Docker and Podman call their host. Nobody else can own a name that ends with `.internal`."""
+HOST_NAMES = frozenset({
+    "host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.lima.internal",
+    "host.rancher-desktop.internal", "host.orb.internal", "host.minikube.internal", "host.k3d.internal",
+})  # fmt: skip
+"""What containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack, minikube and k3d call
+their host. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any machine of
+the network may answer to a name that ends with `.local`.)"""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 
@@ -90,7 +95,7 @@ def _check_origin(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> Api
 
 def is_this_machine(host: str) -> bool:
     """Return whether a name in `Host` or `Origin` can only mean this machine, seen from itself or a container on it."""
-    return is_loopback(host) or host.lower() in HOST_NAMES
+    return is_loopback(host.lower()) or host.lower() in HOST_NAMES
 
 
 class _GuardedRequest:
@@ -100,8 +105,9 @@ class _GuardedRequest:
         headers = dict(scope["headers"])
         self._path: str = scope["path"]
         self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
-        codings = [headers.get(name, b"").decode("latin-1").strip().lower() for name in _CODING_HEADERS]
-        self._coding = ", ".join(coding for coding in codings if coding not in {"", "identity", "chunked"})
+        values = ",".join(value.decode("latin-1") for name, value in scope["headers"] if name in _CODING_HEADERS)
+        codings = [coding for one in values.lower().split(",") if (coding := one.strip()) not in {"", "identity"}]
+        self._coding = "" if codings in ([], ["chunked"]) else ", ".join(codings)
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
         self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
