@@ -17,7 +17,7 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import RequestFields, make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
-from penstock.errors import BusUnavailable, PromptTooLong
+from penstock.errors import BusUnavailable, PromptTooLong, SettingsError
 from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
@@ -437,6 +437,10 @@ async def test_a_refused_name_gets_in_where_the_advice_is_followed(redis_url: st
         assert (await client.get("/healthz")).status_code == 200
 
 
+def fail(_: object) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(("origins", "granted"), [("", ""), ("https://app.example", "https://app.example"), ("*", "*")])
 async def test_a_browser_is_told_which_origins_may_call(redis_url: str, origins: str, granted: str) -> None:
     async with open_app(redis_url, admission={"keys": "open"}, guard={"origins": origins}) as client:
@@ -451,8 +455,20 @@ async def test_a_browser_is_told_which_origins_may_call(redis_url: str, origins:
             assert "DELETE" in allowed.headers["access-control-allow-methods"]
         refused = await client.post("/v1/chat/completions", content=b"{", headers=asks)  # its error can be read
         assert (refused.status_code, refused.headers.get("access-control-allow-origin", "")) == (400, granted)
+        client._transport.app.router.add_route("/bug", fail, ["POST"])  # type: ignore[attr-defined]
+        client._transport.raise_app_exceptions = False  # type: ignore[attr-defined]
+        large = {"content-length": "9" * 15}
+        for path, status, more in (("/v1/a..b/%20", 404, {}), ("/v1/files", 413, large), ("/bug", 500, {})):
+            refused = await client.post(path, headers=asks | more)
+            assert (refused.status_code, refused.headers.get("access-control-allow-origin", "")) == (status, granted)
         other = await client.options("/v1/chat/completions", headers=asks | {"origin": "https://evil.example"})
         assert other.headers.get("access-control-allow-origin", "") == ("*" if origins == "*" else "")
+
+
+@pytest.mark.parametrize("origin", ["app.example.com", "localhost:3000", "https://app.example.com/page", "https://"])
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(SettingsError, match="no origin: write scheme, host and port"):
+        load_group(GatewayProcessSettings, guard={"origins": f"*, {origin}"})
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/v1/models", "GET"), ("/v1/responses/resp_1", "DELETE, GET")])

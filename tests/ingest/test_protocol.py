@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import re
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -217,6 +218,21 @@ async def test_requests_before_a_bad_one_are_answered_first(bad: bytes, statuses
         await wait_until(lambda: client.protocol._refusal is not None)
         server.may_answer.set()
         assert await client.read_statuses() == statuses
+
+
+@on_uvloop
+async def test_a_page_can_read_why_a_connection_is_refused() -> None:
+    for origins, header in (
+        ("", None),
+        ("*", b"*"),
+        ("https://a", b"https://a"),
+        ("https://a,https://b", b"https://b"),
+    ):
+        async with Server(origins=origins).listen() as server:
+            client = await server.connect(GET.replace(b"host: x", b"host: x\r\nhost: x\r\norigin: https://b") % b"")
+            got = await client.reader.read(-1)
+        granted = re.findall(rb"access-control-allow-origin: (\S+)", got)
+        assert granted == ([header] if header and header != b"https://a" else []), "another page's"
 
 
 @on_uvloop

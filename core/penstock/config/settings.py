@@ -5,6 +5,7 @@ A bad value is an error, and so is an unknown `PENSTOCK_` variable; the error na
 """
 
 import os
+import re
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -341,6 +342,20 @@ class GuardSettings(BaseSettings):
     origins: str = ""
     """The origins, separated by commas, whose pages may call the gateway from a browser, such as
     `https://app.example.com`; `*`: all. Empty: no page of another origin may."""
+
+    def list_origins(self) -> list[str]:
+        """Return the origins as browsers send them."""
+        return [origin for one in self.origins.lower().split(",") if (origin := one.strip().rstrip("/"))]
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> Self:
+        for origin in self.list_origins():
+            if origin not in {"*", "null"} and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#]+", origin) is None:
+                raise ValueError(
+                    f"PENSTOCK_GATEWAY_ORIGINS: {origin!r} is no origin: write scheme, host and port, such as "
+                    "https://app.example.com or http://localhost:3000, without a path"
+                )
+        return self
 
 
 class TraceSettings(BaseSettings):

@@ -41,7 +41,7 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
         """Wrap `app`. `only_local`: no key is needed, so pages of other sites and other host names are refused."""
         self._app, self._settings, self._only_local = app, settings, only_local
-        self._origins = split_origins(settings.origins)
+        self._origins = settings.list_origins()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the application's lifespan."""
@@ -72,11 +72,6 @@ def _check_path(path: str) -> ApiError | None:
     if _PATH_PATTERN.fullmatch(path) is None or ".." in path.split("/") or "." in path.split("/"):
         return ApiError(404, "Unknown request URL.", code="unknown_url")
     return None
-
-
-def split_origins(text: str) -> list[str]:
-    """Return the origins of `PENSTOCK_GATEWAY_ORIGINS`."""
-    return [origin for one in text.split(",") if (origin := one.strip().rstrip("/"))]
 
 
 def _check_origin(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> ApiError | None:

@@ -388,11 +388,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._end_cycles()
         self.flow.resume_reading()
         if not is_mid_answer:
-            self.transport.write(encode_response(error))
+            self.transport.write(encode_response(error, self._find_allowed_origin()))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.cut_soon()
         self._is_refused = True
+
+    def _find_allowed_origin(self) -> str | None:
+        """Return the origin whose page may read a refusal. Without a head it is the only one that is allowed."""
+        allowed = self.guard.list_origins()
+        if "*" in allowed or not self.headers:
+            return "*" if "*" in allowed else allowed[0] if len(allowed) == 1 else None
+        sent = [value.decode("latin-1") for name, value in self.headers if name == b"origin"]
+        return sent[0] if sent and sent[0] in allowed else None
 
     def _is_answering(self) -> bool:
         return self._running is not None and not self._running.response_complete
@@ -478,14 +486,16 @@ async def _run_without_chunks(
     await app(scope, receive, send_unframed)
 
 
-def encode_response(error: ApiError) -> bytes:
-    """Return an error as a whole HTTP response."""
+def encode_response(error: ApiError, origin: str | None = None) -> bytes:
+    """Return an error as a whole HTTP response, which pages of `origin` may read."""
     body = error.body.model_dump_json().encode()
     try:
         phrase = HTTPStatus(error.status).phrase
     except ValueError:
         phrase = "Error"
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    if origin is not None:
+        headers |= {"access-control-allow-origin": origin, "vary": "Origin"}
     lines = [f"HTTP/1.1 {error.status} {phrase}", *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
