@@ -31,7 +31,7 @@ from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.tenants import Caller
-from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, now_s
+from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Usage, now_s
 from penstock.names import rate_key, stream_meta_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
@@ -153,6 +153,33 @@ async def test_what_its_topic_does_not_take_costs_nothing(site: Site) -> None:
         with pytest.raises(RequestTooLarge):
             await site.post(0, NO_KEY)
     await site.post(0, NO_KEY)
+
+
+async def test_the_key_of_what_is_too_large_is_free_and_what_was_written_of_it_is_paid_for(site: Site) -> None:
+    send = AsyncClient.send
+
+    async def refuse_long(client: AsyncClient, encoded: Any, *args: Any) -> str:
+        if "long" in (encoded.request.prompt or ""):
+            raise RequestTooLarge("the brokers take less")
+        return await send(client, encoded, *args)
+
+    site.patch.setattr(AsyncClient, "send", refuse_long)
+    site.patch.setattr(site.gateways[0].admission, "settle", settle := AsyncMock())
+    for prompt in ("long", ["hello", "long"]):
+        with pytest.raises(RequestTooLarge):
+            await site.post(0, KEY, prompt=prompt)
+        assert await site.metas[1].find_meta("cmpl-" + await site.metas[0].derive_name(site.caller.tenant, "k")) is None
+    (written,) = site.scripted.read_requests()
+    meta = await site.post(1, KEY, prompt=["hello", "short"])
+    assert site.list_published() == [written.id, *meta.request_ids]
+    for request_id, body in zip(meta.request_ids, meta.bodies, strict=True):
+        claim = prefill(site.record, request_id, body=body)
+        say(site.record, claim, [1, 2])
+        site.record.finish_request(claim, end().model_copy(update={"usage": Usage(completion_tokens=2)}))
+    assert [answer.token_ids for answer in await read_answers(site.gateways[1], meta)] == [[1, 2]] * 2
+    while settle.await_count < 2:
+        await asyncio.sleep(0.01)
+    assert [call.args[1].completion_tokens for call in settle.await_args_list] == [0, 2]
 
 
 async def test_who_is_refused_by_the_limits_has_nothing_made(site: Site) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +17,13 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import RequestFields, make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
-from penstock.errors import BusUnavailable, PromptTooLong
+from penstock.errors import BusUnavailable, PromptTooLong, SettingsError
 from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.guard import GuardMiddleware
+from penstock.ingest.gateway.guard import HOST_NAMES, GuardMiddleware
+from penstock.ingest.gateway.site import read_page_files
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
 from penstock.ingest.openai.body import TRANSLATED_FIELDS
 from penstock.ingest.openai.endpoint import use_response_template
@@ -375,7 +377,7 @@ async def ask_guard(host: str, *, only_local: bool, origin: str | None = None, a
 @pytest.mark.parametrize(
     "host",
     ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.1", "[::1]:8080", "[::1]", "host.docker.internal:8080",
-     "Host.Docker.Internal", "host.containers.internal", "LOCALHOST", "host.lima.internal", "host.k3d.internal:80"],
+     "Host.Docker.Internal", "host.containers.internal", "LOCALHOST:8080", *sorted(HOST_NAMES)],
 )  # fmt: skip
 async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None:
     assert (await ask_guard(host, only_local=True)).text == "fine"
@@ -390,6 +392,7 @@ async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None
         "[::2]:8080",
         "localhost.evil:1",
         "host.docker.internal.evil",
+        "gateway.orb.local",
     ],
 )
 async def test_and_to_no_others(host: str) -> None:
@@ -422,12 +425,22 @@ def open_app(redis_url: str, **changes: dict[str, str]) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tower.lan:8080")
 
 
+def test_the_page_is_served_by_sources_without_the_documents(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("x")
+    (tmp_path / "operations.md").symlink_to(tmp_path / "docs/operations.md")
+    assert read_page_files(tmp_path).keys() == {"index.html"}
+
+
 async def test_a_refused_name_gets_in_where_the_advice_is_followed(redis_url: str) -> None:
     async with open_app(redis_url) as client:
         refused = await client.get("/healthz")
         assert (refused.status_code, "or to 'open'" in refused.json()["error"]["message"]) == (403, True)
     async with open_app(redis_url, admission={"keys": "open"}) as client:
         assert (await client.get("/healthz")).status_code == 200
+
+
+def fail(_: object) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(("origins", "granted"), [("", ""), ("https://app.example", "https://app.example"), ("*", "*")])
@@ -444,8 +457,20 @@ async def test_a_browser_is_told_which_origins_may_call(redis_url: str, origins:
             assert "DELETE" in allowed.headers["access-control-allow-methods"]
         refused = await client.post("/v1/chat/completions", content=b"{", headers=asks)  # its error can be read
         assert (refused.status_code, refused.headers.get("access-control-allow-origin", "")) == (400, granted)
+        client._transport.app.router.add_route("/bug", fail, ["POST"])  # type: ignore[attr-defined]
+        client._transport.raise_app_exceptions = False  # type: ignore[attr-defined]
+        large = {"content-length": "9" * 15}
+        for path, status, more in (("/v1/a..b/%20", 404, {}), ("/v1/files", 413, large), ("/bug", 500, {})):
+            refused = await client.post(path, headers=asks | more)
+            assert (refused.status_code, refused.headers.get("access-control-allow-origin", "")) == (status, granted)
         other = await client.options("/v1/chat/completions", headers=asks | {"origin": "https://evil.example"})
         assert other.headers.get("access-control-allow-origin", "") == ("*" if origins == "*" else "")
+
+
+@pytest.mark.parametrize("origin", ["app.example.com", "localhost:3000", "https://app.example.com/page", "https://"])
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(SettingsError, match="no origin: write scheme, host and port"):
+        load_group(GatewayProcessSettings, guard={"origins": f"*, {origin}"})
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/v1/models", "GET"), ("/v1/responses/resp_1", "DELETE, GET")])

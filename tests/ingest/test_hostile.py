@@ -396,11 +396,18 @@ HTTP: dict[str, bytes] = {
     "`CONNECT`": encode_head("CONNECT gateway:443"),
     "`Content-Encoding: gzip`": encode_upload(SIZED, "content-encoding: gzip"),
     "`Transfer-Encoding: gzip, chunked`": encode_upload("transfer-encoding: gzip, chunked", body=CHUNKED + b"\r\n"),
+    "two `Content-Encoding`, one of them `gzip`": encode_upload(
+        SIZED, "content-encoding: gzip", "content-encoding: identity"
+    ),
+    "two `Transfer-Encoding`, `gzip` and `chunked`": encode_upload(
+        "transfer-encoding: gzip", "transfer-encoding: chunked", body=CHUNKED + b"\r\n"
+    ),
     "two lengths, also if they are the same": encode_upload(SIZED, SIZED),
     "a length beside `chunked`": encode_upload(SIZED, "transfer-encoding: chunked", body=CHUNKED),
     "a length that is none": encode_upload("content-length: -1"),
     "no `Host`, in HTTP/1.1": encode_head("GET /healthz", host=""),
     "two `Host`": encode_head("GET /healthz", "host: other"),
+    "two requests at once, the second of them bad": encode_head("GET /healthz") + encode_head("GET /", "host: other"),
 }
 """What is sent for each row of the table of requests in docs/gateway.md."""
 
@@ -434,7 +441,7 @@ def test_a_request_has_one_answer_as_the_page_says(gateway: GuardedGateway, name
     num_uploads = raw.count(b"POST /v1/files") if expected[-1] == 200 else 0
     assert got.count(b'"bytes":23,') == num_uploads, "each body is read whole"
     if expected[-1] >= 400 and name != "`HEAD`":
-        assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert json.loads(got.rpartition(b"\r\n\r\n")[2])["error"]["message"]
     if "1.0" in name:
         assert b"transfer-encoding" not in got
 

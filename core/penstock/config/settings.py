@@ -5,6 +5,7 @@ A bad value is an error, and so is an unknown `PENSTOCK_` variable; the error na
 """
 
 import os
+import re
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -315,7 +316,7 @@ class AdmissionSettings(BaseSettings):
 
 
 def _split_origins(text: str) -> list[str]:
-    return [origin for one in text.split(",") if (origin := one.strip().rstrip("/"))]
+    return [origin for one in text.lower().split(",") if (origin := one.strip().rstrip("/"))]
 
 
 class GuardSettings(BaseSettings):
@@ -348,20 +349,18 @@ class GuardSettings(BaseSettings):
     """The origins, separated by commas, whose pages may call the gateway from a browser, such as
     `https://app.example.com`; `*`: all. Empty: no page of another origin may."""
 
-    @property
-    def allowed_origins(self) -> list[str]:
-        """The origins one by one, as browsers write them."""
+    def list_origins(self) -> list[str]:
+        """Return the origins as browsers send them."""
         return _split_origins(self.origins)
 
     @field_validator("origins")
     @classmethod
     def _check_origins(cls, origins: str) -> str:
         for origin in _split_origins(origins):
-            scheme, _, host = origin.partition("://")
-            if origin != "*" and (not scheme or not host or "/" in host):
+            if origin not in {"*", "null"} and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#]+", origin) is None:
                 raise ValueError(
-                    f"{origin!r} is no origin: write scheme, host and port as a browser does, such as "
-                    "https://app.example.com or http://localhost:3000"
+                    f"{origin!r} is no origin: write scheme, host and port, such as https://app.example.com or "
+                    "http://localhost:3000, without a path"
                 )
         return origins
 

@@ -13,6 +13,10 @@
 A crash after 3 or 4 costs the tenant an estimate. A crash after 5 or 6 leaves meta data without the note of 7: a
 POST with the same key finds it, and publishes the requests that no worker has seen yet. That may publish a request
 twice that waits in its topic; it is answered once. Each such POST costs the tenant a request of its bucket.
+
+Where the brokers refuse a request of 6 as too large, the meta data is deleted, so the key is free. Requests of the same
+POST that they took are computed and paid for, and keep their ids: a POST with the key gets their answers where it asks
+the same in their places, and 409 `id_conflict` where it does not.
 """
 
 import asyncio
@@ -30,6 +34,7 @@ from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.gateway.streaming import settle_after_end
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import (
     ApiEndpoint,
@@ -138,10 +143,18 @@ async def accept_request(
     if found is not meta:
         await gateway.admission.settle(ticket, Usage())
         return await _join_earlier(gateway, caller, found, meta, submit_args), None
+    places = dict[str, str]()
     try:
-        await _publish_requests(gateway, meta, requests, arrived_s, is_keyed=key is not None)
+        await _publish_requests(gateway, meta, requests, places, arrived_s, is_keyed=key is not None)
     except RequestTooLarge:  # the brokers take less than a request may have, and have refused it
-        await gateway.admission.settle(ticket, Usage())
+        await gateway.stream_metas.delete_meta(meta)
+        if places:
+            kept = [(one, body) for one, body in zip(meta.request_ids, meta.bodies, strict=True) if one in places]
+            # Under another id, as the key may have a new request when these end.
+            fields = {"id": uuid.uuid4().hex, "request_ids": [one for one, _ in kept], "bodies": [b for _, b in kept]}
+            gateway.run_later(settle_after_end(gateway, meta.model_copy(update=fields), ticket))
+        else:
+            await gateway.admission.settle(ticket, Usage())
         raise
     return meta, ticket
 
@@ -259,20 +272,34 @@ async def _join_earlier(
         is_seen = [status is not None and status.stage != "new" for status in known]
         requests = await _make_requests([args for args, seen in zip(submit_args, is_seen, strict=True) if not seen])
         if requests:
-            await _publish_requests(gateway, found, requests, None, is_keyed=True)
+            await _publish_requests(gateway, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
     return found.model_copy(update={"options": options})
 
 
 async def _publish_requests(
-    gateway: Gateway, meta: StreamMeta, requests: Sequence[EncodedRequest], arrived_s: float | None, *, is_keyed: bool
+    gateway: Gateway,
+    meta: StreamMeta,
+    requests: Sequence[EncodedRequest],
+    places: dict[str, str],
+    arrived_s: float | None,
+    *,
+    is_keyed: bool,
 ) -> None:
+    """Do steps 6 and 7. `places` gets the place of each request that is durable, also if another one is refused."""
     client = gateway.get_client(meta.pipeline)
     try:
         await gateway.responses.mark_open(meta)
-        sent = await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests))
+        sent = await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests), return_exceptions=True)
+        places |= {
+            encoded.request.id: place
+            for encoded, place in zip(requests, sent, strict=True)
+            if not isinstance(place, BaseException)
+        }
+        failures = [one for one in sent if isinstance(one, BaseException)]
+        if failures:  # an outage first: then it is not known what is durable, and the key is kept
+            raise min(failures, key=lambda one: isinstance(one, RequestTooLarge))
     except PenstockError:
         gateway.stream_metas.stop_renewing(meta)
         raise
-    places = {encoded.request.id: place for encoded, place in zip(requests, sent, strict=True)}
     await gateway.stream_metas.note_published(meta, places, at_once=is_keyed)

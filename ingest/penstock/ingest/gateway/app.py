@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, is_loopback
@@ -59,15 +60,6 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
-    if origins := settings.guard.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            allow_private_network=True,
-            expose_headers=["*"],
-        )
     app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
     app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
     for part in ROUTE_MODULES:
@@ -77,7 +69,20 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
         app.openapi_schema = app.openapi_schema or build_openapi(app, is_open=is_open, only_local=only_local)
         return app.openapi_schema
 
+    def build_layers() -> ASGIApp:
+        # Around all other layers: a page can read what the guard refuses and what ends with 500, too.
+        return CORSMiddleware(
+            FastAPI.build_middleware_stack(app),
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["*"],
+        )
+
     app.openapi = openapi  # type: ignore[method-assign]
+    if origins := settings.guard.list_origins():
+        app.build_middleware_stack = build_layers  # type: ignore[method-assign]
     return app
 
 

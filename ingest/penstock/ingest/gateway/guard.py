@@ -25,11 +25,13 @@ DRAIN_S = 0.05
 _PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
 """The characters of ids, files and model names: no line breaks, and nothing that a shell or a store interprets."""
 _CODING_HEADERS = (b"content-encoding", b"transfer-encoding")
-_HOST_OWNERS = ("docker", "containers", "lima", "rancher-desktop", "minikube", "k3d", "orb")
-HOST_NAMES = frozenset({"gateway.docker.internal", *(f"host.{owner}.internal" for owner in _HOST_OWNERS)})
-"""What containers of Docker, Podman, Lima (Colima), Rancher Desktop, minikube, k3d and OrbStack call their host. In
-public nobody can own a name that ends with `.internal`.
-"""
+HOST_NAMES = frozenset({
+    "host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.lima.internal",
+    "host.rancher-desktop.internal", "host.orb.internal", "host.minikube.internal", "host.k3d.internal",
+})  # fmt: skip
+"""What containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack, minikube and k3d call
+their host. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any machine of
+the network may answer to a name that ends with `.local`.)"""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 
@@ -39,7 +41,7 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
         """Wrap `app`. `only_local`: no key is needed, so pages of other sites and other host names are refused."""
         self._app, self._settings, self._only_local = app, settings, only_local
-        self._origins = settings.allowed_origins
+        self._origins = settings.list_origins()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the application's lifespan."""
@@ -98,9 +100,9 @@ class _GuardedRequest:
         headers = dict(scope["headers"])
         self._path: str = scope["path"]
         self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
-        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name in _CODING_HEADERS]
-        codings = [coding.strip() for value in given for coding in value.split(",")]
-        self._coding = ", ".join(coding for coding in codings if coding not in {"", "identity", "chunked"})
+        values = ",".join(value.decode("latin-1") for name, value in scope["headers"] if name in _CODING_HEADERS)
+        codings = [coding for one in values.lower().split(",") if (coding := one.strip()) not in {"", "identity"}]
+        self._coding = "" if codings in ([], ["chunked"]) else ", ".join(codings)
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
         self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"

@@ -4,8 +4,9 @@ Uvicorn's parser bounds neither the size of headers nor the time they take, and 
 answer forever. Here a connection costs bounded memory and bounded time outside of a request's body, which `guard`
 limits. What is not HTTP is answered here too, with the same error body as any other error.
 
-A connection is idle from its beginning, or from its last answer, until the first byte of a request. An idle connection
-is closed without a word: after its time, or because another client needs its place.
+A connection is idle from its beginning, or from the end of its last request and answer, until the first byte of a
+request. An idle connection is closed without a word: after its time, or because another client needs its place. A
+request that is refused is the last one of its connection, and those before it are answered first.
 """
 
 import asyncio
@@ -127,6 +128,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_bare_bytes = 0
         """Bytes since the last headers or body bytes: what the parser may have to keep."""
         self._refusal: ApiError | None = None
+        """Why nothing more is read. It is sent when the requests before it are answered."""
+        self._is_refused = False
+        """Whether the refusal was sent."""
         self._parse_error: ApiError | None = None
         """Why a callback of the parser refuses the request."""
         self._running: RequestResponseCycle | None = None
@@ -154,6 +158,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_cut_timer()
         self._end_cycles()
         super().connection_lost(exc)
+        # A scope has a method of this object: without the references to it memory is free at once.
+        self.scope = self.cycle = self._running = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
         """Send what waits for the end of this turn: the wrapped transport closes itself behind this."""
@@ -205,7 +211,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """The client reads again."""
         super().resume_writing()
-        self._stop_cut_timer()
+        if not self.transport.is_closing():
+            self._stop_cut_timer()
 
     # The parser.
 
@@ -248,17 +255,25 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is complete, unless it has to be read again."""
         self._num_bare_bytes = 0
-        if not self._is_offer:
-            super().on_message_complete()
+        if self._is_offer:
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._begin_idling()
 
     def on_response_complete(self) -> None:
-        """Limit the time for the client to read the end of the answer, or the idle time."""
+        """Limit the time for the client to read the end of the answer, to send the rest of its body, or to idle."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._cut_if_stalled()
+        elif self._refusal is not None:
+            if not self._is_answering():
+                self._send_refusal(self._refusal)
         elif self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
-            if not self._awaits_headers:  # else the next request has begun
+            if self.cycle.more_body:
+                self.timeout_keep_alive_task = self.loop.call_later(self.guard.body_s, self.close_idle)
+            elif not self._awaits_headers:  # else the next request has begun
                 self._begin_idling()
 
     def send_400_response(self, msg: str) -> None:
@@ -291,6 +306,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # Idle connections.
 
     def _begin_idling(self) -> None:
+        self._unset_keepalive_if_required()
         self.idle[self] = None
         self.timeout_keep_alive_task = self.loop.call_later(self.guard.idle_s, self.timeout_keep_alive_handler)
 
@@ -312,6 +328,7 @@ class GuardedProtocol(HttpToolsProtocol):
         found = next((one for one in self.idle if not one.can_read()), None)
         if found is not None:
             found.close_idle()
+            found.cut_soon()
         return found is not None
 
     def can_read(self) -> bool:
@@ -353,21 +370,37 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_connection(ApiError(408, message, code="request_timeout"))
 
     def _refuse_connection(self, error: ApiError) -> None:
-        """Send an error, stop reading, and close."""
+        """Stop reading, answer the requests before the one that is bad, send an error, and close."""
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
+        self._stop_header_timer()
+        has_bad_body = self.cycle is not None and self.cycle.more_body and self.cycle.scope is self.scope
+        if has_bad_body and self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()
+        if not self._is_answering() or (has_bad_body and self._running is self.cycle):
+            self._send_refusal(error)
+
+    def _send_refusal(self, error: ApiError) -> None:
         self.idle.pop(self, None)
         self._unset_keepalive_if_required()
-        self._stop_header_timer()
         is_mid_answer = self._running is not None and self._is_answering() and self._running.response_started
         self._end_cycles()
         self.flow.resume_reading()
         if not is_mid_answer:
-            self.transport.write(encode_response(error))
+            self.transport.write(encode_response(error, self._find_allowed_origin()))
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._cut_timer = self.loop.call_later(LINGER_S, self._cut_connection)
+        self.cut_soon()
+        self._is_refused = True
+
+    def _find_allowed_origin(self) -> str | None:
+        """Return the origin whose page may read a refusal. Without a head it is the only one that is allowed."""
+        allowed = self.guard.list_origins()
+        if "*" in allowed or not self.headers:
+            return "*" if "*" in allowed else allowed[0] if len(allowed) == 1 else None
+        sent = [value.decode("latin-1") for name, value in self.headers if name == b"origin"]
+        return sent[0] if sent and sent[0] in allowed else None
 
     def _is_answering(self) -> bool:
         return self._running is not None and not self._running.response_complete
@@ -397,6 +430,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_cut_timer()
         self._cut_timer = self.loop.call_later(self.guard.stalled_s, self._on_stalled, self._count_unsent())
 
+    def cut_soon(self) -> None:
+        """Give the client a moment to take what was sent, and cut the connection."""
+        self._stop_cut_timer()
+        self._cut_timer = self.loop.call_later(LINGER_S, self._cut_connection)
+
     def _on_stalled(self, num_unsent: int) -> None:
         if self._count_unsent() < num_unsent:
             self._cut_if_stalled()
@@ -423,7 +461,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _stop_cut_timer(self) -> None:
-        if self._cut_timer is not None and self._refusal is None:
+        if self._cut_timer is not None and not self._is_refused:
             self._cut_timer.cancel()
             self._cut_timer = None
 
@@ -448,14 +486,16 @@ async def _run_without_chunks(
     await app(scope, receive, send_unframed)
 
 
-def encode_response(error: ApiError) -> bytes:
-    """Return an error as a whole HTTP response."""
+def encode_response(error: ApiError, origin: str | None = None) -> bytes:
+    """Return an error as a whole HTTP response, which pages of `origin` may read."""
     body = error.body.model_dump_json().encode()
     try:
         phrase = HTTPStatus(error.status).phrase
     except ValueError:
         phrase = "Error"
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    if origin is not None:
+        headers |= {"access-control-allow-origin": origin, "vary": "Origin"}
     lines = [f"HTTP/1.1 {error.status} {phrase}", *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Request, Response
 
@@ -47,17 +48,16 @@ class PageFile:
         return cls(body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
-def _read_page_files() -> dict[str, PageFile]:
-    there = files("penstock.ingest.gateway").joinpath("page").iterdir()
-    found = {
-        one.name: one.read_bytes() for one in there if one.is_file()
-    }  # operations.md is a link, and docs may be away
+def read_page_files(folder: Traversable) -> dict[str, PageFile]:
+    """Return the files of a folder that are served."""
+    # operations.md is a link into docs/: sources without that folder serve the page without it.
+    found = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
     return {
         name: PageFile.from_body(body, name) for name, body in found.items() if name.rpartition(".")[2] in CONTENT_TYPES
     }
 
 
-PAGE_FILES = _read_page_files()
+PAGE_FILES = read_page_files(files("penstock.ingest.gateway").joinpath("page"))
 """All files, by name."""
 OPEN_PAGE = PageFile.from_body(PAGE_FILES["index.html"].body.replace(_KEYS_NEEDED, _KEYS_OPEN), "index.html")
 """The page of a gateway that asks for no key."""
