@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,14 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import FETCH_LIMITS
 from penstock.bus.kafka.writers import Transactions
 from penstock.bus.streams.bus import StreamsBus
+from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
+from penstock.record import Claim, Record
+from penstock.record.record import UnclaimedMessage
+from penstock.redis.client import redis_client
 from sim.chaos.proxy import Proxy
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
@@ -33,6 +37,7 @@ from tests.bus.buses import (
     publish_messages,
     take_deliveries,
 )
+from tests.record.play import alive
 
 LARGE_BYTES = 4_000_000
 """At least 61 of the proxy's pieces."""
@@ -187,3 +192,17 @@ def test_a_large_result_is_settled_over_a_link_that_takes_longer_than_redis_may(
             proxy.forward_normally()
         assert [message.value for message in bus.read_all(pipeline.results_topic)] == [result.value]
         assert bus.count_unsettled()[pipeline.request_topic("interactive")] == 0
+
+
+def test_a_large_request_is_claimed_over_such_a_link(redis_url: str, pipeline: Pipeline) -> None:
+    """The claim takes the message to Redis, for whoever takes the request over."""
+    port = int(redis_url.rpartition(":")[2].partition("/")[0])
+    with Proxy(port) as proxy, closing(redis_client(f"redis://127.0.0.1:{proxy.port}/0")) as client:
+        record = Record(client, pipeline, RecordSettings(lease_s=60))
+        session = alive(record, "p1")
+        proxy.delay_forwarding(DELAY_S)
+        asked = UnclaimedMessage("r1", "b", "", os.urandom(LARGE_BYTES))
+        (claim,) = record.claim_all("prefill", session, [asked])
+        assert isinstance(claim, Claim)
+        proxy.forward_normally()
+        record.close()

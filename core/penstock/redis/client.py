@@ -32,6 +32,8 @@ REDIS_TIMEOUT_S = 2.0
 """A Redis server that does not answer within this time counts as away. Workers measure how late it answers, and wait
 for longer where it is slow, see `find_pace`.
 """
+LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
+"""A command of more bytes may take as long as it takes at this rate, 1 Mbit/s, and `REDIS_TIMEOUT_S` more."""
 MAX_ASYNC_CONNECTIONS = 16
 """The most connections that one asyncio client opens."""
 CONNECTION_WAIT_S = 30.0
@@ -84,7 +86,13 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     pace: ServerPace = pool.pace
 
     class PatientConnection(pool.connection_class):  # type: ignore[misc]
-        """A connection whose time limit is as long as the pace demands, from when it is opened or opened again."""
+        """A connection whose time limit is as long as the pace demands, from when it is opened or opened again.
+
+        A large command, and its reply, have longer by what it takes over a slow link: with the usual limit it would be
+        sent again and again, and a worker made anew each time.
+        """
+
+        is_patient = False
 
         @property
         def socket_timeout(self) -> float | None:
@@ -94,6 +102,15 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
         @socket_timeout.setter
         def socket_timeout(self, usual_s: float | None) -> None:
             self._socket_timeout = usual_s
+
+        def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            num_bytes = sum(map(len, command))
+            if (num_bytes > LARGE_BYTES or self.is_patient) and self.socket_timeout is not None:
+                self.connect_check_health(check_health=False)
+                self.is_patient = num_bytes > LARGE_BYTES
+                more_s = num_bytes / SLOW_BYTES_PER_S if self.is_patient else 0.0
+                self._sock.settimeout(self.socket_timeout + more_s)
+            super().send_packed_command(command, check_health)
 
     pool.connection_class = PatientConnection
     return pool  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ from penstock.bus.streams.client import (
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
-from penstock.redis.client import REDIS_TIMEOUT_S, find_pace, raise_first_error
+from penstock.redis.client import find_pace, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ LOST_CHECK_S = 5.0
 NUM_LAST_RESULTS = 1000
 """So many results are looked through for requests that were answered, when a member joins."""
 MAX_PAGE_ENTRIES = 500
-LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
-"""Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
 Left = dict[PriorityClass, int]
 """How many more messages of each class may be taken."""
@@ -141,8 +139,8 @@ class StreamsMember:
             entry = [word for pair in encode_entry(output).items() for word in pair]
             is_counted = int(output.topic == self._pipeline.results_topic)
             words += [max_stream_entries(self._pipeline, output.topic), is_counted, len(entry), *entry]
-        with bus_errors(), self._open_client(sum(output.num_bytes for output in outputs)) as client:
-            refused = SETTLE.run(client, keys, words)
+        with bus_errors():
+            refused = SETTLE.run(self.client, keys, words)
         if refused == [-1]:
             self._fenced = True
             self._raise_if_fenced()
@@ -152,18 +150,6 @@ class StreamsMember:
                 self._held.pop(gone.address, None)
         if lost:
             raise DeliveryLost(lost)
-
-    @contextlib.contextmanager
-    def _open_client(self, num_bytes: int) -> "Iterator[redis.Redis]":
-        """A client for sending so many bytes. Large outputs have one of their own, whose time limit grows with them.
-
-        With the usual limit they would be sent again and again over a slow link, and the worker made anew each time.
-        """
-        if num_bytes <= LARGE_BYTES:
-            yield self.client
-            return
-        with contextlib.closing(connect_client(self._url, REDIS_TIMEOUT_S + num_bytes / SLOW_BYTES_PER_S)) as client:
-            yield client
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
