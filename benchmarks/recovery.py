@@ -130,7 +130,7 @@ def measure_recovery(
             if bus == "kafka":
                 _tend_until(stack, partial(_knows_members, stack, plan.stage), "all workers have partitions", 0.5)
             make = partial(_make_task, plan, number)
-            clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, MAX_WAIT_S))
+            clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, lambda: MAX_WAIT_S))
             clients.stop_sending()  # a wave sends each task once
             _Wave(number, plan, stack, client, clients, history, found).kill_workers(progress)
             _tend_until(stack, partial(_are_idle, clients), "all streams end")

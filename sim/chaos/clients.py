@@ -165,7 +165,10 @@ def _make_task_beside_poison(number: int, max_tokens: int) -> ClientTask:
 
 
 class Clients:
-    """Keeps `under_way` tasks running until it is stopped. `make` returns the task of each number from 0."""
+    """Keeps `under_way` tasks running until it is stopped. `make` returns the task of each number from 0.
+
+    `get_patience` returns how many seconds a reader waits for a token or a result at present.
+    """
 
     def __init__(
         self,
@@ -173,9 +176,9 @@ class Clients:
         addresses: Addresses,
         make: Callable[[int], ClientTask],
         under_way: int,
-        patience_s: float,
+        get_patience: Callable[[], float],
     ) -> None:
-        self._history, self._make, self._patience_s = history, make, patience_s
+        self._history, self._make, self._get_patience = history, make, get_patience
         self._addresses, self._producers = addresses, [Client(addresses) for _ in range(NUM_PRODUCERS)]
         self._client = self._producers[0]
         self._lock = threading.Lock()
@@ -350,8 +353,8 @@ class Clients:
         raise AssertionError("a stream ends with its end")
 
     def _read_events(self, request_id: str, after: str | None) -> Iterator[TokenEvent | EndEvent]:
-        """Yield a stream's events. Raises `StreamTimeout` after `patience_s` without one while all servers run."""
-        quiet_since_s, patience_s = self._measure_uptime_s(), self._patience_s
+        """Yield a stream's events. Raises `StreamTimeout` when patience ends without one while all servers run."""
+        quiet_since_s, patience_s = self._measure_uptime_s(), self._get_patience()
         while True:
             try:
                 for event in self._client.stream(request_id, after, patience_s):
@@ -360,7 +363,7 @@ class Clients:
                     yield event
                 return
             except StreamTimeout:
-                patience_s = quiet_since_s + self._patience_s - self._measure_uptime_s()
+                patience_s = quiet_since_s + self._get_patience() - self._measure_uptime_s()
                 if patience_s <= 0:
                     raise
 

@@ -89,8 +89,8 @@ class ChaosRound:
     """Workers of each kind. Where endpoints are asked, as many ask them as are `decode` and `auto`."""
     num_in_flight: int = 16
     patience_s: float = 90.0
-    """How long a client waits for a token or a result. Time in which a server is away does not count, and bursts make
-    it longer."""
+    """How long a client waits for a token or a result. Time in which a server is away does not count; bursts, and a
+    machine on which workers start slowly, make it longer."""
     is_replicated: bool = False
     """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
     with_system_faults: bool = False
@@ -143,12 +143,17 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
         has_bursts = plan.with_system_faults or (plan.is_replicated and plan.kills > 0)
         patience_s = plan.patience_s + BURST_PATIENCE_S * has_bursts
-        clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
+        clients = Clients(
+            history, stack.addresses, make, plan.num_in_flight, lambda: patience_s * stack.machine_slowness
+        )
         with clients:
             _inject_faults(plan, stack, servers, clients, history, endpoints, progress)
             clients.stop_sending()
             wait_until_calm(
-                stack, clients, plan.patience_s + 30.0, lambda line: progress(line, stack.counts.kills.total())
+                stack,
+                clients,
+                plan.patience_s * stack.machine_slowness + 30.0,
+                lambda line: progress(line, stack.counts.kills.total()),
             )
         record_topics(stack, history)
     return Outcome(check_history(read_history(path)), stack.counts, len(clients.accepted_ids), path)
