@@ -23,6 +23,7 @@ with record_spans("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
     below = tracing.with_span(child, within)
     received = tracing.extract_context(tracing.inject_headers(below), context)
     tracing.record_span("kv.read", received, 102.0, 103.5, blocks=3)
+    tracing.record_span("kv.write", received, 103.5, 104.0, **{"error.type": "full"})
     child.end()
     child.end()
     root.set_attribute("placed", "prefill-0")
@@ -41,9 +42,11 @@ def recorded(file: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> dict[
 
 def test_children_belong_to_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = recorded(tmp_path / "spans", monkeypatch, "parentbased_always_on")
-    assert set(spans) == {"request", "decode", "kv.read"}
+    assert {name: span["status"]["status_code"] for name, span in spans.items()} == {
+        "request": "UNSET", "decode": "UNSET", "kv.read": "UNSET", "kv.write": "ERROR",
+    }  # fmt: skip
     assert len({span["context"]["trace_id"] for span in spans.values()}) == 1
-    assert len({span["context"]["span_id"] for span in spans.values()}) == 3
+    assert len({span["context"]["span_id"] for span in spans.values()}) == 4
     assert spans["request"]["parent_id"] is None
     assert spans["decode"]["parent_id"] == spans["request"]["context"]["span_id"]
     assert spans["kv.read"]["parent_id"] == spans["decode"]["context"]["span_id"]

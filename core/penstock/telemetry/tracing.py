@@ -201,8 +201,11 @@ def _draw_span_id() -> int:
 
 
 def record_span(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
-    """Record a span that is already over."""
-    start_span(name, parent, start_s, SpanKind.INTERNAL, **attributes).end(_to_ns(end_s))
+    """Record a span that is already over. One with `error.type` has the status of an error."""
+    span = start_span(name, parent, start_s, SpanKind.INTERNAL, **attributes)
+    if "error.type" in attributes:
+        span.set_status(StatusCode.ERROR)
+    span.end(_to_ns(end_s))
 
 
 def _to_ns(time_s: float | None) -> int | None:
