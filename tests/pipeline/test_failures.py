@@ -255,6 +255,8 @@ def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
         return len(line.read_results()) == 6
 
     wait_for(have_ended, "all have their results", 0)
+    for worker in (line.prefill, line.decode):  # a result can be read before its worker has seen that it is settled
+        run_until_idle(worker)
     found = check(line, work, line.read_results(), num_errors=2)
     for result in found.values():
         assert result.error is not None
