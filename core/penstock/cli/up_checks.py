@@ -34,9 +34,9 @@ class WantedPort(NamedTuple):
     host: str
     port: int
     option: str
-    """What gives it another port."""
+    """The option or variable that gives it another port."""
     host_option: str = "host"
-    """What gives it another host."""
+    """The same for another host."""
 
 
 def find_obstacles(

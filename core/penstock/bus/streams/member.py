@@ -74,7 +74,7 @@ class StreamsMember:
         self._lasts_s = self._timeout_s
         """How long this member is kept after a renewal: the timeout begins when the session is over, if it has one."""
         self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
-        self._url, self.client = url, connect_client(url)
+        self.client = connect_client(url)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
