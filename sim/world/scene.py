@@ -130,11 +130,16 @@ class CheckedWorker(Worker):
     """A worker that is checked after each turn of its loop."""
 
     _unwatched: Set[Claim] = frozenset()
+    _watched: tuple[Set[Claim], str] = (frozenset(), "")
 
     def run_once(self, *, accept: bool = True) -> bool:
-        """Run a turn. Raise `AssertionError` for a claim without a request, and a request without its claim."""
+        """Run a turn. Raise `AssertionError` for a claim without a request, a request without its claim, and a claim
+        of a session that is over.
+        """
         has_done, before = super().run_once(accept=accept), self._unwatched
         self.check_integrity()
+        (watched, session), self._watched = self._watched, (self.session.claims, self.session.id)
+        assert self._watched[1] == session or not watched & self.session.claims, "a session that is over goes on"
         # Of claims that were lost since this turn began the next one hears.
         self._unwatched = {one.claim for one in self.running.values()} - self.session.claims
         assert not before & self._unwatched, "requests run on whose claims were lost"
@@ -176,9 +181,9 @@ class Rates:
     bug: float
     """The chance that a call to a server raises what no code expects, on whichever thread it is made."""
     slow: float
-    """The share of an engine's steps that take seconds."""
+    """The share of an engine's steps, and of prompts' readings, that take seconds."""
     wedge: float
-    """The share of steps that never end."""
+    """The share of those that never end."""
     hostile_s: float
     """The mean time between messages that are no requests; 0 if there are none."""
     full_s: float
@@ -454,7 +459,7 @@ class Scene:
         return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__()), None
 
     def _tokenize(self, place: Place, read: Callable[..., list[int]], request: Request, **how: Any) -> list[int]:
-        """Tokenize a prompt, which kills the worker or never ends where it is poison."""
+        """Tokenize a prompt, which may take long, and kills the worker or never ends where it is poison."""
         drawn = self._draw_poison(request.id)
         if request.id in self.poison:
             self._note({"what": "poison", "id": request.id, "worker": place.name})
@@ -462,6 +467,7 @@ class Scene:
                 self.world.sleep(1e9)
             self._kill(place, "poison")
             self.world.yield_turn()
+        self._delay_step()
         return read(request, **how)
 
     def _draw_poison(self, request_id: str) -> float:
@@ -514,10 +520,10 @@ class Scene:
             raise InjectedError
 
     def _delay_step(self) -> None:
-        """Let a step of an engine take long."""
+        """Let a step of an engine, or the reading of a prompt, take long."""
         drawn = 1.0 if self.ways.is_calm else self.chance.random()
         if drawn < self.rates.wedge:
-            self._note({"what": "a step that never ends"})
+            self._note({"what": "a step or a reading that never ends"})
             self.world.sleep(1e9)
         elif drawn < self.rates.wedge + self.rates.slow:
             self.world.sleep(self.chance.uniform(1.0, 10.0))

@@ -140,10 +140,10 @@ def test_a_trace_begins_at_the_caller_lasts_as_long_as_the_answer_and_draws_a_se
 ) -> None:
     trace_id, caller = (7 + stream).to_bytes(16), (9).to_bytes(8)
     headers = {"traceparent": f"00-{trace_id.hex()}-{caller.hex()}-01"}
-    body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "stream": stream}
+    chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "ignore_eos": True}
     begun_ns = time.time_ns()
     url = f"{observed.stack.gateway_url}/v1/chat/completions"
-    assert httpx.post(url, json=body, headers=headers, timeout=None).status_code == 200
+    assert httpx.post(url, json=chat | {"stream": stream}, headers=headers, timeout=None).status_code == 200
 
     def list_spans() -> list[tuple[str, Span]]:
         return [one for one in observed.receiver.spans_of_services() if one[1].trace_id == trace_id]
