@@ -101,7 +101,7 @@ campaign: install
 
 # Tokens, kills and speed on a GPU: five minutes. GPU_PYTHON may be any Python that has torch and what `penstock[worker,embedded]` needs.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-PORTIONS := $(CURDIR)/core:$(CURDIR)/ingest:$(CURDIR)/prefill_worker:$(CURDIR)/decode_worker:$(CURDIR)/kvstore
+PORTIONS := $(CURDIR)/core:$(CURDIR)/kvstore:$(CURDIR)/engine:$(CURDIR)/worker:$(CURDIR)/decode_worker:$(CURDIR)/prefill_worker:$(CURDIR)/ingest:$(CURDIR)/cli:$(CURDIR)/testing
 
 gpu-check: export PYTHONPATH := $(PORTIONS)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDERS = ("core", "kvstore")
+FOLDERS = ("core", "kvstore", "engine")
 """Where the modules that compile lie."""
 NATIVE = ("penstock.engine.kernels.build", "penstock.kvstore.native.build")
 

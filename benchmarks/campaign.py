@@ -35,11 +35,11 @@ from sim.scenes import SCENES
 from sim.world.flaws import FLAWS
 from sim.world.servers import LEVELS
 from tools.mutants import ROOMS, read_list
+from tools.rooms import HOUSE
 
 ROOT = Path(__file__).parents[1]
 FIGURES, PAGE, LOGS = Path("docs/figures/campaign.json"), Path("docs/campaign.md"), Path(".cache/campaign")
 MUTANT_LISTS = Path("docs/figures/mutants")
-SOURCES = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore")
 SUFFIXES = {".py", ".lua", ".cpp", ".h", ".js", ".html", ".css", ".json"}
 FIRST_SEED = 20_000_000
 """Seeds begin here: smaller ones were played before there were campaigns."""
@@ -351,7 +351,7 @@ def _last_line(output: str) -> str:
 def hash_sources() -> str:
     """Return a hash of the product's files. What plays it may change: a scene that is added takes no result away."""
     hashed = hashlib.sha256()
-    for name in SOURCES:
+    for name in HOUSE:
         top = ROOT / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts:

@@ -30,12 +30,12 @@ from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, measure_in_turns
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.systems import open_shape
-from penstock.engine import sampler
 from penstock.engine.engine import Engine
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.sampling import sampler
 from penstock.engine.sampling.allowed import make_scores
 from penstock.engine.sampling.draw import SamplingParams
 from penstock.engine.sequence import Sequence as EngineSequence
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState

@@ -16,10 +16,10 @@ from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, compute_ratios, measure_in_turns, print_table
 from benchmarks.systems import GREEDY, time_decode_steps
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel
-from penstock.engine.probe import probe_layout
+from penstock.engine.loading.probe import probe_layout
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
 
 SEVERAL, STEPS, PROMPT_TOKENS = 16, 6, 8

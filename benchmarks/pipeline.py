@@ -54,9 +54,9 @@ from benchmarks.systems import (
 )
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.loading import open_engine
+from penstock.engine.loading.loading import open_engine
 from penstock.engine.sequence import Sequence as EngineSequence
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack

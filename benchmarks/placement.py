@@ -40,7 +40,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import Arguments, run_benchmark, save_plot
 from penstock.config.settings import SloSettings, load_settings
-from penstock.engine.cost import StepCost
+from penstock.engine.scheduling.cost import StepCost
 from penstock.plan.coarse import CoarseSimulation
 from penstock.plan.goodput import Slo, Slos, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, Tier, WorkerSpec

@@ -59,7 +59,7 @@ from penstock.bus.contract import Outgoing
 from penstock.client.aio import AsyncClient
 from penstock.client.core import make_request
 from penstock.config.settings import BusSettings
-from penstock.engine.cost import StepCost
+from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PenstockError
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import Stack

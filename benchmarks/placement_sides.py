@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.systems import DEMO_ENVIRONMENT, make_logits
-from penstock.engine.cost import StepCost
 from penstock.engine.engine import Engine
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.scheduling.cost import StepCost
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.local.processes import Child
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.plan.placing import PlacedRequest
@@ -60,7 +60,7 @@ class SleepingRunner:
 
 def run_sleeping_worker() -> None:
     """Run an `auto` worker whose model sleeps."""
-    from penstock.engine import loading
+    from penstock.engine.loading import loading
     from penstock.prefill_worker.main import run_auto_worker
 
     open_engine = loading.open_engine

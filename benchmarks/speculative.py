@@ -31,11 +31,11 @@ from benchmarks.common import Arguments, format_spread, run_benchmark
 from benchmarks.comparison import compute_ratios, measure_in_turns
 from benchmarks.systems import draw_tokens, write_shape
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
-from penstock.engine.sampler import SamplingParams, sample_tokens
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.sampling.sampler import SamplingParams, sample_tokens
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tools.tool_corpus import make_conversation

@@ -21,12 +21,12 @@ from benchmarks.peers.write import make_model_directory
 from penstock.client.core import Answer
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine import loading
 from penstock.engine.engine import Engine
-from penstock.engine.loading import open_engine
+from penstock.engine.loading import loading
+from penstock.engine.loading.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
-from penstock.engine.step_batch import StepBatch
+from penstock.engine.steps.step_batch import StepBatch
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack
 from penstock.messages import Sampling

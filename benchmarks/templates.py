@@ -28,8 +28,8 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.common import Arguments, run_benchmark
-from penstock.engine.gguf_file import read_gguf_header
-from penstock.engine.gguf_model import make_tokenizer
+from penstock.engine.gguf.gguf_file import read_gguf_header
+from penstock.engine.gguf.gguf_model import make_tokenizer
 from penstock.messages import ChatMessage
 from sim.chats import ChatChecker
 from sim.workload import TOOL_MODEL

@@ -49,15 +49,15 @@ from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS
 from benchmarks.systems import GREEDY, count_same_tokens, run_sequences, write_shape
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
-from penstock.engine.loading import load_model, pack_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model, pack_model
+from penstock.engine.memory.storage import BlockLayout
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_batch import StepBatch
-from penstock.engine.storage import BlockLayout
+from penstock.engine.steps.step_batch import StepBatch
 
 FORMS = {"p12": WeightForm.COMPRESSED, "int8": WeightForm.INT8, "int4": WeightForm.INT4}
 KV_DTYPES: tuple[Literal["auto", "int8"], ...] = ("auto", "int8")

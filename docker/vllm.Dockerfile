@@ -23,10 +23,14 @@ WORKDIR /src
 COPY pyproject.toml constraints-vllm.txt hatch_build.py README.md LICENSE ./
 COPY docs/operations.md docs/operations.md
 COPY core/penstock core/penstock
-COPY ingest/penstock ingest/penstock
-COPY prefill_worker/penstock prefill_worker/penstock
-COPY decode_worker/penstock decode_worker/penstock
 COPY kvstore/penstock kvstore/penstock
+COPY engine/penstock engine/penstock
+COPY worker/penstock worker/penstock
+COPY decode_worker/penstock decode_worker/penstock
+COPY prefill_worker/penstock prefill_worker/penstock
+COPY ingest/penstock ingest/penstock
+COPY cli/penstock cli/penstock
+COPY testing/penstock testing/penstock
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --compile-bytecode --python /opt/penstock/bin/python --override constraints-vllm.txt ".[worker,${VLLM}]" \
     && python -c 'import vllm'

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.chat_template import ChatTokenizer
-from penstock.engine.marked_text import strip_marks
+from penstock.engine.text.chat_template import ChatTokenizer
+from penstock.engine.text.marked_text import strip_marks
 from penstock.errors import InvalidRequest
 from penstock.messages import ChatMessage
 

@@ -12,13 +12,13 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
-from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine import Engine
-from penstock.engine.files import DEMO_MODEL
-from penstock.engine.loading import load_model, load_stage_models
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model, load_stage_models
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
 from penstock.messages import Request, Sampling

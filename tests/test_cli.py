@@ -34,7 +34,7 @@ from penstock.cli.main import COMMANDS, GROUPS, load_command
 from penstock.cli.up import choose_workers, load_engine_settings, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import BusUnavailable, DirectoryTaken, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack

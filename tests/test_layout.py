@@ -12,7 +12,7 @@ import pytest
 
 import penstock
 from tests.conftest import PROOF
-from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules, make_drawing
+from tools.rooms import FILES, FLOORS, HOUSE, PORTIONS, count_imports, imported_modules, make_drawing
 
 HERE = Path(__file__).parents[1]
 
@@ -20,6 +20,11 @@ HERE = Path(__file__).parents[1]
 def test_rooms_import_from_floors_below_them() -> None:
     level = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     assert {(room, other) for room, other in count_imports() if level[room] <= level[other]} == set()
+
+
+def test_folders_import_from_folders_below_them() -> None:
+    level = {room: number for number, floors in enumerate(HOUSE.values()) for floor in floors for room in floor}
+    assert {(room, other) for room, other in count_imports() if level[room] < level[other]} == set()
 
 
 def test_the_page_draws_these_imports_and_has_a_row_for_each_room() -> None:
@@ -35,8 +40,8 @@ def test_endpoints_as_data_know_neither_http_nor_batches() -> None:
     assert not [name for name in imported if name.startswith(("penstock.ingest.gateway", "penstock.ingest.batch"))]
 
 
-def test_the_package_lies_in_five_folders_and_nowhere_else() -> None:
-    """A sixth, or a regular package, would be what an older checkout or installation has left."""
+def test_the_package_lies_in_these_folders_and_nowhere_else() -> None:
+    """Another one, or a regular package, would be what an older checkout or installation has left."""
     assert sorted(penstock.__path__) == sorted(str(portion / "penstock") for portion in PORTIONS)
     assert not any((portion / "penstock" / "__init__.py").exists() for portion in PORTIONS)
     folders, tool = [portion.name for portion in PORTIONS], tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]

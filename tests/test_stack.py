@@ -21,7 +21,7 @@ import redis
 
 from penstock.cli.error_lines import format_address
 from penstock.cli.up import format_curl_command
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import ModelLoadError, PenstockError
 from penstock.ingest.gateway.server import open_listener
 from penstock.local import memory

@@ -22,14 +22,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.layer import NativeLayer
-from penstock.engine.model import LoadedModel
-from penstock.engine.module import build_skeleton
-from penstock.engine.probe import check_config, probe_layout
-from penstock.engine.storage import BlockLayout
-from penstock.engine.windows import PROVED, find_windows
+from penstock.engine.loading.probe import check_config, probe_layout
+from penstock.engine.loading.windows import PROVED, find_windows
+from penstock.engine.memory.storage import BlockLayout
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.layer import NativeLayer
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.weights.module import build_skeleton
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
 from tools.handover import export_blocks, export_state

@@ -31,11 +31,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tools.rooms import HOUSE
+
 NOTHING, GONE = "nothing", "its lines are gone"
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "docs/figures/mutants"
-PACKAGES = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore")
-COPIED = (*PACKAGES, "sim", "tests", "docs", "tools", "pyproject.toml")
+COPIED = (*HOUSE, "sim", "tests", "docs", "tools", "pyproject.toml")
 PRELOADED = (
     "fakeredis",
     "confluent_kafka.admin",
@@ -69,7 +70,7 @@ class Room:
     """Tests that are left out, as an expression for pytest."""
 
 
-WORKER, BUS = "core/penstock/worker/", "core/penstock/bus/"
+WORKER, BUS = "worker/penstock/worker/", "core/penstock/bus/"
 ROOMS = {
     "worker": Room(
         WORKER,
@@ -414,8 +415,8 @@ class Copy:
         out = os.open(told, os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        paths = [str(self._folder), *(str(self._folder / name) for name in PACKAGES)]
-        originals = {"", *map(str, (ROOT, *(ROOT / name for name in PACKAGES)))}  # the environment is below ROOT, too
+        paths = [str(self._folder), *(str(self._folder / name) for name in HOUSE)]
+        originals = {"", *map(str, (ROOT, *(ROOT / name for name in HOUSE)))}  # the environment is below ROOT, too
         sys.path[:] = [*paths, *(one for one in sys.path if one not in originals)]
         sys.dont_write_bytecode = True
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}

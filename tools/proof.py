@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.choice import FirstOfEqual
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel
-from penstock.engine.proof import as_check_failures, describe_model
+from penstock.engine.loading.proof import as_check_failures, describe_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.steps.choice import FirstOfEqual
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
 from tools.handover import export_blocks, export_state, import_blocks, import_state

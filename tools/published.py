@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from penstock.engine.quantized import take_quantization, unpack_weights
-from penstock.engine.weights import MappedWeights
+from penstock.engine.weights.quantized import take_quantization, unpack_weights
+from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "configurations"

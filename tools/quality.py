@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import hooks
-from penstock.engine.accelerate import accelerate_model
-from penstock.engine.kernels.step import NativeStep
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
-from penstock.engine.step_batch import StepBatch
-from penstock.engine.storage import KVStorage
-from penstock.engine.trial import make_trial_sequence
+from penstock.engine.loading.loading import load_model
+from penstock.engine.memory.storage import KVStorage
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.model.trial import make_trial_sequence
+from penstock.engine.steps import hooks
+from penstock.engine.steps.native_step import NativeStep
+from penstock.engine.steps.step_batch import StepBatch
 from tools.tool_corpus import make_conversation
 from tools.train_demo import encode_chapters, read_chapters, split_corpus
 from tools.train_tools import TOOL_MODEL, render_conversation

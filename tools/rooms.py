@@ -11,29 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PORTIONS = [ROOT / folder for folder in ("core", "ingest", "prefill_worker", "decode_worker", "kvstore")]
-"""The folders that have a part of the package, each in a `penstock/` without `__init__.py`."""
 GROUND = "messages, names, errors"
 """The modules in `core/penstock/` itself."""
-FLOORS = (
-    (GROUND,),
-    ("redis", "grammar"),
-    ("config",),
-    ("telemetry",),
-    ("bus", "record", "kvstore"),
-    ("engine",),
-    ("engine_vllm",),
-    ("ops",),
-    ("client",),
-    ("worker",),
-    ("decode_worker", "endpoint_worker"),
-    ("prefill_worker",),
-    ("ingest", "plan", "top"),
-    ("local",),
-    ("testing",),
-    ("cli",),
-)
-"""From the ground up. A room imports from floors below its own; rooms of one floor do not know each other."""
+HOUSE = {
+    "core": ((GROUND,), ("redis", "grammar"), ("config",), ("telemetry",), ("bus", "record"), ("ops",), ("client",)),
+    "kvstore": (("kvstore",),),
+    "engine": (("engine",), ("engine_vllm",)),
+    "worker": (("worker",), ("endpoint_worker",)),
+    "decode_worker": (("decode_worker",),),
+    "prefill_worker": (("prefill_worker",),),
+    "ingest": (("ingest",),),
+    "cli": (("plan", "top"), ("local",), ("cli",)),
+    "testing": (("testing",),),
+}
+"""The folders that have a part of the package, from the ground up, with the floors of each.
+
+A room imports from floors below its own. Rooms of one floor do not import each other.
+"""
+FLOORS = [floor for floors in HOUSE.values() for floor in floors]
+PORTIONS = [ROOT / folder for folder in HOUSE]
+"""These folders. Each has a folder `penstock/` without `__init__.py`."""
 LAZY = {("penstock.client", f"penstock.client.{name}") for name in ("core", "sync", "aio")}
 """`penstock.client` imports its modules when somebody asks it for them."""
 
@@ -87,9 +84,13 @@ def list_arrows() -> dict[str, list[str]]:
 
 
 def make_drawing() -> str:
-    """Return the rooms and their imports as a Mermaid flowchart. Rooms outside `core/` have a box of their own kind."""
-    lines = ["flowchart TD", f'    ground["{GROUND}"]']
-    lines += [f'    {portion.name}[["{portion.name}/"]]' for portion in PORTIONS if portion.name != "core"]
+    """Return the rooms and their imports as a Mermaid flowchart, with a frame for each folder of several rooms."""
+    lines = ["flowchart TD"]
+    for folder, floors in reversed(HOUSE.items()):
+        lines.append(f'    subgraph {folder}_folder ["{folder}/"]')
+        rooms = [room for floor in floors for room in floor]
+        lines += [f'        ground["{GROUND}"]' if room == GROUND else f'        {room}["{room}/"]' for room in rooms]
+        lines.append("    end")
     for room, others in reversed(list_arrows().items()):
         if others:
             lines.append(f"    {room} --> {' & '.join(others).replace(GROUND, 'ground')}")

@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 
 WHOLE_TEXT = "Gen1:1-Rev22:21"
 BOS, EOS = "<s>", "</s>"

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from tools.tool_corpus import Conversation, make_conversation
 from tools.train_demo import (
     BOS_ID,

@@ -18,7 +18,7 @@ import redis
 
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses, kafka_security_config
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import BusUnavailable
 from penstock.messages import ChatMessage, Request
 from penstock.names import Pipeline

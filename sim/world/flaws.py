@@ -18,9 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-WORKER, RECORD, BUS = "core/penstock/worker", "core/penstock/record", "core/penstock/bus"
-ENDPOINT, INGEST = "core/penstock/endpoint_worker", "ingest/penstock/ingest"
-FOLDERS = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore", "sim")
+from tools.rooms import HOUSE
+
+WORKER, RECORD, BUS = "worker/penstock/worker", "core/penstock/record", "core/penstock/bus"
+ENDPOINT, INGEST = "worker/penstock/endpoint_worker", "ingest/penstock/ingest"
+FOLDERS = (*HOUSE, "sim")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ FLAWS = (
         "heapq.heappush(self._deferred, _Deferred(", "list((",
     ),
     Flaw(
-        "a hand-off settles the message that came again", "core/penstock/testing/bus.py",
+        "a hand-off settles the message that came again", "testing/penstock/testing/bus.py",
         "delivery.is_held and held is delivery", "delivery.is_held and held is not None",
         rates=(
             "forget_s=0.1", "rebalance_s=0.5", "pause_s=8", "autos=0.5", "gateways=0", "endpoint=0", "bug=0", "loss=0",

@@ -10,8 +10,8 @@ import pytest
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels import build
 from penstock.engine.kernels.library import Library
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.model import LoadedModel
 from tests.engine.helpers import make_small_model, use_instruction_set
 
 HEADER = Path(__file__).parent / "emulated_tiles.h"
@@ -41,7 +41,7 @@ def native(request: pytest.FixtureRequest) -> Iterator[Library]:
 @pytest.fixture
 def unknown_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedulers expect answers to end at once until they have seen some tokens, so that small pools run short."""
-    monkeypatch.setattr("penstock.engine.growth.FIRST_TOKENS", 1e-9)
+    monkeypatch.setattr("penstock.engine.memory.growth.FIRST_TOKENS", 1e-9)
 
 
 @pytest.fixture(params=[*build.instruction_sets(), EMULATED])

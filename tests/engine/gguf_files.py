@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.files import DEMO_MODEL
-from penstock.engine.gguf_file import BLOCKS
+from penstock.engine.gguf.gguf_file import BLOCKS
+from penstock.engine.weights.files import DEMO_MODEL
 
 NUMBERS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from penstock.engine.gguf_file import read_gguf_header
-from penstock.engine.gguf_model import describe_gguf
-from penstock.engine.weights import MappedWeights
+from penstock.engine.gguf.gguf_file import read_gguf_header
+from penstock.engine.gguf.gguf_model import describe_gguf
+from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from tests.engine.gguf_files import GgufContent
 

@@ -14,16 +14,16 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from penstock.engine import hooks
-from penstock.engine.choice import FirstOfEqual
 from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
-from penstock.engine.files import DEMO_MODEL
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
-from penstock.engine.model import LoadedModel
+from penstock.engine.memory.staging import StagedPoolBlocks
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import StagedPoolBlocks
+from penstock.engine.steps import hooks
+from penstock.engine.steps.choice import FirstOfEqual
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import SettingsError
 from penstock.grammar.state import GrammarState
 from penstock.messages import Sampling

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading import open_model
+from penstock.engine.loading.loading import open_model
 from penstock.errors import ModelLoadError
 from sim.forked import fork_process
 from sim.waiting import PATIENCE_S

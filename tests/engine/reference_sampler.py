@@ -5,7 +5,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from penstock.engine.sampler import SamplingParams, draw_uniform
+from penstock.engine.sampling.sampler import SamplingParams, draw_uniform
 
 f32 = np.float32
 

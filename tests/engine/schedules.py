@@ -4,10 +4,10 @@ import re
 import struct
 from collections.abc import Callable
 
-from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import Plan, Scheduler
-from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import BlockStaging, StagedPoolBlocks
+from penstock.engine.memory.pool import BlockPool
+from penstock.engine.memory.staging import BlockStaging, StagedPoolBlocks
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.sequence import Plan, Sequence, State
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.library import Library, Segment, WriteArgs
-from penstock.engine.kernels.step import describe_attention
-from penstock.engine.storage import BlockLayout, KVStorage, LayerShape
+from penstock.engine.memory.storage import BlockLayout, KVStorage, LayerShape
+from penstock.engine.steps.native_step import describe_attention
 from tests.draws import draw_cases
 
 LENGTHS = (150, 70, 9)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.batch_budget import MAX_BATCH_SHARE, BatchBudget
-from penstock.engine.cost import StepCost, TrialStep, measure_cost
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.scheduling.batch_budget import MAX_BATCH_SHARE, BatchBudget
+from penstock.engine.scheduling.cost import StepCost, TrialStep, measure_cost
 from penstock.engine.sequence import Sequence, State
 from penstock.names import PriorityClass
 from tests.engine.helpers import run_sequences, sequence
@@ -22,7 +22,7 @@ FORCED_BATCH_PERIOD_STEPS = 32
 @pytest.fixture(autouse=True)
 def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a test grows with the square of its steps."""
-    monkeypatch.setattr("penstock.engine.scheduler.FORCED_BATCH_PERIOD_STEPS", FORCED_BATCH_PERIOD_STEPS)
+    monkeypatch.setattr("penstock.engine.scheduling.scheduler.FORCED_BATCH_PERIOD_STEPS", FORCED_BATCH_PERIOD_STEPS)
 
 
 def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> ScheduledEngine:

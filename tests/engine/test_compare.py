@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.engine.compare import find_tolerance, is_close, measure_error, measure_logits_error
+from penstock.engine.model.compare import find_tolerance, is_close, measure_error, measure_logits_error
 
 RIGHT = torch.tensor([3.0, -4.0, 0.0])
 

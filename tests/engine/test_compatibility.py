@@ -10,11 +10,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import masks
-from penstock.engine.model import LoadedModel
-from penstock.engine.step_batch import StepBatch
-from penstock.engine.storage import KVStorage
-from penstock.engine.windows import read_proved_windows
+from penstock.engine.loading.windows import read_proved_windows
+from penstock.engine.memory.storage import KVStorage
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.steps import masks
+from penstock.engine.steps.step_batch import StepBatch
 from penstock.errors import EngineCheckFailed
 from tests.draws import draw_cases
 from tests.engine.helpers import make_tiny

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.chat_template import ChatTokenizer
-from penstock.engine.marked_text import strip_marks
+from penstock.engine.text.chat_template import ChatTokenizer
+from penstock.engine.text.marked_text import strip_marks
 from penstock.errors import InvalidRequest
 from penstock.messages import ChatMessage
 from sim.chats import FRAMES, HARMLESS, SLOTS, TOOL_SLOTS, ChatChecker

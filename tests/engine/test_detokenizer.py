@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.model import LoadedModel
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.messages import FinishReason, GrammarSpec, Sampling
 from sim.workload import TOOL_MODEL

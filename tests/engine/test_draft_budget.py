@@ -1,10 +1,10 @@
 """How much is drafted: what is worth its rows, and where it leaves others what they need."""
 
-from penstock.engine.cost import StepCost
-from penstock.engine.draft_budget import MAX_DRAFT_TOKENS, MIN_PROBABILITY, draft_tokens
 from penstock.engine.drafts import Drafter
-from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.memory.pool import BlockPool
+from penstock.engine.scheduling.cost import StepCost
+from penstock.engine.scheduling.draft_budget import MAX_DRAFT_TOKENS, MIN_PROBABILITY, draft_tokens
+from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.names import PriorityClass
 from tests.engine.helpers import sequence

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import dtype as dtypes
-from penstock.engine.accelerate import _Replacer
-from penstock.engine.dtype import PARTLY_NATIVE, choose_dtype
 from penstock.engine.kernels.library import load_library
-from penstock.engine.loading import load_stage_models, open_engine, open_model
+from penstock.engine.loading import dtype as dtypes
+from penstock.engine.loading.dtype import PARTLY_NATIVE, choose_dtype
+from penstock.engine.loading.loading import load_stage_models, open_engine, open_model
+from penstock.engine.model.accelerate import _Replacer
 from penstock.errors import SettingsError
 from tests.engine.helpers import needs_kernels
 

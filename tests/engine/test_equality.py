@@ -11,11 +11,11 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.files import DEMO_MODEL
 from penstock.engine.kernels import library
-from penstock.engine.loading import load_stage_models
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_stage_models
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.messages import Sampling
 from penstock.names import CLASSES
 from tests.draws import draw_cases, mark_some
@@ -125,8 +125,8 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_tokens_do_not_depend_on_the_form_of_the_sampler(
     model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sampler", "sampling.logprobs"):
-        monkeypatch.setattr(f"penstock.engine.{module}.find_library", lambda logits: None)
+    for module in ("sampler", "logprobs"):
+        monkeypatch.setattr(f"penstock.engine.sampling.{module}.find_library", lambda logits: None)
     assert run_sequences(_make_engine(model), _make_sequences(prompts[:8])) == alone[:8]
 
 

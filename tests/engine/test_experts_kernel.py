@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
 
-from penstock.engine.experts import Gate, NativeExperts
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.packed import Activation, PackedLinears, WeightForm, make_linear
+from penstock.engine.model.experts import Gate, NativeExperts
 
 NUM_EXPERTS, TOP_K = 7, 3
 KINDS = [

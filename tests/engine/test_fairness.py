@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from penstock.engine.fairness import FairQueue
-from penstock.engine.scheduler import AGING_STEPS
+from penstock.engine.scheduling.fairness import FairQueue
+from penstock.engine.scheduling.scheduler import AGING_STEPS
 from penstock.engine.sequence import State
 from tests.draws import mark_some
 from tests.engine.schedules import ScheduledEngine, seq_of

@@ -15,14 +15,15 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import accelerate, loading
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import library
-from penstock.engine.loading import load_model
+from penstock.engine.loading import loading
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model import accelerate
+from penstock.engine.model.accelerate import accelerate_model
 
 PRINT = """
 import sys
-from penstock.engine.loading import load_model
+from penstock.engine.loading.loading import load_model
 from penstock.config.settings import EngineSettings
 print(load_model(EngineSettings(model=sys.argv[1])).fingerprint)
 """

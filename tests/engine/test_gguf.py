@@ -19,20 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import loading
-from penstock.engine.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.engine import Engine
-from penstock.engine.files import check_model_here
-from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS
-from penstock.engine.gguf_model import describe_gguf
-from penstock.engine.gguf_weights import GgufMatrix, unpack_blocks
+from penstock.engine.gguf.gguf_file import BLOCKS, FLOAT_KINDS
+from penstock.engine.gguf.gguf_model import describe_gguf
+from penstock.engine.gguf.gguf_weights import GgufMatrix, unpack_blocks
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
-from penstock.engine.layer import NativeLayer
-from penstock.engine.loading import load_model, load_stage_models, open_engine, open_model, pack_model
-from penstock.engine.module import load_module
-from penstock.engine.quantized import take_quantization, unpack_weights
-from penstock.engine.weights import MappedWeights
+from penstock.engine.loading import loading
+from penstock.engine.loading.loading import load_model, load_stage_models, open_engine, open_model, pack_model
+from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
+from penstock.engine.model.layer import NativeLayer
+from penstock.engine.weights.files import check_model_here
+from penstock.engine.weights.module import load_module
+from penstock.engine.weights.quantized import take_quantization, unpack_weights
+from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.ingest.tokenizer import ModelTokenizers
 from tests.draws import mark_some

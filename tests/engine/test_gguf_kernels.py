@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.gguf_file import BLOCKS, GgufTensor
-from penstock.engine.gguf_weights import GgufMatrix, GgufSlice, unpack_blocks
+from penstock.engine.gguf.gguf_file import BLOCKS, GgufTensor
+from penstock.engine.gguf.gguf_weights import GgufMatrix, GgufSlice, unpack_blocks
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.packed import (
     GGUF_FORMS,

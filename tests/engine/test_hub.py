@@ -10,9 +10,9 @@ import pytest
 from huggingface_hub import constants
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import files
-from penstock.engine.files import DEMO_MODEL, check_model_here, find_model, ignore_progress
-from penstock.engine.loading import open_model
+from penstock.engine.loading.loading import open_model
+from penstock.engine.weights import files
+from penstock.engine.weights.files import DEMO_MODEL, check_model_here, find_model, ignore_progress
 from penstock.errors import ModelLoadError, ModelUnavailable
 
 NAME = "org/model"

@@ -9,10 +9,10 @@ import torch
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.library import load_library
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
-from penstock.engine.proof import prove_model
-from penstock.engine.storage import BlockLayout, LayerShape
+from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.proof import prove_model
+from penstock.engine.memory.storage import BlockLayout, LayerShape
+from penstock.engine.model.model import LoadedModel
 from penstock.errors import KVStoreError, ModelLoadError
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
@@ -91,7 +91,7 @@ def test_a_worker_goes_on_from_the_blocks_that_another_one_stored(model: LoadedM
 def test_without_kernels_for_all_layers_it_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
 ) -> None:
-    monkeypatch.setattr(f"penstock.engine.accelerate.{name}", lambda *given: value)
+    monkeypatch.setattr(f"penstock.engine.model.accelerate.{name}", lambda *given: value)
     with pytest.raises(ModelLoadError, match=message):
         prove_model(load_model(SETTINGS), SETTINGS)
 

@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel
-from penstock.engine.probe import probe_layout
+from penstock.engine.loading.probe import probe_layout
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.messages import Sampling
 from tests.engine.helpers import needs_kernels
 from tests.engine_contract.engines import Caller, serve

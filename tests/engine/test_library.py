@@ -18,7 +18,7 @@ from penstock.cli import doctor
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.memory import HUGE_PAGE_BYTES, map_zeros
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinears
-from penstock.engine.states import StateLayout, StatePart, StateStorage
+from penstock.engine.memory.states import StateLayout, StatePart, StateStorage
 from penstock.errors import DependencyMissing
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")

@@ -20,16 +20,16 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from penstock.cli.up import load_engine_settings
 from penstock.config.settings import EngineSettings
-from penstock.engine import memory
 from penstock.engine.engine import Engine
-from penstock.engine.file_checks import _has_tokenizer_class, check_description, parse_tables
-from penstock.engine.files import check_model_here, ignore_progress
 from penstock.engine.limits import max_length
-from penstock.engine.loading import as_load_errors, load_model, load_tokenizer, open_model
-from penstock.engine.memory import count_available_bytes, count_total_bytes
-from penstock.engine.model import LoadedModel
-from penstock.engine.proof import as_check_failures
-from penstock.engine.weights import MappedWeights
+from penstock.engine.loading.loading import as_load_errors, load_model, load_tokenizer, open_model
+from penstock.engine.loading.proof import as_check_failures
+from penstock.engine.memory import memory
+from penstock.engine.memory.memory import count_available_bytes, count_total_bytes
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.weights.file_checks import _has_tokenizer_class, check_description, parse_tables
+from penstock.engine.weights.files import check_model_here, ignore_progress
+from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import (
     EngineCheckFailed,
     InternalError,

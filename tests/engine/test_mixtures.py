@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.experts import NativeExperts, PackedWeight, find_mixtures, is_experts
 from penstock.engine.kernels.packed import WeightForm
-from penstock.engine.layer import NativeLayer
-from penstock.engine.model import LoadedModel
-from penstock.engine.probe import probe_layout
-from penstock.engine.step_batch import StepBatch
+from penstock.engine.loading.probe import probe_layout
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.experts import NativeExperts, PackedWeight, find_mixtures, is_experts
+from penstock.engine.model.layer import NativeLayer
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.steps.step_batch import StepBatch
 from tests.engine.helpers import make_tiny, needs_kernels, run_sequences, sequence
 from tools.compatibility import make_loaded_model
 

@@ -12,15 +12,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
-from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeLayer, NativeModel, RotaryTable
-from penstock.engine.loading import load_model
-from penstock.engine.masks import sees_interval
-from penstock.engine.model import LoadedModel
-from penstock.engine.step_batch import StepBatch
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.layer import MAX_TABLE_POSITIONS, NativeLayer, NativeModel, RotaryTable
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.steps.masks import sees_interval
+from penstock.engine.steps.step_batch import StepBatch
 from tests.engine.helpers import needs_kernels, sequence
 
 pytestmark = needs_kernels
@@ -71,7 +71,7 @@ def test_positions_beyond_the_table_are_computed_in_one_call_too(monkeypatch: py
     model, body = load_native(dtype="bfloat16")
     found: list[list[Tensor]] = []
     for most in (MAX_TABLE_POSITIONS, 35):
-        monkeypatch.setattr("penstock.engine.layer.MAX_TABLE_POSITIONS", most)
+        monkeypatch.setattr("penstock.engine.model.layer.MAX_TABLE_POSITIONS", most)
         seqs = [sequence([5 + (37 * n + at) % 900 for n in range(60)], 9) for at in range(2)]
         runner, logits = model.create_runner(EngineSettings(), 8), []
         for at, seq in enumerate(seqs):

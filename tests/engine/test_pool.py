@@ -1,4 +1,4 @@
-from penstock.engine.pool import BlockPool
+from penstock.engine.memory.pool import BlockPool
 
 
 def test_blocks_are_kept_for_their_keys_until_the_space_is_needed() -> None:

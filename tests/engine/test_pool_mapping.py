@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import pool_mapping
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.memory import map_zeros
-from penstock.engine.loading import open_engine
-from penstock.engine.model import LoadedModel
-from penstock.engine.pool_mapping import PIECE_BYTES, PIECES_PER_LOOK, PoolMapping
-from penstock.engine.states import StateLayout, StatePart
-from penstock.engine.storage import BlockLayout, KVStorage, LayerShape
+from penstock.engine.loading.loading import open_engine
+from penstock.engine.memory import pool_mapping
+from penstock.engine.memory.pool_mapping import PIECE_BYTES, PIECES_PER_LOOK, PoolMapping
+from penstock.engine.memory.states import StateLayout, StatePart
+from penstock.engine.memory.storage import BlockLayout, KVStorage, LayerShape
+from penstock.engine.model.model import LoadedModel
 from penstock.pages import populate_pages
 
 MIB = 2**20
@@ -223,7 +223,7 @@ def test_a_mapping_that_is_stopped_or_whose_engine_ends_ends_with_its_piece(
 EXITS_WHILE_MAPPING = """
 import threading
 import torch
-from penstock.engine import pool_mapping
+from penstock.engine.memory import pool_mapping
 from penstock.engine.kernels.memory import map_zeros
 
 begun = threading.Event()

@@ -10,13 +10,13 @@ import torch
 
 from penstock.cli import doctor
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import products
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.kernels.products import NUM_ROWS, Product, find_slow_products, list_products
-from penstock.engine.loading import load_model, open_engine
+from penstock.engine.loading.loading import load_model, open_engine
+from penstock.engine.model.accelerate import accelerate_model
 from penstock.errors import ModelLoadError
 from tests.engine.helpers import needs_kernels, run_sequences, sequence
 from tests.engine_contract.engines import serve

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import hooks
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import library
 from penstock.engine.limits import check_prompt_logprobs
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.steps import hooks
 from penstock.errors import InvalidRequest
 from penstock.messages import MAX_LOGPROBS, Logprobs, Sampling
 from tests.engine.helpers import drain, run_sequences, sequence

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from penstock.engine.files import find_weight_files
-from penstock.engine.module import build_skeleton, check_weight_sizes, load_module
-from penstock.engine.quantized import take_quantization, unpack_weights
-from penstock.engine.weights import MappedWeights
+from penstock.engine.weights.files import find_weight_files
+from penstock.engine.weights.module import build_skeleton, check_weight_sizes, load_module
+from penstock.engine.weights.quantized import take_quantization, unpack_weights
+from penstock.engine.weights.weights import MappedWeights
 from tests.engine.quantized_checkpoints import Writer, save_checkpoint, write_awq, write_fp8, write_gptq, write_packed
 from tools.published import make_config, read_checkpoints
 from tools.tiny import build_tiny_model, shrink_config

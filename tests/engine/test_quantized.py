@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import quantized
-from penstock.engine.accelerate import accelerate_model
-from penstock.engine.compare import measure_error
 from penstock.engine.engine import Engine
-from penstock.engine.experts import NativeExperts
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding
-from penstock.engine.layer import NativeLayer
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.compare import measure_error
+from penstock.engine.model.experts import NativeExperts
+from penstock.engine.model.layer import NativeLayer
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.weights import quantized
 from penstock.errors import ModelLoadError
 from tests.draws import draw_cases
 from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence
@@ -203,7 +203,7 @@ def test_a_checkpoint_is_the_model_it_stands_for(
     monkeypatch.setattr(quantized, "_CHUNK", 1)  # eight rows at a time
     settings, write = CASES[case]
     plain = write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
-    with caplog.at_level(logging.INFO, "penstock.engine.quantized"):
+    with caplog.at_level(logging.INFO, "penstock.engine.weights.quantized"):
         model = load_model(_settings(tmp_path / "model"))
     method = settings["quant_method"]
     assert caplog.messages[-1] == f"14 of 21 tensors are quantised ({method}) and unpacked to float32"
@@ -281,7 +281,7 @@ def test_settings_and_arithmetic_are_part_of_the_fingerprint(
     for form in ("gptq", "gptq_v2"):
         write_checkpoint(tiny_dir, tmp_path / form, {**settings, "checkpoint_format": form}, write)
         prints.add(load_model(_settings(tmp_path / form)).fingerprint)
-    monkeypatch.setattr("penstock.engine.loading.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
+    monkeypatch.setattr("penstock.engine.loading.loading.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
     prints.add(load_model(_settings(tmp_path / "gptq")).fingerprint)
     assert len(prints) == 3
 
@@ -406,7 +406,7 @@ def test_scales_of_activations_and_of_a_cache_are_left_out(
     shutil.copytree(packed_dir, tmp_path / "model")
     stored = load_file(packed_dir / "model.safetensors")
     save_checkpoint(tmp_path / "model", _INT4, {**stored, f"model.layers.0.{name}": torch.full((1,), 3.0)})
-    with caplog.at_level(logging.INFO, "penstock.engine.quantized"):
+    with caplog.at_level(logging.INFO, "penstock.engine.weights.quantized"):
         loaded, plain = (load_model(_settings(path)) for path in (tmp_path / "model", packed_dir))
     assert "1 scales of activations and of a KV cache are left out" in caplog.text
     weights = plain.module.state_dict()

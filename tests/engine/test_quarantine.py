@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import sampler
-from penstock.engine.cost import StepCost
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel
-from penstock.engine.sampler import find_broken_rows
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.sampling import sampler
+from penstock.engine.sampling.sampler import find_broken_rows
+from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_batch import StepBatch
+from penstock.engine.steps.step_batch import StepBatch
 from penstock.errors import ModelError, OutOfMemory, SequenceFailed
 from penstock.messages import Sampling
 from tests.engine.helpers import run_sequences, sequence

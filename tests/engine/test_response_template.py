@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.response_template import find_response_template
+from penstock.engine.text.response_template import find_response_template
 from penstock.errors import ModelLoadError
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
 from sim.workload import TOOL_MODEL

@@ -11,11 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.counts import TokenCounts
 from penstock.engine.kernels import build, library
-from penstock.engine.kernels.sampling import find_library
-from penstock.engine.sampler import SamplingParams, compute_logprobs, draw_uniform, draw_with_torch, sample_tokens
 from penstock.engine.sampling.allowed import make_scores
-from penstock.engine.sampling.counts import TokenCounts
+from penstock.engine.sampling.native import find_library
+from penstock.engine.sampling.sampler import (
+    SamplingParams,
+    compute_logprobs,
+    draw_uniform,
+    draw_with_torch,
+    sample_tokens,
+)
 from penstock.engine.sampling.shares import to_weights
 from penstock.errors import SettingsError
 from penstock.messages import MIN_LOGPROB, MIN_REPETITION_PENALTY, Logprobs, Sampling

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.engine.cost import StepCost
+from penstock.engine.memory.staging import PinnedPoolBlock, StagedPoolBlocks
+from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import PinnedPoolBlock, StagedPoolBlocks
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, make_block_kv
@@ -51,7 +51,7 @@ class Scheduling(RuleBasedStateMachine):
     )  # fmt: skip
     def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None, first_tokens: float) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("penstock.engine.growth.FIRST_TOKENS", first_tokens)
+        self.patch.setattr("penstock.engine.memory.growth.FIRST_TOKENS", first_tokens)
         self.dummy = ScheduledEngine(num_blocks, budget=budget, max_batch=max_batch)
         self.dummy.scheduler.cost = cost
         self.num_blocks = num_blocks

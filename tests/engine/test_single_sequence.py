@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
-from penstock.engine.packed_model import write_packed_model
-from penstock.engine.probe import probe_layout
-from penstock.engine.proof import prove_model
-from penstock.engine.step import SingleSequenceStep
-from penstock.engine.storage import number_index_keys
+from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.packed_model import write_packed_model
+from penstock.engine.loading.probe import probe_layout
+from penstock.engine.loading.proof import prove_model
+from penstock.engine.memory.storage import number_index_keys
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.steps.step import SingleSequenceStep
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
 from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence

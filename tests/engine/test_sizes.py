@@ -7,8 +7,8 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.cores import count_usable_cores, list_usable_cores
-from penstock.engine.memory import MIN_POOL_MB, NUM_CONVERSATIONS, choose_pool
-from penstock.engine.storage import BlockLayout, LayerShape
+from penstock.engine.memory.memory import MIN_POOL_MB, NUM_CONVERSATIONS, choose_pool
+from penstock.engine.memory.storage import BlockLayout, LayerShape
 from tests.draws import mark_some
 
 LAYOUT = BlockLayout((LayerShape(0, (8, 128), (8, 128)),), 16, torch.float32)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, make_block_keys, needs_kernels, run_sequences, sequence, stage_blocks

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings, KVSettings
-from penstock.engine import state_runs
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.contract import Loaded
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.recurrence import Run
-from penstock.engine.mixers import MAX_TOGETHER, DividedForward
-from penstock.engine.model import LoadedModel
+from penstock.engine.memory.states import StateLayout, StatePart, StateStorage
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.mixers import MAX_TOGETHER, DividedForward
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
-from penstock.engine.state_runs import Group, Piece
-from penstock.engine.states import StateLayout, StatePart, StateStorage
+from penstock.engine.steps import state_runs
+from penstock.engine.steps.state_runs import Group, Piece
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.model import LoadedModel
-from penstock.engine.token_text import TokenTexts
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.text.token_text import TokenTexts
 from penstock.messages import MAX_TOKEN_BYTES, Logprobs, TokenLogprob
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.model import LoadedModel
 from tests.engine.helpers import run_sequences, sequence
 from tools.tool_corpus import KINDS, Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation, score_answer

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.engine.cost import StepCost
-from penstock.engine.growth import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
-from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import MAX_STEP_S, Scheduler
+from penstock.engine.memory.growth import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
+from penstock.engine.memory.pool import BlockPool
+from penstock.engine.scheduling.cost import StepCost
+from penstock.engine.scheduling.scheduler import MAX_STEP_S, Scheduler
 from penstock.engine.sequence import Sequence
 from tests.draws import mark_some
 from tests.engine.helpers import make_block_keys, sequence

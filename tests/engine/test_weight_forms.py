@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.kernels import forms
-from penstock.engine.kernels.forms import WeightPacker, read_cache_bytes
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
-from penstock.engine.kernels.step import NativeParts
-from penstock.engine.loading import load_model, load_stage_models
-from penstock.engine.model import LoadedModel
-from penstock.engine.proof import prove_model
-from penstock.engine.weights import MappedWeights
+from penstock.engine.loading.loading import load_model, load_stage_models
+from penstock.engine.loading.proof import prove_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.steps.native_step import NativeParts
+from penstock.engine.weights import forms
+from penstock.engine.weights.forms import WeightPacker, read_cache_bytes
+from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
 from tests.draws import mark_some
@@ -107,7 +107,7 @@ def test_twelve_bits_of_float32_are_refused() -> None:
 
 
 def test_without_kernels_integers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.accelerate.load_library", lambda: None)
+    monkeypatch.setattr("penstock.engine.model.accelerate.load_library", lambda: None)
     with pytest.raises(ModelLoadError, match="needs the native kernels"):
         accelerate_model(load_model(make_settings("int8")), "int8")
 

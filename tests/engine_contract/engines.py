@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.settings import KVSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.contract import EngineEvent, InferenceEngine, SampledToken
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
-from penstock.engine.model import LoadedModel
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine
 from penstock.errors import RequestError, SequenceFailed

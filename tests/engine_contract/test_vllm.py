@@ -15,8 +15,8 @@ import transformers
 
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
-from penstock.engine.files import DEMO_MODEL
-from penstock.engine.loading import load_model
+from penstock.engine.loading.loading import load_model
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.engine_vllm.blocks import RankKV, combine_ranks
 from penstock.errors import ModelLoadError
 from penstock.local.processes import find_free_port

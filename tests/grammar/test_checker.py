@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import InternalError, InvalidRequest, UnsupportedSchema
 from penstock.grammar import checker as checker_module
 from penstock.grammar.checker import GrammarChecker, Vocabulary

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import GrammarFailed
 from penstock.grammar.engine import CompiledGrammar, GrammarCache, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import PenstockError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import CHAT, COMPLETIONS

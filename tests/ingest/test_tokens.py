@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, load_group
-from penstock.engine.files import DEMO_MODEL
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import CHAT

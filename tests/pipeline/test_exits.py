@@ -395,7 +395,7 @@ PLAYED = [name for name in vars(Exits) if not name.startswith("_")]
 
 def test_each_row_is_played_and_names_functions_of_the_worker() -> None:
     assert list(TABLE) == PLAYED
-    source = "".join(path.read_text("utf-8") for path in (ROOT / "core" / "penstock" / "worker").glob("*.py"))
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "worker" / "penstock" / "worker").glob("*.py"))
     named = [name for where, *_ in TABLE.values() for name in re.findall(r"`(\w+)`", where)]
     assert [name for name in named if f"def {name}(" not in source] == []
 

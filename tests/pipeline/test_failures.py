@@ -11,7 +11,7 @@ from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.config.settings import RecordSettings
 from penstock.engine.sequence import Sequence as EngineSequence
-from penstock.engine.step_batch import StepBatch
+from penstock.engine.steps.step_batch import StepBatch
 from penstock.errors import KVStoreError
 from penstock.messages import Request, Result, Sampling, compute_body_hash
 from penstock.names import Stage

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.config.settings import RecordSettings
-from penstock.engine.files import DEMO_MODEL
-from penstock.engine.loading import load_tokenizer
-from penstock.engine.marked_text import MarkedText, strip_marks
-from penstock.engine.template_process import TakesTime, Template, TemplateProcess
+from penstock.engine.loading.loading import load_tokenizer
+from penstock.engine.text.marked_text import MarkedText, strip_marks
+from penstock.engine.text.template_process import TakesTime, Template, TemplateProcess
+from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import InternalError, ModelLoadError
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.tokenize import PromptTokenizer

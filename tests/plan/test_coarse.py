@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.cost import StepCost
+from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PlanError
 from penstock.names import CLASSES
 from penstock.plan import plan

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from penstock.bus.placement import Link, PromptChain, choose_by_hash
-from penstock.engine.cost import StepCost
+from penstock.engine.scheduling.cost import StepCost
 from penstock.plan.placing import Beat, OwnLoad, PlacedRequest, Rule, Tier, View, WorkerSpec
 from sim.placement.rules import CacheAware, Dynamo, Hash, LeastWorkLeft, LlmD, Mooncake, Placed
 

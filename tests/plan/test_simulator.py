@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bus.placement import MAX_SENT_S, Link, PromptChain
-from penstock.engine.cost import StepCost
+from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PlanError
 from penstock.plan.placing import Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec, plan_fetch
 from penstock.plan.simulator import Simulation, compute_imbalance

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.settings import DEFAULT_CACHE_DIR
-from penstock.engine.chat_template import ChatTokenizer
-from penstock.engine.files import find_model, ignore_progress
+from penstock.engine.text.chat_template import ChatTokenizer
+from penstock.engine.weights.files import find_model, ignore_progress
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage

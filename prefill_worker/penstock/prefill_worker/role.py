@@ -27,7 +27,7 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
 from penstock.engine.sequence import Sequence
-from penstock.engine.template_process import TakesTime
+from penstock.engine.text.template_process import TakesTime
 from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.chat_template import ChatTokenizer
 from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
-from penstock.engine.marked_text import strip_marks
+from penstock.engine.text.chat_template import ChatTokenizer
+from penstock.engine.text.marked_text import strip_marks
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
 

@@ -1,1 +1,0 @@
-"""The parts of the sampler: `penstock.engine.sampler` puts them together."""

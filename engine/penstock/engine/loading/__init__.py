@@ -1,0 +1,1 @@
+"""Opens a model and proves it."""

@@ -1,0 +1,1 @@
+"""KV blocks and recurrent states."""

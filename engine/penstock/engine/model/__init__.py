@@ -1,0 +1,1 @@
+"""A model whose layers the kernels compute."""

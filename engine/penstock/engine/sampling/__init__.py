@@ -1,0 +1,1 @@
+"""The parts of the sampler: `penstock.engine.sampling.sampler` puts them together."""

@@ -1,0 +1,394 @@
+"""The engine as workers use it (`contract`): a core computes, and transfers move its KV.
+
+A request is a sequence of the core: of this project's (`engine.Engine`), or of vLLM's (`penstock.engine_vllm`). The
+core's pool and the tiers of the KV store exchange blocks by `penstock.kvstore.transfers`, on threads of their own; a
+sequence goes to the core when its blocks are in the pool.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Protocol
+
+from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, Stored
+from penstock.engine.limits import max_length
+from penstock.engine.memory.memory import count_resident_bytes
+from penstock.engine.memory.state_rows import StateRows
+from penstock.engine.sequence import Sequence, State
+from penstock.kvstore.block import PromptBlocks
+from penstock.kvstore.store import KVStore, PooledModel, StoreLayout
+from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
+from penstock.names import CLASSES, PriorityClass
+
+ANSWER_STRIDE = 4
+"""So many blocks of an answer are stored at once, as each time has a price of its own. Who takes a request over
+computes those that were not."""
+
+
+class CoreModel(ModelCard, PooledModel, Protocol):
+    """A core's model."""
+
+    @property
+    def arithmetic(self) -> str:
+        """How numbers are rounded, in words. Models of the same weights and words give the same tokens."""
+
+
+class EngineCore(Pool, Protocol):
+    """What computes sequences, over a pool of KV blocks in this process. One thread calls it."""
+
+    settings: EngineSettings
+    """How it is run."""
+    slow_products: list[str]
+    """What the native kernels take longer for than torch, as text."""
+    num_drafted_tokens: int
+    """Tokens that were computed as drafts."""
+    num_accepted_tokens: int
+    """Drafted tokens that were drawn, too."""
+
+    @property
+    def model(self) -> CoreModel:
+        """The model."""
+
+    @property
+    def states(self) -> StateRows | None:
+        """What layers without KV keep of its sequences; None if there are no such layers."""
+
+    @property
+    def max_step_tokens(self) -> int:
+        """How many tokens a step has at most."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted yet, or preempted."""
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon."""
+
+    def has_work(self) -> bool:
+        """Return whether any sequence is running or waiting."""
+
+    def check_sequence(self, seq: Sequence, max_new_tokens: int) -> None:
+        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids."""
+
+    def add_sequence(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+
+    def remove_sequence(self, seq: Sequence) -> None:
+        """Remove a sequence, wherever it is, and free its blocks. A second call does nothing."""
+
+    def count_completed_blocks(self, seq: Sequence) -> int:
+        """Return how many full blocks of the sequence have their KV in the pool."""
+
+    def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
+        """Give the next full blocks of the sequence, those without a key, their keys."""
+
+    def begin_step(self) -> bool:
+        """Begin a step. Return whether there is anything to compute."""
+
+    def finish_step(self) -> Items[SampledToken]:
+        """Finish it. Return the sampled tokens, those of a sequence in their order; they are in the sequence already.
+        Raises `SequenceFailed`.
+        """
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
+        are decoded too; None where that is not known.
+        """
+
+
+class ServingEngine:
+    """An engine's core over a KV store. All methods but those that say so are called by one thread."""
+
+    def __init__(self, core: EngineCore, store: KVStore) -> None:
+        self.core, self.store = core, store
+        self._seqs: dict[str, Sequence] = {}
+        """By id: the requests that it has, those included whose blocks are being loaded."""
+        self._transfers = self._make_transfers()
+
+    def _make_transfers(self) -> Transfers:
+        return Transfers(self.store, self.core, self.core.num_blocks // 8)
+
+    @property
+    def model(self) -> CoreModel:
+        """The model."""
+        return self.core.model
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How much it takes."""
+        settings = self.core.settings
+        length = max_length(self.model, self.model.layout, self.core.num_blocks)
+        return EngineLimits(settings.max_batch, self.core.max_step_tokens, length)
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added.
+
+        None while loads of that class or the classes above it wait for capacity in the pool.
+        """
+        return 0 if self._transfers.has_waiting_loads(klass) else self.core.free_capacity(klass, num_tokens)
+
+    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+        """Return the prompt tokens of requests of this class and those above it that are waiting.
+
+        At most `max_tokens` of each request count.
+        """
+        classes = CLASSES[: CLASSES.index(klass) + 1]
+        seqs = self._seqs.values()
+        waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.klass in classes]
+        return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting)
+
+    def has_work(self) -> bool:
+        """Return whether any sequence is in the core."""
+        return self.core.has_work()
+
+    # Requests
+
+    def hash_prompt(self, tenant: str, token_ids: Items[int]) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt."""
+        return self.store.hash_prompt(tenant, token_ids)
+
+    def add_request(self, request: Sequence) -> None:
+        """Load the blocks of all tokens that a request has, output included, then compute it.
+
+        With a lease owner, its blocks in the hand-off tier are leased. Where it was handed off, the prompt's partial
+        block is read too, and blocks that are gone are counted. Raises what the core's `check_sequence` raises.
+        """
+        seq, blocks = request, request.blocks
+        assert seq.id not in self._seqs, f"{seq.id}: added twice"
+        self.core.check_sequence(seq, seq.sampling.max_tokens)
+        blocks.hasher.hash_full_blocks(seq.token_ids)
+        seq.block_keys = [key.hash for key in blocks.hasher.keys]
+        num_loadable = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
+        seq.num_named_blocks = len(blocks.hasher.keys)
+        blocks.num_handed_blocks = seq.num_named_blocks if seq.was_handed_off else 0
+        self._seqs[seq.id] = seq
+        keys = blocks.hasher.keys[:num_loadable]
+        load = LoadOperation(seq, keys, klass=seq.klass, lease_owner=seq.lease_owner)
+        if seq.was_handed_off:
+            load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
+        if self.core.states is not None:
+            seq.prompt_key, num_tokens = blocks.prompt_keys()[-1].hash, len(seq.token_ids) - 1
+            positions = list(self.core.states.list_positions(seq, num_tokens))
+            load.states = StateSearch(blocks, positions, self.core.states.find_start(seq, num_tokens))
+        self._transfers.submit_load(load)
+
+    def remove_request(self, request_id: str) -> None:
+        """Drop a request, and free its blocks. Those that are on their way from the store will be cached."""
+        if (seq := self._seqs.pop(request_id, None)) is not None:
+            self.core.remove_sequence(seq)
+
+    def lease_request(self, request_id: str, owner: str) -> None:
+        """Lease the blocks of a request to a job, those that are stored and those that will be."""
+        seq = self._seqs[request_id]
+        self._name_full_blocks(seq)
+        seq.lease_owner, blocks, missing_tiers = owner, seq.blocks, seq.missing_tiers
+        is_here = self.store.is_in_hand_off_tier
+        stored = [key for index, key in enumerate(blocks.hasher.keys) if is_here(missing_tiers.get(index, 0))]
+        if seq.num_output_tokens == 0 and blocks.tail_key is not None:
+            missing_tiers[blocks.num_full_blocks] = self.store.all_tiers
+        if stored:
+            self._transfers.submit_store(seq, StoreOperation(seq, (), owner, seq.klass, leased=stored))
+
+    def finish_request(self, request_id: str) -> "Future[float] | None":
+        """Write all blocks of a request that are not written yet, and remove it.
+
+        Where it is handed off the future tells when the job may go out, and at its first token the prompt's partial
+        block is among them.
+        """
+        seq = self._seqs[request_id]
+        if seq.lease_owner:
+            is_at_first_token = seq.num_computed_tokens == seq.num_prompt_tokens
+            end = len(seq.blocks.prompt_keys()) if is_at_first_token else self.core.count_completed_blocks(seq)
+            store = self._submit_store(seq, end, always=True)
+        else:
+            store = self._store_full_blocks_of(seq)
+        self.remove_request(request_id)
+        return None if store is None else store.is_written
+
+    def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
+        """End a job's leases on the blocks that were handed over with it."""
+        self._transfers.submit_release(owner, blocks.handed_keys())
+
+    # The step
+
+    def begin_step(self) -> bool:
+        """Begin a step. Returns whether there is anything to compute."""
+        return self.core.begin_step()
+
+    def finish_step(self) -> Items[SampledToken]:
+        """Finish the step. Returns and raises what the core's `finish_step` does."""
+        return self.core.finish_step()
+
+    def store_full_blocks(self) -> bool:
+        """Begin to write full blocks that some tier misses, those of answers too, some at once. Returns whether there
+        are any.
+
+        A later request that goes on with a conversation finds them, and so does a worker that takes a request over.
+        """
+        size = self.store.layout.block_size
+        stores = [
+            self._store_full_blocks_of(seq, ANSWER_STRIDE if is_in_answer and not seq.new_snapshots else 1)
+            for seq in self._seqs.values()
+            if seq.state is State.RUNNING
+            for is_in_answer in (seq.num_full_blocks * size > seq.num_prompt_tokens - size,)
+        ]
+        return any(stores)
+
+    def _store_full_blocks_of(self, seq: Sequence, min_blocks: int = 1) -> StoreOperation | None:
+        num_full = self.core.count_completed_blocks(seq)
+        if num_full < seq.num_full_blocks + min_blocks:
+            return None
+        if not seq.lease_owner:
+            self._name_full_blocks(seq)
+        seq.num_full_blocks = num_full
+        return self._submit_store(seq, num_full)
+
+    def _name_full_blocks(self, seq: Sequence) -> None:
+        """Name the blocks that became full: no tier has them yet."""
+        hasher, first = seq.blocks.hasher, seq.num_named_blocks
+        hasher.hash_full_blocks(seq.token_ids)
+        if len(hasher.keys) > first:
+            self.core.add_block_keys(seq, [key.hash for key in hasher.keys[first:]])
+            seq.missing_tiers |= dict.fromkeys(range(first, len(hasher.keys)), self.store.all_tiers)
+            seq.num_named_blocks = len(hasher.keys)
+
+    def _submit_store(self, seq: Sequence, end: int, *, always: bool = False) -> StoreOperation | None:
+        """Write the blocks before index `end` to the tiers that miss them. None if there are none, unless `always`."""
+        blocks, owner = seq.blocks, seq.lease_owner
+        keys = blocks.prompt_keys() if seq.num_computed_tokens == seq.num_prompt_tokens else blocks.hasher.keys
+        indices = [index for index in seq.missing_tiers if index < end]
+        to_write = [(index, keys[index], seq.missing_tiers.pop(index)) for index in indices]
+        states = self._pin_new_states(seq)
+        if not to_write and not states and not always:
+            return None
+        store = StoreOperation(seq, to_write, lease_owner=owner, klass=seq.klass, states=states)
+        self._transfers.submit_store(seq, store)
+        return store
+
+    def _pin_new_states(self, seq: Sequence) -> list[StateWrite]:
+        """Pin the parts of the states that were kept since the last call."""
+        positions, seq.new_snapshots = seq.new_snapshots, []
+        found: list[StateWrite] = []
+        for position in positions:
+            assert self.core.states is not None
+            parts = self.core.states.pin_parts(seq, position, self.store.layout.payload_bytes)
+            is_handed = bool(seq.lease_owner) and position == seq.num_prompt_tokens
+            keys = seq.blocks.make_state_keys(position) if parts else []
+            found += [StateWrite(key, part, is_handed) for key, part in zip(keys, parts, strict=True)]
+        return found
+
+    # What becomes of KV
+
+    def collect_events(self) -> Iterator[Loaded | Stored]:
+        """Yield an event for each load that is done, and each store that a job waited for, in the order of their ends.
+
+        Sequences whose blocks were loaded are in the core then.
+        """
+        for operation in self._transfers.collect_finished():
+            seq: Sequence = operation.context
+            match operation:
+                case LoadOperation():
+                    loaded = self._finish_load(seq, operation)
+                    if self._seqs.get(seq.id) is seq:
+                        self.core.add_sequence(seq)
+                        yield loaded
+                case StoreOperation() if operation.lease_owner and operation.blocks:
+                    num_blocks = len(operation.blocks)
+                    yield Stored(seq.context, num_blocks, operation.started_s, operation.finished_s)
+
+    def _finish_load(self, seq: Sequence, load: LoadOperation) -> Loaded:
+        """Note what is to be written of a sequence whose blocks were loaded, and return the event."""
+        blocks, num_read = seq.blocks, len(load.missing_tiers)
+        wanted = [*blocks.hasher.keys, *([blocks.tail_key] if load.lease_owner and blocks.tail_key else [])]
+        missing_tiers = [*load.missing_tiers, *[self.store.all_tiers] * (len(wanted) - num_read)]
+        seq.missing_tiers = {index: missing for index, missing in enumerate(missing_tiers) if missing}
+        seq.tail_payload = load.tail_payload
+        if load.state is not None:
+            assert self.core.states is not None
+            self.core.states.add_snapshot(seq, *load.state)
+        num_prompt, has_tail = len(blocks.prompt_keys()), load.tail_payload is not None
+        if seq.was_handed_off:
+            self.store.count_recomputed(num_prompt - num_read - has_tail)
+        num_tier_blocks = num_read - load.num_pool_blocks + has_tail
+        return Loaded(seq.context, num_prompt, load.num_pool_blocks, num_tier_blocks, load.started_s, load.finished_s)
+
+    def is_moving_blocks(self) -> bool:
+        """Return whether transfers are under way or were not collected yet."""
+        return len(self._transfers) > 0
+
+    def wait_for_event(self) -> None:
+        """Wait a moment at most for something to collect, or for `wake_waiter`."""
+        self._transfers.wait_for_finished()
+
+    def wake_waiter(self) -> None:
+        """End the current `wait_for_event`, or else the next one. Any thread may call this."""
+        self._transfers.wake_waiter()
+
+    # Figures
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+        return self.core.prefill_tokens_per_s()
+
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
+        are decoded too; None where that is not known.
+        """
+        return self.core.prompt_seconds(num_tokens, num_before)
+
+    def report_state(self) -> dict[str, object]:
+        """Return fields of the heartbeat. Any thread may call it."""
+        core = self.core
+        return {
+            "waiting": core.num_waiting,
+            "pool": {"used": core.num_blocks - core.num_free_blocks, "total": core.num_blocks},
+            "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
+            "slow_products": len(core.slow_products),
+            "kv": self.store.collect_stats(),
+            "resident_bytes": count_resident_bytes(),
+        }
+
+    # The end of a worker
+
+    def close(self) -> None:
+        """Write the blocks that jobs wait for, and drop everything else. Computed KV stays in the pool, as cache."""
+        self._drop_requests()
+        self._transfers.close()
+        self._transfers = self._make_transfers()
+
+    def abandon(self) -> None:
+        """Drop everything: no job may be settled any more. Computed KV stays in the pool, as cache."""
+        self._drop_requests()
+        self._transfers.abandon()
+        self._transfers = self._make_transfers()
+
+    def _drop_requests(self) -> None:
+        for request_id in list(self._seqs):
+            self.remove_request(request_id)
+
+
+@contextmanager
+def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline: str) -> Iterator[ServingEngine]:
+    """Open the tiers of a KV store for a core, and give both as an engine. The store is closed at the end.
+
+    Raises what `KVStore.open` raises.
+    """
+    store = KVStore.open(StoreLayout.from_model(core.model), kv, kv_urls, pipeline)
+    try:
+        store.set_compute_speed(core.prefill_tokens_per_s)
+        yield ServingEngine(core, store)
+    finally:
+        store.close()

@@ -1,0 +1,1 @@
+"""One step through a model of transformers."""

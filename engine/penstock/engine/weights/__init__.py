@@ -1,0 +1,1 @@
+"""Weight files, their formats, and the form that weights get."""

@@ -1,0 +1,218 @@
+"""Find a model's files in a directory or on the hub."""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.gguf.gguf_model import check_gguf, describe_gguf, find_description
+from penstock.engine.weights.file_checks import check_config_file, check_description, check_weights
+from penstock.errors import ModelLoadError, ModelUnavailable, build_damage_error, choose_load_error
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
+_MODEL_FORMS = "use `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf file or a hub name"
+
+_downloaded: dict[str, Path] = {}
+"""The directories of the hub's models for which this process has asked, by their names."""
+
+Progress = Callable[[str, float], None]
+"""Called with the current activity and its progress from 0 to 1."""
+
+
+def ignore_progress(activity: str, progress: float) -> None:
+    """Report nothing."""
+
+
+@contextmanager
+def _explain_unreadable_files() -> Iterator[None]:
+    """Raise a `ModelLoadError` for a file or a directory that cannot be read within the context."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{error.filename} cannot be read: {error.strerror}" if error.filename else to_one_line(error)
+        raise choose_load_error(error)(told) from error
+
+
+@_explain_unreadable_files()
+def find_model(name: str, report: Progress, cache: Path) -> Path:
+    """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`.
+
+    That of a GGUF file is in the directory `cache`, and is written if need be.
+    """
+    if (file := _find_gguf(name)) is not None:
+        return describe_gguf(file, cache)
+    directory = _find_directory(name) or _download_model(name, report)
+    check_description(directory)
+    return directory
+
+
+@_explain_unreadable_files()
+def check_model_here(name: str, report: Progress | None = None, cache: Path | None = None) -> None:
+    """Raise `ModelLoadError` if the model's files show that it cannot be loaded. Neither torch nor transformers is
+    imported.
+
+    With `report` a model of the hub is downloaded; without, what is there of it is read. With `cache` that directory
+    has to take the description of a GGUF file.
+    """
+    if (file := _find_gguf(name)) is not None:
+        check_gguf(file)
+        if cache is not None:
+            find_description(file, cache)
+        return
+    directory = _find_directory(name)
+    if directory is None and report is None:
+        _check_hub(name)
+        return
+    directory = directory or _download_model(name, report or ignore_progress)
+    check_description(directory)
+    find_weight_files(directory)
+
+
+def _find_gguf(name: str) -> Path | None:
+    """Return the GGUF file that a name is of, or the one in its directory; None for a model in another form.
+
+    Raises `ModelLoadError` if there is no such file, or if there are several in the directory.
+    """
+    path = Path(name).expanduser()
+    if name == "demo":
+        return None
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {path}: {_MODEL_FORMS}")
+        return path
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                raise ModelLoadError(f"{path} is a GGUF file: give it, or a link to it, a name that ends with .gguf")
+        raise ModelLoadError(f"{path} is a file, and no GGUF file: name the directory that has all of the model")
+    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelLoadError(f"{path} has {len(files)} GGUF files: name one, such as {files[0]}")
+    return files[0] if files else None
+
+
+def _find_directory(name: str) -> Path | None:
+    """Return the model's directory on disk; None for a name of the hub. Raises `ModelLoadError`, and `OSError`."""
+    directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
+    if directory.is_dir():
+        if not os.access(directory, os.R_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        return directory
+    if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
+        raise ModelLoadError(f"there is no directory {directory}: {_MODEL_FORMS}")
+    return None
+
+
+@contextmanager
+def _explain_hub_errors() -> Iterator[None]:
+    """Raise a `ModelLoadError` for whatever the hub's library raises within the context."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        is_lasting = status in (401, 403, 404) or isinstance(error, HFValidationError | PermissionError)
+        kind = ModelLoadError if is_lasting or constants.HF_HUB_OFFLINE else ModelUnavailable
+        told = f"no such directory, and not from the hub at {constants.ENDPOINT}: {to_one_line(error)}"
+        raise kind(told) from None
+
+
+def _check_hub(name: str) -> None:
+    """Raise `ModelLoadError` if a model of the hub is neither in its cache nor to be had, and `OSError`."""
+    try:
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    except ImportError:
+        return  # the worker says what is to be installed
+    with _explain_hub_errors():
+        config = try_to_load_from_cache(name, "config.json")
+        if not isinstance(config, str):
+            found = HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            files = sorted(file.rfilename for file in found.siblings or [])
+            if "config.json" not in files and (gguf := [file for file in files if file.endswith(".gguf")]):
+                command = f"hf download {name} {gguf[0]}"
+                raise ModelLoadError(
+                    f"{name} has GGUF files alone there: download one (`{command}`), and name that file"
+                )
+            return
+    check_config_file(Path(config).parent)
+
+
+def _download_model(name: str, report: Progress) -> Path:
+    """Return the directory of a model of the hub, for which a process asks once. Raises `ModelLoadError`.
+
+    Where the hub does not answer in time, what is in its cache is taken as it is.
+    """
+    if (known := _downloaded.get(name)) is not None and known.is_dir():
+        return known
+    from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
+
+    def limit_wait(request: Any) -> None:
+        limits = request.extensions["timeout"]
+        request.extensions["timeout"] = {part: limits[part] or constants.HF_HUB_ETAG_TIMEOUT for part in limits}
+
+    hooks = get_session().event_hooks  # most of its requests have no limit of their own
+    get_session().event_hooks = {**hooks, "request": [*hooks["request"], limit_wait]}
+    report("downloading", 0.0)
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+    try:
+        with _explain_hub_errors():
+            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+                _check_hub(name)
+                check_config_file(Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"])))
+            path = _downloaded[name] = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    finally:
+        get_session().event_hooks = hooks
+    report("downloading", 1.0)
+    return path
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """Return the weight files: those that the index names, if there is one. Raises `ModelLoadError` for one that is cut
+    off, or is none.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            if gguf := list(directory.glob("*.gguf")):
+                return gguf  # one, as `describe_gguf` wrote the directory
+            raise _explain_missing_weights(directory, f"no {single.name}, no {index.name}")
+        check_weights([single])
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [directory / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise build_damage_error(f"{index} is not a weight index: {to_one_line(error)}") from error
+    if not files:
+        raise build_damage_error(f"{index} names no file")
+    for name, file in zip(names, files, strict=True):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise build_damage_error(f"{index} names {name}, which is not in the model's directory")
+        if not file.is_file():
+            raise build_damage_error(f"{index} names {file.name}, which is not there")
+    check_weights(files)
+    return files
+
+
+def _explain_missing_weights(directory: Path, missing: str) -> ModelLoadError:
+    """Return the error of a directory in which there are neither weights in one file nor an index of several."""
+    if parts := sorted(directory.glob("*.safetensors")):
+        return build_damage_error(f"{directory} has {missing}, which says what is in {parts[0].name}")
+    if pickles := [one.name for form in ("*model*.bin", "*.pth", "*.ckpt") for one in directory.glob(form)]:
+        return ModelLoadError(
+            f"{directory} has no .safetensors weights, and {pickles[0]} may run code, so it is never read: use "
+            "a checkpoint with safetensors, or convert this one where you trust it"
+        )
+    return build_damage_error(f"{directory} has no .safetensors weights: {missing}")
+
+
+def to_one_line(error: BaseException, limit: int = 300) -> str:
+    """Return an exception's text in one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]

@@ -1,0 +1,238 @@
+"""An engine that answers by a formula: any worker that goes on with a request gives the same tokens.
+
+It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV. Its blocks
+are numbers: where they are too few for all requests, the last ones wait.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from random import Random
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from penstock.engine.contract import EngineLimits, Loaded, Stored
+from penstock.engine.sequence import Sequence as EngineSequence
+from penstock.engine.sequence import State
+from penstock.engine.weights.files import DEMO_MODEL
+from penstock.kvstore.block import BlockHasher, PromptBlocks
+from penstock.messages import Logprobs
+from penstock.names import CLASSES, PriorityClass
+
+BLOCK_SIZE = 16
+MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH = 16, 128, 4096
+STEP_S = (0.002, 0.02)
+"""The shortest and the longest usual step."""
+EVENT_WAIT_S = 0.02
+END_TOKEN = 1
+"""The token that ends an answer of the demo model's tokenizer. The formula never gives it."""
+
+
+@cache
+def load_tokenizer() -> Any:
+    """Return the tokenizer of the demo model."""
+    return AutoTokenizer.from_pretrained(str(DEMO_MODEL))
+
+
+class FormulaModel:
+    """What workers know of the model."""
+
+    name, response_template, fingerprint = "formula", None, "ab" * 32
+    eos_token_ids = frozenset([END_TOKEN])
+    context_length = MAX_LENGTH
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the demo model."""
+        return load_tokenizer()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return len(load_tokenizer())
+
+
+def compute_token(prompt: Sequence[int], seed: int, position: int) -> int:
+    """Return the token of an answer at a position."""
+    told = hashlib.blake2b(repr((tuple(prompt), seed, position)).encode(), digest_size=4).digest()
+    return 300 + int.from_bytes(told, "little") % 700
+
+
+@dataclass(frozen=True)
+class FormulaToken:
+    """A token that a step sampled."""
+
+    seq: EngineSequence
+    token_id: int
+    logprobs: Logprobs | None = None
+    is_grammar_ended: bool = False
+
+
+@dataclass(eq=False)
+class FormulaEngine:
+    """The engine of one worker process."""
+
+    chance: Random
+    pass_step: Callable[[], object] = lambda: None
+    """Called in each step: it may take long."""
+    model: FormulaModel = field(default_factory=FormulaModel)
+    choose_token: Callable[[Sequence[int], int, int], int] = compute_token
+    """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
+    num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
+    """How many blocks its requests may have together."""
+    limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
+
+    def __post_init__(self) -> None:
+        self._seqs: dict[str, EngineSequence] = {}
+        self._loading: list[tuple[float, EngineSequence]] = []
+        self._storing: list[tuple[float, EngineSequence, Future[float]]] = []
+        self._wake = threading.Event()
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more requests fit."""
+        return max(0, MAX_BATCH - len(self._seqs))
+
+    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+        """Return the prompt tokens that are not computed."""
+        ranks = CLASSES[: CLASSES.index(klass) + 1]
+        return sum(
+            min(seq.num_prompt_tokens, max_tokens)
+            for seq in self._seqs.values()
+            if seq.is_waiting and seq.klass in ranks
+        )
+
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
+        """Return the names of a prompt's blocks."""
+        hasher = BlockHasher(bytes(32), bytes(16), BLOCK_SIZE, 0, len(token_ids))
+        hasher.hash_full_blocks(token_ids)
+        return PromptBlocks(hasher, hasher.hash_tail_block(token_ids), len(token_ids) // BLOCK_SIZE)
+
+    def add_request(self, request: EngineSequence) -> None:
+        """Load its blocks for a while, then compute it."""
+        assert request.id not in self._seqs, f"{request.id}: added twice"
+        self._seqs[request.id] = request
+        self._loading.append((time.monotonic() + self.chance.expovariate(200.0), request))
+
+    def remove_request(self, request_id: str) -> None:
+        """Drop a request."""
+        if (seq := self._seqs.pop(request_id, None)) is not None and seq.state is not State.DONE:
+            seq.move_to(State.DONE)
+
+    def lease_request(self, request_id: str, owner: str) -> None:
+        """Note the lease: the job waits until the blocks are stored."""
+        self._seqs[request_id].lease_owner = owner
+
+    def finish_request(self, request_id: str) -> "Future[float] | None":
+        """Store the blocks of a request that is handed off for a while."""
+        seq = self._seqs[request_id]
+        self.remove_request(request_id)
+        if not seq.lease_owner:
+            return None
+        future: Future[float] = Future()
+        self._storing.append((time.monotonic() + self.chance.expovariate(100.0), seq, future))
+        return future
+
+    def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
+        """Do nothing: there are no leases."""
+
+    def has_work(self) -> bool:
+        """Return whether there are requests to compute."""
+        return any(seq.state is State.RUNNING for seq in self._seqs.values())
+
+    def begin_step(self) -> bool:
+        """Let requests wait for which no blocks are left, and return whether there is anything to compute."""
+        num_free, is_first = self.num_blocks, True
+        for seq in self._seqs.values():
+            num_needed = len(seq.token_ids) // BLOCK_SIZE + 1
+            fits = is_first or num_needed <= num_free
+            if seq.state is State.RUNNING and not fits:
+                seq.preempt()
+            elif seq.is_waiting and seq.num_preemptions and fits:
+                seq.move_to(State.RUNNING)
+            if seq.state is State.RUNNING:
+                num_free, is_first = num_free - num_needed, False
+        return self.has_work()
+
+    def finish_step(self) -> list[FormulaToken]:
+        """Take the time of a step, and return a token of each request."""
+        running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
+        time.sleep(self.chance.uniform(*STEP_S))
+        self.pass_step()
+        sampled = []
+        for seq in running:
+            if self._seqs.get(seq.id) is not seq or seq.state is not State.RUNNING:
+                continue
+            seq.num_computed_tokens = len(seq.token_ids)
+            prompt = seq.token_ids[: seq.num_prompt_tokens]
+            token = self.choose_token(prompt, seq.seed, seq.num_output_tokens)
+            seq.append_token(token)
+            sampled.append(FormulaToken(seq, token))
+        return sampled
+
+    def store_full_blocks(self) -> bool:
+        """Return False: there is no KV."""
+        return False
+
+    def collect_events(self) -> Iterator[Loaded | Stored]:
+        """Yield what happened."""
+        now_s = time.monotonic()
+        due = [entry for entry in self._loading if entry[0] <= now_s]
+        self._loading = [entry for entry in self._loading if entry[0] > now_s]
+        for due_s, seq in due:
+            if self._seqs.get(seq.id) is seq:
+                seq.move_to(State.RUNNING)
+                num_blocks = seq.num_prompt_tokens // BLOCK_SIZE
+                yield Loaded(seq.context, num_blocks, 0, 0, due_s, due_s)
+        stored = [entry for entry in self._storing if entry[0] <= now_s]
+        self._storing = [entry for entry in self._storing if entry[0] > now_s]
+        for due_s, seq, future in stored:
+            future.set_result(due_s)
+            yield Stored(seq.context, 1, due_s, due_s)
+
+    def is_moving_blocks(self) -> bool:
+        """Return whether loads or stores are under way."""
+        return bool(self._loading or self._storing)
+
+    def wait_for_event(self) -> None:
+        """Wait a moment."""
+        due = [entry[0] for entry in self._loading] + [entry[0] for entry in self._storing]
+        self._wake.wait(max(0.0, min([EVENT_WAIT_S, *(due_s - time.monotonic() for due_s in due)])))
+        self._wake.clear()
+
+    def wake_waiter(self) -> None:
+        """End the wait."""
+        self._wake.set()
+
+    def report_state(self) -> dict[str, object]:
+        """Return nothing."""
+        return {}
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return None."""
+        return None
+
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return half a millisecond for each token."""
+        return num_tokens / 2000
+
+    def close(self) -> None:
+        """Write what jobs wait for, and drop everything else."""
+        for _, _, future in self._storing:
+            future.set_result(time.monotonic())
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop everything."""
+        for request_id in list(self._seqs):
+            self.remove_request(request_id)
+        self._loading, self._storing = [], []
+
+
+def list_tokens(prompt: Sequence[int], seed: int, count: int) -> list[int]:
+    """Return an answer."""
+    return [compute_token(prompt, seed, position) for position in range(count)]

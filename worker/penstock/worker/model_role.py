@@ -1,0 +1,124 @@
+"""What the roles share whose worker has a model of its own: prefill's and decode's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
+from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
+from penstock.engine.sequence import Sequence as EngineSequence
+from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.token_text import TokenTexts, get_token_texts
+from penstock.grammar.state import GrammarState
+from penstock.messages import Job, TokenEvent
+from penstock.names import Pipeline
+from penstock.worker.grammars import GrammarCompiler
+from penstock.worker.load import WorkerLoad
+from penstock.worker.retry import is_suspect
+from penstock.worker.task import Task
+
+
+class ModelRole:
+    """The engine of a role, and the events of the tokens that it samples."""
+
+    writes_pieces = False
+
+    def __init__(self, pipeline: Pipeline, engine: InferenceEngine, served_name: str = "") -> None:
+        """`served_name` is the name by which callers ask for the model, if it is another than the engine's."""
+        self.pipeline, self.engine, self.model_name = pipeline, engine, served_name or engine.model.name
+        self.grammars = GrammarCompiler(engine.model)
+
+    def describe_model(self) -> dict[str, Any]:
+        """Return what the heartbeat says of the model beside its name."""
+        return {
+            "model_source": self.engine.model.name,
+            "max_model_len": self.engine.limits.max_length,
+            "response_template": self.engine.model.response_template,
+        }
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """The texts of the model's tokens."""
+        return get_token_texts(self.engine.model.tokenizer)
+
+    def add_to_engine(
+        self, task: Task, seed: int, load: WorkerLoad, start: str = "", num_prompt_logprobs: int | None = None
+    ) -> bool:
+        """Have the engine go on with a request after all tokens so far; for a hand-off, compute the prompt and a token.
+
+        `start` is what the output begins with (`Detokenizer`). Return False where the log's last token ends the answer;
+        then the task has its `outcome`. Raise what `cut_max_tokens` and the engine's `add_request` raise.
+        """
+        message, model = task.message, self.engine.model
+        assert message is not None
+        sampling = message.sampling
+        if sampling.fit_context:
+            # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.
+            sampling = cut_max_tokens(sampling, len(task.token_ids), self.engine.limits.max_length)
+            task.message = message.model_copy(update={"sampling": sampling})
+        check_prompt_logprobs(sampling, len(task.token_ids))
+        task.blocks = self.engine.hash_prompt(task.tenant, task.token_ids)
+        task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
+        logged = [] if task.hands_off else [event.token for event in task.log_events]
+        grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
+        if logged and _replay_answer(task, grammar, logged):
+            return False
+        seq = EngineSequence(
+            task.id,
+            task.token_ids,
+            blocks=task.blocks,
+            sampling=sampling,
+            seed=seed,
+            max_new_tokens=1 if task.hands_off else sampling.max_tokens,
+            output_token_ids=logged,
+            klass=task.klass,
+            tenant=task.tenant,
+            weight=message.weight,
+            is_suspect=is_suspect(task.claim),
+            grammar=grammar,
+            num_prompt_logprobs=num_prompt_logprobs,
+            lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
+            was_handed_off=isinstance(message, Job),
+            context=task,
+        )
+        self.engine.add_request(seq)
+        task.seq = seq
+        load.mean_prompt_tokens[task.klass].add(len(seq.token_ids))
+        return True
+
+    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+        """Do nothing: the request is where it is to be."""
+
+    def leaves_preempted(self, task: Task) -> bool:
+        """Return False: the request waits here."""
+        return False
+
+    def report_rates(self, load: WorkerLoad) -> dict[str, object]:
+        """Return how fast prompts are computed and answers decoded, for the heartbeat."""
+        return {
+            "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
+            "output_tokens_per_s": load.throughput.tokens_per_s,
+        }
+
+    def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
+        """Return the log event of a request's next token, and set the task's `outcome` where it is the last."""
+        assert task.output is not None
+        text, reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
+        if reason is not None:
+            task.outcome = Outcome(reason)
+        before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
+        logprobs = item.logprobs
+        if logprobs is not None:
+            logprobs = self.token_texts.add_texts(logprobs, item.token_id)
+        return task.claim.next_event(item.token_id, text, logprobs, before)
+
+
+def _replay_answer(task: Task, grammar: GrammarState | None, logged: Sequence[int]) -> bool:
+    """Give a task's output the tokens in its log. Return whether the last one ends the answer; then the task has its
+    `outcome`.
+    """
+    assert task.output is not None
+    for index, token in enumerate(logged):
+        ends = grammar is not None and index == len(logged) - 1 and grammar.is_ended
+        _, reason = task.output.add_token(token, is_grammar_ended=ends)
+        task.outcome = None if reason is None else Outcome(reason)
+    return task.outcome is not None

@@ -1,0 +1,243 @@
+"""The process of a worker, whatever its kind: its settings, name, heartbeat and telemetry, and the loop that it runs.
+
+`main.py` of `prefill_worker/`, `decode_worker/` and `endpoint_worker/` say what a worker of their kind is made of.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from penstock import failpoints
+from penstock.bus.connect import connect_bus
+from penstock.bus.contract import Member
+from penstock.bytecode import keep_bytecode
+from penstock.config.addresses import Addresses
+from penstock.config.settings import (
+    BusSettings,
+    EndpointSettings,
+    EngineSettings,
+    FaultSettings,
+    KVSettings,
+    RecordSettings,
+    SloSettings,
+    StaySettings,
+    TelemetrySettings,
+    TraceSettings,
+    WorkerSettings,
+    load_group,
+    load_settings,
+)
+from penstock.engine.weights.files import check_model_here
+from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
+from penstock.garbage import freeze_loaded_objects
+from penstock.names import Pipeline, WorkerKind
+from penstock.ops.access import check_access, check_redis_access
+from penstock.ops.eviction import watch_eviction
+from penstock.record import check_key_types, connect_servers, open_record
+from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
+from penstock.redis.servers import store_server_lists
+from penstock.telemetry.process import open_telemetry
+from penstock.telemetry.stage import StageMetrics
+from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
+from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.task import Role
+from penstock.worker.worker import Worker
+
+if TYPE_CHECKING:  # workers without a model of their own do without its libraries
+    from penstock.engine.serving import EngineCore, ServingEngine
+
+    OpenCore = Callable[[EngineSettings, Callable[[str, float], None]], EngineCore]
+
+log = logging.getLogger(__name__)
+
+
+class ProcessSettings(NamedTuple):
+    """All settings of a worker but the addresses."""
+
+    worker: WorkerSettings
+    endpoint: EndpointSettings
+    engine: EngineSettings
+    kv: KVSettings
+    bus: BusSettings
+    record: RecordSettings
+    telemetry: TelemetrySettings
+    traces: TraceSettings
+    faults: FaultSettings
+    stay: StaySettings
+
+
+class WorkerProcess:
+    """The process of one worker. From `__enter__` on it has a name and a heartbeat; `serve` makes it work."""
+
+    def __init__(self, kind: WorkerKind) -> None:
+        """Read all settings. Raise `SettingsError` for what is wrong."""
+        self.kind = kind
+        self.addresses, self.settings = load_settings(Addresses), load_group(ProcessSettings)
+        if self.settings.engine.kind == "openai" and kind != "endpoint":
+            raise SettingsError(
+                "with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint"
+            )
+        self.pipeline = Pipeline(self.addresses.pipeline)
+        self.name = choose_worker_name(self.settings.worker.name)
+        self.member: Member | None = None
+        """The place in the group, once it has one."""
+        self.exits = contextlib.ExitStack()
+        """Closes what was opened for the process, at its end."""
+
+    def __enter__(self) -> Self:
+        """Check that host and servers allow what a worker of this kind does, take the name, and begin heartbeat and
+        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken` or `ServerEvicts`.
+        """
+        if self.kind != "endpoint":
+            keep_bytecode(self.settings.engine.find_cache_directory())
+            self._fit_tiers()
+        settings, addresses = self.settings, self.addresses
+        failpoints.arm(settings.faults.failpoints)
+        pin_to_cores(settings.worker.cores)
+        check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
+        store_server_lists(addresses.stream_url, self.pipeline)
+        worker = settings.worker
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watch_eviction(addresses, settings.record.eviction))
+            self.beat = Heartbeat(
+                addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s
+            )
+            self.name = self.beat.take_name(next_free=worker.next_name)
+            stack.enter_context(self.beat)
+            telemetry = open_telemetry(
+                f"penstock-{self.kind}",
+                addresses,
+                self.name,
+                settings.telemetry,
+                settings.traces,
+                with_endpoint=True,
+                is_ready=lambda: self.beat.state == "ready",
+            )
+            self.meters = stack.enter_context(telemetry)
+            self.exits = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.exits.__exit__(kind, error, trace)
+
+    @cached_property
+    def stop(self) -> StopSignal:
+        """SIGTERM or SIGINT, from its first use on. Before that there is nothing to finish or hand back."""
+        return StopSignal().install()
+
+    def open_engine(self, *, only_prompts: bool = False) -> "ServingEngine":
+        """Load the model, of which a stage may need the prompts' part only, and open the KV store.
+
+        Raise `ModelLoadError`, before the libraries are imported where the model's files show it; `DependencyMissing`
+        where these are not installed; `ArithmeticDiffers` beside workers that compute otherwise.
+        """
+        settings = self.settings
+        try:
+            cache = settings.engine.find_cache_directory()
+            check_model_here(settings.engine.model, self.beat.report_progress, cache)
+        except ModelLoadError as error:
+            raise choose_load_error(error)(f"cannot load model {settings.engine.model!r}: {error}") from error
+        library = "vLLM" if settings.engine.kind == "vllm" else "torch"
+        self.beat.update_status(now=True, doing=f"importing {library}")
+        open_core = self._find_opening(only_prompts=only_prompts)
+        with require_libraries():
+            from penstock.engine.serving import open_serving_engine
+        self.beat.update_status(now=True, doing="loading the model")
+        core = open_core(settings.engine, self.beat.report_progress)
+        self.beat.declare_arithmetic(core.model.arithmetic, is_mix_accepted=settings.engine.mixed)
+        self.beat.update_status(now=True, doing="opening the KV store")
+        kv_urls = self.addresses.kv_url or self.addresses.stream_url
+        return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
+
+    def _fit_tiers(self) -> None:
+        """Fit the KV store's tiers to this host. Raise `KVStoreError` for what was asked for and cannot be."""
+        with require_libraries():
+            from penstock.kvstore.room import fit_tiers
+        kv, told, refused = fit_tiers(self.settings.kv, self.pipeline.name)
+        if refused:
+            raise KVStoreError("; ".join(refused))
+        for line in told:
+            log.warning(line)
+        self.settings = self.settings._replace(kv=kv)
+
+    def _find_opening(self, *, only_prompts: bool) -> "OpenCore":
+        """Return what loads the model into the engine that the settings name."""
+        with require_libraries():
+            if self.settings.engine.kind == "vllm":
+                from penstock.engine_vllm.opening import open_vllm_core
+
+                return open_vllm_core
+            from penstock.engine.loading.loading import open_engine
+
+            max_step_s = load_settings(SloSettings).interactive_itl_s
+            return partial(open_engine, only_prompts=only_prompts, max_step_s=max_step_s)
+
+    def may_hand_off(self) -> bool:
+        """Return whether an answer may go on in another worker: one decodes, as far as is known, and the bus is not so
+        slow that the answer would rather wait for its job than for prompts that are computed here.
+        """
+        return self.beat.num_decoding > 0 and (self.member is None or self.member.slowness == 1)
+
+    def make_metrics(self, model_name: str) -> StageMetrics:
+        """Return what a worker of this kind counts and measures."""
+        return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name)
+
+    def serve(self, role: Role, metrics: StageMetrics, job_role: Role | None = None, **card: Any) -> None:
+        """Join the group, and work until told to stop. `job_role` treats jobs where the worker reads these too.
+
+        `card` has what else the heartbeat says of the model.
+        """
+        settings, stop = self.settings, self.stop
+        clients, bus = connect_servers(self.addresses.stream_url), connect_bus(self.addresses, settings.bus)
+
+        def make_worker() -> Worker:
+            check_key_types(clients, self.pipeline)
+            member = self.member = bus.join_group(self.kind, self.name)
+            try:
+                record = open_record(clients, self.pipeline, settings.record)
+                worker = Worker(role, self.pipeline, self.name, record, member, metrics, self.beat, job_role)
+            except BaseException:
+                member.close()  # otherwise it stays in the group and keeps its deliveries
+                raise
+
+            def report_engine() -> dict[str, object]:
+                return {"running": len(worker.running)} | role.engine.report_state()
+
+            def report_status() -> dict[str, object]:
+                trouble = worker.settler.trouble or member.current_problem or worker.record.current_problem
+                recent = {"recent": metrics.summarize_recent()} if self.meters.is_on else {}
+                load = {"load": worker.report_load()}
+                return report_engine() | load | recent | ({"reason": trouble} if trouble else {})
+
+            metrics.set_view(report_engine)
+            self.beat.set_load_source(report_status)
+            return worker
+
+        self.beat.update_status(
+            doing="joining the group", progress=1.0, model=role.model_name, kafka=self.addresses.kafka, **card
+        )
+        log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
+        check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
+
+        def ask_servers() -> None:
+            learn_pace(clients.parts[0])
+            check_redis_access(self.addresses, self.kind)
+            check_bus()
+
+        freeze_loaded_objects()
+        Reconnector(make_worker, ask_servers, self.beat).run_until_stopped(stop, settings.worker.drain_s)
+        log.info("%s has left", self.name)
+
+
+@contextlib.contextmanager
+def require_libraries() -> Iterator[None]:
+    """A block that imports the libraries of models. Raise `DependencyMissing` where they are not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
