@@ -41,6 +41,11 @@ class Flaw:
 
 FEWER = ("gateways=0", "endpoint=0", "bug=0", "wedge=0", "poison=0", "hostile_s=0", "full_s=0")
 """Without these mishaps more of a run is about those that a flaw is seen by."""
+LEAVES = (
+    "leave_s=0.5", "attempts=2", "slow=0.5", "kill_s=0", "crash=0", "stall=0", "loss=0", "freeze_s=0", "away_s=0",
+    "cut_s=0", "pause_s=0", "forget_s=0", "rebalance_s=0", *FEWER,
+)  # fmt: skip
+"""Workers leave again and again, and nothing else costs a request an attempt."""
 
 FLAWS = (
     Flaw(
@@ -135,10 +140,7 @@ FLAWS = (
     Flaw(
         "a hand-off is not noted", f"{WORKER}/worker.py",
         "self.record.note_all_handed_off(handed)", "pass",
-        rates=(  # attempts are limited where some requests may be poison; none is
-            "gone_s=0.5", "leave_s=0.5", "autos=0", "kill_s=0", "crash=0", "stall=0", "loss=0", "freeze_s=0",
-            "away_s=0", "cut_s=0", "pause_s=0", "forget_s=0", *FEWER, "poison=0.000001",
-        ),
+        rates=(*LEAVES, "autos=0"),
     ),
     Flaw(
         "a hand-off that did not settle is noted", f"{WORKER}/worker.py",
@@ -146,8 +148,12 @@ FLAWS = (
     ),
     Flaw(
         "a result goes out before its end is written", f"{WORKER}/worker.py",
-        'if task.delivery.is_held else ""\n        ends',
-        'if task.delivery.is_held else ""\n            self._complete_task(task, begun_s)\n        ends',
+        "        for task, (claim, built, _), written in zip(",
+        "        for task, (_, built, _) in zip(tasks, ends, strict=True):\n"
+        "            if task.outcome is not None:\n"
+        "                task.outcome = replace(task.outcome, end_event=built)\n"
+        "                self._complete_task(task, begun_s)\n"
+        "        for task, (claim, built, _), written in zip(",
     ),
     Flaw(
         "a token that was logged is sampled again", "prefill_worker/penstock/prefill_worker/role.py",
@@ -202,11 +208,13 @@ FLAWS = (
     Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
         "self.record.release_all([*((one.claim", "list([*((one.claim",
+        rates=LEAVES,
     ),
     Flaw(
         "a message being read is forgotten by a worker that leaves", f"{WORKER}/message_reader.py",
         "claims = [(reading.claim, reading.delivery.is_held) for reading in self._open if reading.claim is not None]",
         "claims = []",
+        rates=LEAVES,
     ),
     Flaw(
         "a settler whose thread died is not noticed", f"{WORKER}/settler.py",
@@ -322,12 +330,13 @@ FLAWS = (
     ),
     Flaw(
         "what ends workers is read again for ever", f"{WORKER}/worker.py",
-        "(claim.num_tokens > 0 or not is_over)", "True", rates=("poison=0.2", "endpoint=0", "gateways=0"),
+        "(claim.num_tokens > 0 or not is_over)", "True",
+        rates=("poison=0.2", "attempts=12", "endpoint=0", "gateways=0"),
     ),
     Flaw(
         "a reading that stands still is not watched", f"{WORKER}/watch.py",
         "for one in (self._turn, self._reading) if", "for one in (self._turn,) if",
-        rates=("poison=0.3", "endpoint=0", "gateways=0"),
+        rates=("poison=0.3", "attempts=12", "endpoint=0", "gateways=0"),
     ),
     Flaw(
         "an error in a heartbeat ends its thread", f"{WORKER}/heartbeat.py",

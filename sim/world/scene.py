@@ -7,9 +7,10 @@ import random
 import re
 import types
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -130,19 +131,24 @@ class CheckedWorker(Worker):
     """A worker that is checked after each turn of its loop."""
 
     _unwatched: Set[Claim] = frozenset()
-    _watched: tuple[Set[Claim], str] = (frozenset(), "")
+    _begun: Mapping[Claim, str] = MappingProxyType({})
+    """The claims of running requests, with the session that this worker had when they were seen first."""
+    _over: Set[Claim] = frozenset()
 
     def run_once(self, *, accept: bool = True) -> bool:
-        """Run a turn. Raise `AssertionError` for a claim without a request, a request without its claim, and a claim
-        of a session that is over.
+        """Run a turn. Raise `AssertionError` for a claim without a request, a request without its claim, and one whose
+        claim is of a session that is over.
         """
-        has_done, before = super().run_once(accept=accept), self._unwatched
+        has_done, before, over = super().run_once(accept=accept), self._unwatched, self._over
         self.check_integrity()
-        (watched, session), self._watched = self._watched, (self.session.claims, self.session.id)
-        assert self._watched[1] == session or not watched & self.session.claims, "a session that is over goes on"
         # Of claims that were lost since this turn began the next one hears.
-        self._unwatched = {one.claim for one in self.running.values()} - self.session.claims
+        running = {one.claim for one in self.running.values()}
+        self._unwatched = running - self.session.claims
         assert not before & self._unwatched, "requests run on whose claims were lost"
+        session = self.session.id
+        self._begun = {claim: self._begun.get(claim, session) for claim in running}
+        self._over = {claim for claim, begun in self._begun.items() if begun != session}
+        assert not over & self._over, "requests run on whose session is over"
         return has_done
 
 
@@ -202,6 +208,8 @@ class Rates:
     """The mean time between deletions of messages, which may be unread, at levels that can; 0 if there are none."""
     forget_s: float = 0.0
     """The mean time until Redis forgets a request, or its last tokens; 0 if it forgets nothing."""
+    attempts: float = 0.0
+    """After how many attempts a request is given up; 0 where it never is."""
     gone_s: float = 0.0
     """The mean time until all decode workers die, and are away for minutes; 0 if they never do."""
 
@@ -228,7 +236,7 @@ class Rates:
             autos=chance.choice([0.0, 0.0, 0.5, 0.5, 1.0]),
             delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
             forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
-            poison=0.05 if chance.random() < 0.2 else 0.0,
+            poison=(poison := 0.05 if chance.random() < 0.2 else 0.0), attempts=POISON_ATTEMPTS if poison else 0,
         )  # fmt: skip
 
 
@@ -392,7 +400,7 @@ class Scene:
     def _run_worker(self, place: Place, process: Process) -> None:
         assert place.stage is not None
         kind, chance = place.stage, random.Random(self.chance.random())
-        settings, name = RecordSettings(max_attempts=POISON_ATTEMPTS if self.rates.poison else 1000), place.name
+        settings, name = RecordSettings(max_attempts=int(self.rates.attempts) or 1000), place.name
         beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         role, job_role = self._make_roles(kind, name, settings, chance, beat)
         if isinstance(role, PrefillRole):
