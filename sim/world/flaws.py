@@ -131,7 +131,7 @@ FLAWS = (
     ),
     Flaw(
         "a session that is over goes on", f"{RECORD}/session.py",
-        "self._lost += self._claims\n            self._claims, self.id = set(), session", "self.id = session",
+        "self._lost += self._claims\n            self._claims, self.id = {}, session", "self.id = session",
     ),
     Flaw(
         "a session is never renewed", f"{RECORD}/session.py",

@@ -78,7 +78,7 @@ class Session:
         """The time between two renewals."""
         self._record, self._name, self._list_partitions = record, name, list_partitions
         self._renew_membership, self._is_stalled = renew_membership, is_stalled
-        self._claims: set[Claim] = set()
+        self._claims: dict[Claim, None] = {}  # in their order: runs of the simulated world are repeated
         self._lost: list[Claim] = []
         self._cancelled: set[str] = set()
         self._named: dict[str, float] = {}
@@ -105,12 +105,12 @@ class Session:
     def add_claim(self, claim: Claim) -> None:
         """Watch a claim: `collect_events` returns what happens to it."""
         with self._lock:
-            self._claims.add(claim)
+            self._claims[claim] = None
 
     def remove_claim(self, claim: Claim) -> None:
         """Forget a claim that ended, was handed off, released or lost."""
         with self._lock:
-            self._claims.discard(claim)
+            self._claims.pop(claim, None)
 
     @property
     def claims(self) -> set[Claim]:
@@ -178,7 +178,7 @@ class Session:
         assert renewed is not None, "a new session has nothing to be compared with"
         with self._lock:
             self._lost += self._claims
-            self._claims, self.id = set(), session
+            self._claims, self.id = {}, session
         self._last, self._renewed_s = renewed, time.monotonic()
         self._grace_s, self._grace_until_s = UNLIMITED_GRACE_S, self._renewed_s + self._record.lease_s
 
