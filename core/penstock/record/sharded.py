@@ -281,7 +281,7 @@ class _ServerSession(Session):
         if self._server.is_away:
             with self._lock:
                 self._lost += self._claims
-                self._claims = set()
+                self._claims = {}
         return super().collect_events()
 
     def disown_partitions(self) -> None:
