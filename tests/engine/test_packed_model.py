@@ -225,8 +225,13 @@ def test_the_proof_is_noted_and_runs_again_when_its_name_changes(
     assert count_runs(settings.model_copy(update={"weights": "p12"})) == 1
     assert count_runs(settings.model_copy(update={"dtype": "float32"})) == 1
     assert count_runs(settings.model_copy(update={"block_size": 8})) == 1
-    monkeypatch.setattr(proof, "_hash_program", lambda: "another program")
-    assert [count_runs(settings), count_runs(settings)] == [1, 0]
+    program = shutil.copytree(Path(proof.__file__).parents[1], tmp_path / "program")
+    monkeypatch.setattr(proof, "__file__", str(program / "loading" / "proof.py"))
+    monkeypatch.setattr(proof, "_hash_program", proof._hash_program.__wrapped__)
+    assert count_runs(settings) == 0, "a copy of the program is the same program"
+    kernel = program / "kernels" / "norm.py"
+    kernel.write_bytes(bytes([kernel.read_bytes()[0] ^ 1]) + kernel.read_bytes()[1:])
+    assert [count_runs(settings), count_runs(settings)] == [1, 0], "a byte of a kernel changed"
     for note in (tmp_path / "cache").glob("proof-*"):
         note.write_bytes(b"{")
     assert count_runs(settings) == 1
