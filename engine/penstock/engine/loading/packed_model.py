@@ -29,11 +29,13 @@ from penstock.engine.kernels.packed import (
     PackedFollower,
     PackedLinear,
     PackedLinears,
+    PackedWeight,
+    make_packed_weight,
 )
 from penstock.engine.memory.storage import LayerShape
 from penstock.engine.model.accelerate import compute_probe_logits
 from penstock.engine.model.compare import find_tolerance, measure_logits_error
-from penstock.engine.model.experts import Gate, NativeExperts, PackedWeight, make_packed_weight
+from penstock.engine.model.experts import Gate, NativeExperts
 from penstock.engine.model.layer import AttentionParams, NativeLayer, make_native_model
 from penstock.engine.model.model import QUANTIZATION_VERSION, LoadedModel
 from penstock.engine.steps.latent import LatentHeads, set_latent_heads

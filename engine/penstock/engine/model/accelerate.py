@@ -34,14 +34,7 @@ from penstock.engine.kernels.packed import (
 from penstock.engine.memory.states import StateStorage
 from penstock.engine.memory.storage import KVStorage
 from penstock.engine.model.compare import find_tolerance, is_close, measure_logits_error
-from penstock.engine.model.experts import (
-    NativeExperts,
-    find_experts_parts,
-    find_mixtures,
-    keeps_rows_apart,
-    pack_experts,
-    pack_router,
-)
+from penstock.engine.model.experts import NativeExperts, find_experts_parts, find_mixtures, pack_experts, pack_router
 from penstock.engine.model.layer import NativeLayer, NativeModel, find_layer_parts, has_experts, make_native_model
 from penstock.engine.model.mixers import choose_together
 from penstock.engine.model.model import LoadedModel
@@ -57,7 +50,7 @@ from penstock.engine.steps.latent import (
 )
 from penstock.engine.steps.masks import MaskRule, Unsupported, sees_interval
 from penstock.engine.steps.native_step import Body, NativeParts, NativeStep
-from penstock.engine.steps.rows import RowsApart, WatchedRows
+from penstock.engine.steps.rows import RowsApart, WatchedRows, keeps_rows_apart
 from penstock.engine.steps.runner import ModelRunner
 from penstock.engine.steps.step import make_step
 from penstock.engine.steps.step_batch import StepBatch
