@@ -12,11 +12,12 @@ from transformers.masking_utils import causal_mask_function
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.packed import PackedLinear
-from penstock.engine.loading.loading import load_model, open_engine
+from penstock.engine.loading.loading import load_model
 from penstock.engine.loading.proof import prove_model
 from penstock.engine.memory.states import StateStorage
 from penstock.engine.memory.storage import KVStorage
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.opening import open_engine
 from penstock.engine.steps.latent import LatentHeads
 from penstock.engine.steps.masks import MaskRule
 from penstock.engine.steps.step_batch import StepBatch

@@ -14,8 +14,9 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import dtype as dtypes
 from penstock.engine.loading.dtype import PARTLY_NATIVE, choose_dtype
-from penstock.engine.loading.loading import load_stage_models, open_engine, open_model
+from penstock.engine.loading.loading import load_stage_models, open_model
 from penstock.engine.model.accelerate import _Replacer
+from penstock.engine.opening import open_engine
 from penstock.errors import SettingsError
 from tests.engine.helpers import needs_kernels
 

@@ -26,9 +26,10 @@ from penstock.engine.gguf.gguf_weights import GgufMatrix, unpack_blocks
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
 from penstock.engine.loading import loading
-from penstock.engine.loading.loading import load_model, load_stage_models, open_engine, open_model, pack_model
+from penstock.engine.loading.loading import load_model, load_stage_models, open_model, pack_model
 from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.model.layer import NativeLayer
+from penstock.engine.opening import open_engine
 from penstock.engine.weights.files import check_model_here
 from penstock.engine.weights.module import load_module
 from penstock.engine.weights.quantized import take_quantization, unpack_weights

@@ -16,8 +16,9 @@ import xxhash
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.loading import loading, proof
-from penstock.engine.loading.loading import load_model, open_engine, open_model, pack_model
+from penstock.engine.loading.loading import load_model, open_model, pack_model
 from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
+from penstock.engine.opening import open_engine
 from penstock.engine.weights.packed_file import PackedFileWriter, open_packed_file
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from tests.engine.helpers import needs_kernels, save_model

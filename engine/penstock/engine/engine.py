@@ -29,7 +29,7 @@ from penstock.engine.memory.staging import BlockStaging, PinnedPoolBlock, Staged
 from penstock.engine.memory.state_rows import StateRows, divide_memory
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.model.trial import make_trial_sequence
-from penstock.engine.sampling.penalties import has_penalties
+from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import (
     NOT_FINITE,
     SamplingParams,
@@ -53,7 +53,7 @@ from penstock.engine.scheduling.scheduler import WAITING_STEPS, Scheduler
 from penstock.engine.sequence import Plan, Sequence, State
 from penstock.engine.steps.runner import ModelRunner
 from penstock.engine.steps.step_batch import StepBatch
-from penstock.errors import GrammarFailed, ModelError, SequenceFailed, is_failure
+from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -521,13 +521,13 @@ class Engine:
         """
         num_others = min(self._num_mask_threads, sum(seq.grammar is not None for seq in seqs) - 1)
         if num_others < 1:
-            return [compute_masks(seq) for seq in seqs]
+            return [seq.compute_masks() for seq in seqs]
         found: dict[int, list[NDArray[np.int32] | None]] = {}
         waiting = iter(range(len(seqs)))
 
         def compute_next_masks() -> None:
             for index in waiting:
-                found[index] = compute_masks(seqs[index])
+                found[index] = seqs[index].compute_masks()
 
         others = [self._mask_threads.submit(compute_next_masks) for _ in range(num_others)]
         try:
@@ -546,30 +546,3 @@ class Engine:
 def count_prompt_tokens_left(seq: Sequence) -> int:
     """Return how many tokens of the sequence's prompt are still to be computed; 0 or less if none."""
     return seq.num_prompt_tokens - seq.num_computed_tokens
-
-
-def compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
-    """Return the masks of the sequence's next token and those behind its draft. Raises `SequenceFailed`."""
-    try:
-        return seq.compute_masks()
-    except GrammarFailed as error:
-        raise SequenceFailed(seq, error) from error
-
-
-def make_sampling_params(
-    seq: Sequence, masks: list[NDArray[np.int32] | None], end_token_ids: frozenset[int]
-) -> list[SamplingParams]:
-    """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""
-    position = seq.num_output_tokens
-    counts = seq.count_tokens() if has_penalties(seq.sampling) else None
-    return [
-        SamplingParams(
-            seq.sampling,
-            seq.seed,
-            position + number,
-            counts if counts is None or number == 0 else counts.copy_with(seq.draft[:number]),
-            mask,
-            end_token_ids,
-        )
-        for number, mask in enumerate(masks)
-    ]

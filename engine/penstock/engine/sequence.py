@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.counts import TokenCounts
 from penstock.engine.drafts import Drafter
-from penstock.errors import GrammarFailed
+from penstock.errors import GrammarFailed, SequenceFailed
 from penstock.grammar.state import GrammarState
 from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs, Sampling
@@ -183,13 +183,16 @@ class Sequence:
         """Return the masks of the tokens that its grammar allows next, and behind each token of the draft.
 
         Without a grammar they are None. There are fewer of them if the draft leaves the grammar or ends it. Raises
-        `GrammarFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
+        `SequenceFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
         """
         if self.grammar is None:
             return [None] * (1 + len(self.draft))
-        if len(self.grammar.token_ids) < self.num_output_tokens:  # a token was refused: say so now
-            self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])
-        masks: list[NDArray[np.int32] | None] = [_compute_mask(self.grammar)]
+        try:
+            if len(self.grammar.token_ids) < self.num_output_tokens:  # a token was refused: say so now
+                self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])
+            masks: list[NDArray[np.int32] | None] = [_compute_mask(self.grammar)]
+        except GrammarFailed as error:
+            raise SequenceFailed(self, error) from error
         state = self.grammar.copy() if self.draft else self.grammar
         with suppress(GrammarFailed):  # if the tokens are drawn all the same, the next step fails
             for token_id in self.draft:

@@ -8,17 +8,16 @@ sequence goes to the core when its blocks are in the pool.
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Protocol
 
-from penstock.config.settings import EngineSettings, KVSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, Stored
 from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
 from penstock.engine.sequence import Sequence, State
 from penstock.kvstore.block import PromptBlocks
-from penstock.kvstore.store import KVStore, PooledModel, StoreLayout
+from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
@@ -378,17 +377,3 @@ class ServingEngine:
     def _drop_requests(self) -> None:
         for request_id in list(self._seqs):
             self.remove_request(request_id)
-
-
-@contextmanager
-def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline: str) -> Iterator[ServingEngine]:
-    """Open the tiers of a KV store for a core, and give both as an engine. The store is closed at the end.
-
-    Raises what `KVStore.open` raises.
-    """
-    store = KVStore.open(StoreLayout.from_model(core.model), kv, kv_urls, pipeline)
-    try:
-        store.set_compute_speed(core.prefill_tokens_per_s)
-        yield ServingEngine(core, store)
-    finally:
-        store.close()

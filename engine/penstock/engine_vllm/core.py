@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.engine import compute_masks, make_sampling_params
 from penstock.engine.limits import check_sequence
+from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.scheduling.rates import PrefillRate
 from penstock.engine.sequence import Sequence, State
@@ -394,7 +394,7 @@ class VllmCore:
         """
         ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
         try:
-            return make_sampling_params(seq, compute_masks(seq), ends)[0]
+            return make_sampling_params(seq, seq.compute_masks(), ends)[0]
         except BaseException as error:
             if isinstance(error, SequenceFailed) or not is_failure(error):
                 raise
