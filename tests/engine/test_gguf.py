@@ -25,8 +25,9 @@ from penstock.engine.gguf.gguf_model import describe_gguf
 from penstock.engine.gguf.gguf_weights import GgufMatrix, unpack_blocks
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
-from penstock.engine.loading import loading
-from penstock.engine.loading.loading import load_model, load_stage_models, open_model, pack_model
+from penstock.engine.loading import checkpoint
+from penstock.engine.loading.loading import load_model, load_stage_models, open_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.model.layer import NativeLayer
 from penstock.engine.opening import open_engine
@@ -288,7 +289,7 @@ def test_a_weight_that_is_copied_before_it_is_read_is_noticed(
 
     content.tensors["output.weight"] = ("Q8_0", [1024, 256], make_blocks("Q8_0", 8192, np.random.default_rng(2)))
     file = content.save(plain.parent / "model.gguf")
-    monkeypatch.setattr(loading, "load_module", load_copies)
+    monkeypatch.setattr(checkpoint, "load_module", load_copies)
     with pytest.raises(ModelLoadError, match=r"lm_head.weight was copied while it was loaded"):
         load(file)
 

@@ -15,8 +15,10 @@ import transformers
 import xxhash
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading import loading, proof
-from penstock.engine.loading.loading import load_model, open_model, pack_model
+from penstock.engine.loading import packed as packed_loading
+from penstock.engine.loading import proof
+from penstock.engine.loading.loading import load_model, open_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.opening import open_engine
 from penstock.engine.weights.packed_file import PackedFileWriter, open_packed_file
@@ -29,7 +31,7 @@ pytestmark = needs_kernels
 @pytest.fixture
 def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model, whose proof takes a second, is not proved."""
-    monkeypatch.setattr(loading, "prove_backend", lambda *given: None)
+    monkeypatch.setattr(packed_loading, "prove_backend", lambda *given: None)
     monkeypatch.setattr(proof, "prove_backend", lambda *given: None)
 
 

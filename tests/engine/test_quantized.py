@@ -281,7 +281,7 @@ def test_settings_and_arithmetic_are_part_of_the_fingerprint(
     for form in ("gptq", "gptq_v2"):
         write_checkpoint(tiny_dir, tmp_path / form, {**settings, "checkpoint_format": form}, write)
         prints.add(load_model(_settings(tmp_path / form)).fingerprint)
-    monkeypatch.setattr("penstock.engine.loading.loading.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
+    monkeypatch.setattr("penstock.engine.loading.description.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
     prints.add(load_model(_settings(tmp_path / "gptq")).fingerprint)
     assert len(prints) == 3
 

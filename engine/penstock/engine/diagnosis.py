@@ -45,7 +45,7 @@ def _check_packed_weights(settings: EngineSettings) -> Iterator[Finding]:
     file, reason = None, ""
     # Which of them fits only a load says, for which torch is imported.
     if settings.packed or [*directory.glob("*.packed"), *settings.find_cache_directory().glob("packed/*/*.packed")]:
-        from penstock.engine.loading.loading import find_packed_file
+        from penstock.engine.loading.packed import find_packed_file
 
         try:
             file, reason = find_packed_file(settings)

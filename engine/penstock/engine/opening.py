@@ -10,7 +10,8 @@ from penstock.config.settings import EngineSettings, KVSettings
 from penstock.cores import list_usable_cores
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.products import find_slow_products, list_products
-from penstock.engine.loading.loading import load_stage_models, pack_model
+from penstock.engine.loading.loading import load_stage_models
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.loading.proof import describe_proof
 from penstock.engine.memory.memory import choose_pool
 from penstock.engine.model.model import LoadedModel

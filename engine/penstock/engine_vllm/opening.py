@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading.dtype import choose_dtype
-from penstock.engine.loading.loading import (
+from penstock.engine.loading.description import (
     as_load_errors,
     find_context_length,
     find_eos_token_ids,
@@ -20,6 +19,7 @@ from penstock.engine.loading.loading import (
     load_tokenizer,
     prepare_transformers,
 )
+from penstock.engine.loading.dtype import choose_dtype
 from penstock.engine.loading.proof import draw_proof_tokens
 from penstock.engine.loading.windows import find_windows
 from penstock.engine.memory.memory import MIN_POOL_MB, check_memory

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.engine.memory.memory import MIN_POOL_MB, count_total_bytes
-from penstock.engine.model.accelerate import is_linear
 from penstock.engine.model.layer import has_common_layers
+from penstock.engine.model.recording import is_linear
 from penstock.engine.weights.module import build_skeleton, count_bytes
 
 BFLOAT16_ISAS = frozenset(["amx"])
