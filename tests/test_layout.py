@@ -51,6 +51,9 @@ def test_doors_of_the_engine_import_from_floors_below_them() -> None:
     assert {engine_door_of(module) for module in modules} == level.keys()
     files = Counter(engine_door_of(module) for module in modules if FILES[module].name != "__init__.py")
     assert {door: num for door, num in files.items() if num > MAX_FILES_OF_A_ROOM} == {}
+    page = (HERE / "engine" / "README.md").read_text("utf-8")
+    rows = [(number, re.findall(r"`(\w+)", cell)) for number, cell in re.findall(r"^\| (\d) \| (.*?) \|", page, re.M)]
+    assert {door: int(number) - 1 for number, doors in rows for door in doors} == level
 
 
 ENGINE_FOR_ALL = ("contract", "sequence", "limits", "opening", "text", "weights.files")
