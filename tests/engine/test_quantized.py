@@ -200,7 +200,7 @@ def _check_native_experts(model: LoadedModel, plain: dict[str, Tensor]) -> None:
 def test_a_checkpoint_is_the_model_it_stands_for(
     case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_CHUNK", 1)  # eight rows at a time
+    monkeypatch.setattr("penstock.engine.weights.stored._CHUNK", 1)  # eight rows at a time
     settings, write = CASES[case]
     plain = write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
     with caplog.at_level(logging.INFO, "penstock.engine.weights.quantized"):
