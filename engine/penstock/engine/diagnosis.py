@@ -1,4 +1,4 @@
-"""What `penstock doctor` asks the engine: whether this machine has what computes the model of the settings.
+"""Checks for `penstock doctor`: whether this machine has what computes the model of the settings.
 
 torch is imported only where a check needs it: the cheap checks come first.
 """

@@ -103,7 +103,7 @@ class Engine:
         if model.prompt_model is not None:
             self._prompt_runner = ModelRunner(model.prompt_model.module, self.storage, model.prompt_model.native)
         self.states: StateRows | None = None
-        """Who has the rows of what layers without KV keep of sequences; None if there are no such layers."""
+        """The allocator of recurrent-state rows. None if the model has no recurrent layers."""
         if self.storage.states is not None:
             self.states = StateRows(self.storage.states, num_state_rows, settings.max_batch, settings.block_size)
         self.scheduler = Scheduler(self.pool, self.states)
@@ -122,7 +122,7 @@ class Engine:
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
         self._rate = PrefillRate()
         self.slow_products: list[str] = []
-        """What the native kernels take longer for than torch, as text."""
+        """Matrix shapes on which the native kernels are slower than torch, as text."""
         self._plan: Plan = []
         """The step that was begun."""
         self._step_begun_s = 0.0
@@ -272,7 +272,7 @@ class Engine:
 
     @property
     def measured_speed(self) -> dict[str, Any]:
-        """What `measure_speed` found, as JSON, for an engine of the same model and settings on this machine."""
+        """The result of `measure_speed` as JSON, for an engine of the same model and settings on this machine."""
         cost = self.scheduler.cost
         return {
             "tokens_per_s": self._rate.tokens_per_s,

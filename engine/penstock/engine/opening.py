@@ -1,4 +1,4 @@
-"""What the pipeline opens: the engine, the same above a KV store, and a file of packed weights."""
+"""The entry to the engine: open it alone or above a KV store, and write a file of packed weights."""
 
 import logging
 import time

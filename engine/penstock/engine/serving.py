@@ -22,8 +22,8 @@ from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWr
 from penstock.names import CLASSES, PriorityClass
 
 ANSWER_STRIDE = 4
-"""So many blocks of an answer are stored at once, as each time has a price of its own. Who takes a request over
-computes those that were not."""
+"""Store an answer's blocks in batches of this size: every store has a fixed cost. A worker that takes the request over
+computes the blocks that were not stored."""
 
 
 class CoreModel(ModelCard, PooledModel, Protocol):
@@ -35,12 +35,12 @@ class CoreModel(ModelCard, PooledModel, Protocol):
 
 
 class EngineCore(Pool, Protocol):
-    """What computes sequences, over a pool of KV blocks in this process. One thread calls it."""
+    """A core computes sequences, over a pool of KV blocks in this process. One thread calls it."""
 
     settings: EngineSettings
     """How it is run."""
     slow_products: list[str]
-    """What the native kernels take longer for than torch, as text."""
+    """Matrix shapes on which the native kernels are slower than torch, as text."""
     num_drafted_tokens: int
     """Tokens that were computed as drafts."""
     num_accepted_tokens: int
@@ -52,7 +52,7 @@ class EngineCore(Pool, Protocol):
 
     @property
     def states(self) -> StateRows | None:
-        """What layers without KV keep of its sequences; None if there are no such layers."""
+        """The allocator of recurrent-state rows. None if the model has no recurrent layers."""
 
     @property
     def max_step_tokens(self) -> int:

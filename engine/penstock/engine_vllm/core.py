@@ -58,7 +58,7 @@ class Sampled(NamedTuple):
 
 @dataclass(eq=False)
 class StagedVllmBlocks:
-    """Blocks of vLLM's pool for the KV of `keys`. What is written to `views` is copied to them at the end."""
+    """Blocks of vLLM's pool for the KV of `keys`. The content of `views` is copied to them at the end."""
 
     keys: list[bytes]
     num_cached: int
@@ -86,11 +86,11 @@ class _Step:
     """A step that was begun."""
 
     output: Any
-    """What vLLM has scheduled."""
+    """The output of vLLM's scheduler."""
     begun_s: float
     num_prompt_tokens: int
     sampled: list[Sampled] | None = None
-    """What it has drawn, once it is computed."""
+    """The tokens that the step has drawn, once it is computed."""
     failed: list[SequenceFailed] = field(default_factory=list)
 
 

@@ -55,7 +55,7 @@ class GgufMatrix:
 
     part: GgufSlice
     name: str = ""
-    """What it is called in messages."""
+    """The matrix's name in messages."""
     rotary_heads: int = 0
     """The rows of each of so many heads are in another order: their two halves lie pair by pair."""
 
@@ -130,7 +130,7 @@ class BlockParts:
     numbers: Tensor
     """uint8, [blocks, values]."""
     offset: int
-    """What is subtracted from each number."""
+    """The number that is subtracted from each value."""
     halves: Tensor
     """float16, [blocks, 1 or 2]: the scale, and what there is of a minimum."""
     scales: Tensor | None = None

@@ -20,7 +20,8 @@ from penstock.errors import DependencyMissing, SettingsError
 log = logging.getLogger("penstock.engine")
 
 TORCH = "torch"
-"""What stands for an instruction set where torch computes the models, and the kernels only what lies beside them."""
+"""The name in place of an instruction set's where torch computes the models, and the kernels only what lies beside
+them."""
 
 
 _HEADER = (HERE / "src" / "kernels.h").read_text("utf-8")

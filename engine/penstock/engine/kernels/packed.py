@@ -94,7 +94,7 @@ MAX_EXCEPTIONS = 0.003
 GROUP_INPUTS = 128
 """Inputs that are made integers with one scale."""
 INT4_GROUPS = (32, 64, 128)
-"""Of how many inputs the weights may have one scale, with 4 bits."""
+"""Group sizes (inputs per scale) that the 4-bit kernels support."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What is known of a model before any of its weights is read: configuration, tokenizer, context, dtype."""
+"""The description of a model, known before any of its weights is read: configuration, tokenizer, context, dtype."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ class Load:
         self.settings, self.report = settings, report
         self.load_cache = LoadCache(settings.find_cache_directory())
         self.hashes: list[str] = []
-        """Of the weight files, once they were found."""
+        """The hash of each weight file, once they were found."""
         self._seconds: dict[str, float] = {}
         with self.measure("description"):
             prepare_transformers()

@@ -4,10 +4,10 @@
     load:  table agrees? ─▶ content checked once ─▶ skeleton + mapped tensors ─▶ the same logits?
 
 The file has everything that the module consists of after `accelerate_model`, buffers included, so no weight of the
-checkpoint is read or packed again. What replaces a decoder layer was compared with the original when the file was
-written, and the model was proved then. At load it reads the same few tokens again. On the instruction set on which the
-file was written the logits must have the same bits, since no result depends on threads or batch; on another one, which
-rounds in another way, they may differ as much as those of a replacement.
+checkpoint is read or packed again. The native layers were compared with the original ones when the file was written,
+and the model was proved then. At load it reads the same few tokens again. On the instruction set on which the file was
+written the logits must have the same bits, since no result depends on threads or batch; on another one, which rounds in
+another way, they may differ as much as those of a replacement.
 """
 
 import logging

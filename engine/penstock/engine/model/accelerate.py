@@ -147,7 +147,7 @@ def _read_answers(
 def _read_guesses(runner: ModelRunner, seqs: list[Sequence], vocab_size: int) -> Tensor:
     """Read a token of each sequence, its last one as a guess, and a wrong guess; return the logits after the last ones.
 
-    What is left to do is to read the right guesses into the states.
+    The caller still has to read the right guesses into the states.
     """
     for seq in seqs:
         last = seq.token_ids.pop()

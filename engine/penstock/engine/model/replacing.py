@@ -72,7 +72,7 @@ class Replacer:
         self._storage, self._tolerance = make_storage(model), find_tolerance(model.dtype).part
         form = GGUF if matrices and weights == "auto" else weights
         self._layer_tolerance = find_tolerance(model.dtype, form).part
-        """Of what linear layers are part of."""
+        """Tolerance for parts that contain linear layers."""
 
     def replace_parts(self) -> None:
         """Replace mixtures of experts, decoder layers, then the norms and the linear layers that are left."""

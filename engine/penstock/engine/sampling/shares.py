@@ -28,7 +28,7 @@ def compute_rate(temperature: float) -> float:
 def to_weights(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
     """Return the weights (int64) of float32 scores [rows, n]. `top` (the best score) and `rate`: [rows, 1].
 
-    What is not a number has no weight, and neither has any token beside a best score that is not finite.
+    A score that is not a number has no weight, and neither has any token beside a best score that is not finite.
     """
     least = torch.tensor(_MIN_EXPONENT, device=scores.device)
     part = torch.fmax((scores - top).mul_(rate), least)  # takes the number of the two

@@ -115,7 +115,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, states: "StateRows | None" = None) -> None:
         self.pool = pool
         self._states = states
-        """The rows of what layers without KV keep of each running sequence; None if there are no such layers."""
+        """The allocator of recurrent-state rows. None if the model has no recurrent layers."""
         self.cost: StepCost | None = None
         """The measured cost of steps. None if it was not measured: batch work is not limited then, and all steps have
         their usual size."""

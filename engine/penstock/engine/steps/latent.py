@@ -19,7 +19,7 @@ from penstock.engine.kernels.packed import make_linear
 
 
 class LatentHeads(nn.Module):
-    """What `kv_b_proj` is to an attention that runs on latents: by head, a layer for queries and one for sums."""
+    """`kv_b_proj` for an attention that runs on latents: by head, a layer for queries and one for sums."""
 
     def __init__(self, num_heads: int) -> None:
         """Make it with a place for each layer."""

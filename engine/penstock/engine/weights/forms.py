@@ -30,7 +30,7 @@ from penstock.errors import ModelLoadError
 
 QUANTIZED = ("int8", "int4")
 GGUF = "gguf"
-"""What the form of weights is called that are a GGUF file's."""
+"""The name of the form in which weights stay a GGUF file's blocks."""
 GGUF_ISAS = ("amx", "avx512_bf16", "avx512", "avx2")
 """Instruction sets whose products with a GGUF file's blocks are faster than with what the blocks stand for."""
 

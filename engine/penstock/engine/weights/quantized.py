@@ -57,7 +57,7 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
     """Replace the stored tensors of quantised weights by plain ones, which are computed when they are read.
 
     Raises `ModelLoadError` with the name of the option that is not known, or of the tensor that is missing or has
-    another shape or type than the format says. What is wrong with a tensor's values is found, and raised, at reading.
+    another shape or type than the format says. Damaged values are found, and raised, at reading.
     """
     if settings is None:
         for name, part in weights.tensors.items():
@@ -108,9 +108,9 @@ class _Format(NamedTuple):
 
     take_weights: Callable[[Stored, Settings], None]
     options: Options
-    """What the configuration may say; without a row an option says nothing of the weights."""
+    """The values that the configuration may have; an option without a row says nothing of the weights."""
     endings: tuple[str, ...]
-    """Of names: a tensor that is left with one of these has lost the others of its weight."""
+    """Ends of names. A tensor that is left with one of these has lost the others of its weight."""
 
 
 _FORMATS = {

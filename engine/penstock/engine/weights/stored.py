@@ -37,7 +37,7 @@ class Stored:
 
     def __init__(self, tensors: dict[str, Any], dtype: torch.dtype) -> None:
         self.left = {name: part for name, part in tensors.items() if not name.endswith(_LEFT_OUT)}
-        """What is not part of a quantised weight, by name."""
+        """The tensors that are not part of a quantised weight, by name."""
         self.num_left_out = len(tensors) - len(self.left)
         """Number of tensors that are for activations or a KV cache."""
         self.unpacked: dict[str, PackedTensor] = {}
