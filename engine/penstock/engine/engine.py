@@ -88,7 +88,9 @@ class Engine:
         num_blocks, num_running, num_state_rows = divide_memory(model.layout, settings, model.name)
         if num_running < settings.max_batch:
             log.warning(
-                "%s: states of %d sequences fit PENSTOCK_ENGINE_POOL_MB, so no more run", model.name, num_running
+                "%s: PENSTOCK_ENGINE_POOL_MB holds state for only %d sequences; running at most that many",
+                model.name,
+                num_running,
             )
             self.settings = settings = settings.model_copy(update={"max_batch": num_running})
         keep_freed_memory()

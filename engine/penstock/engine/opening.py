@@ -14,8 +14,6 @@ from penstock.engine.loading.loading import load_stage_models
 from penstock.engine.loading.packed import pack_model
 from penstock.engine.loading.proof import describe_proof
 from penstock.engine.memory.memory import choose_pool
-from penstock.engine.model.model import LoadedModel
-from penstock.engine.scheduling.scheduler import MAX_STEP_S
 from penstock.engine.serving import EngineCore, ServingEngine
 from penstock.engine.weights.files import Progress, ignore_progress
 from penstock.engine.weights.load_cache import LoadCache
@@ -37,12 +35,12 @@ def open_engine(
     report: Progress = ignore_progress,
     *,
     only_prompts: bool = False,
-    max_step_s: float = MAX_STEP_S,
+    max_step_s: float | None = None,
 ) -> Engine:
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
     With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs.
-    `max_step_s`: how long a step may take that is larger than usual. Raises
+    `max_step_s`: how long a step may take that is larger than usual, if not as the scheduler says. Raises
     `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for
     an instruction set that this machine lacks.
     """
@@ -56,8 +54,9 @@ def open_engine(
     )  # fmt: skip
     settings = settings.model_copy(update={"pool_mb": pool.pool_mb})
     engine = Engine(model, settings)
-    engine.scheduler.max_step_s = max_step_s
-    load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
+    if max_step_s is not None:
+        engine.scheduler.max_step_s = max_step_s
+    load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(engine)
     speed = load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S)
     if speed:
         engine.use_measured_speed(speed)
@@ -71,19 +70,19 @@ def open_engine(
     engine.slow_products = speed["slow_products"]
     if engine.slow_products:
         log.warning(
-            "products of the native kernels that are slower than torch's, and stay so that no token depends on the "
-            "batch: %s", "; ".join(engine.slow_products),
+            "native kernels are slower than torch for these shapes; kept because torch's results depend on the batch "
+            "size: %s", "; ".join(engine.slow_products),
         )  # fmt: skip
     engine.pool_mapping.start()
-    log.info("the speed of %s is known after %.2f s", settings.model, time.perf_counter() - begun_s)
+    log.info("%s: found the speed of steps in %.2f s", settings.model, time.perf_counter() - begun_s)
     return engine
 
 
-def describe_speed(model: LoadedModel, settings: EngineSettings) -> dict[str, Any]:
+def describe_speed(engine: Engine) -> dict[str, Any]:
     """Return all that the engine's speed depends on, but for what else this machine does."""
     names = ("num_threads", "max_batch", "max_step_tokens", "prefill_weights")
-    sizes = {name: getattr(settings, name) for name in names}
-    return {**describe_proof(model, settings), **sizes, "cores": list_usable_cores()}
+    sizes = {name: getattr(engine.settings, name) for name in names}
+    return {**describe_proof(engine.model, engine.settings), **sizes, "cores": list_usable_cores()}
 
 
 @contextmanager

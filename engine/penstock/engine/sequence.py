@@ -112,7 +112,7 @@ class Sequence:
         """Full blocks when blocks were last stored."""
         self.tail_payload: Payload | None = None
         self.state_row = 0
-        """The row of its recurrent state, while it runs. That state has read the computed tokens."""
+        """The row of its recurrent state, while it runs. The state has read the computed tokens."""
         self.new_snapshots: list[int] = []
         """After how many tokens snapshots of its state were kept that were not written to stores yet."""
         self.prompt_key: bytes | None = None

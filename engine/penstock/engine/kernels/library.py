@@ -138,7 +138,7 @@ def _rebuild_library() -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         if not is_current(LIBRARY):
-            log.warning("the native kernels were built from other sources, and are built anew")
+            log.warning("the native kernels were built from other sources: they are built anew")
             build_library(LIBRARY)
     except (OSError, subprocess.CalledProcessError) as error:
         raise DependencyMissing(

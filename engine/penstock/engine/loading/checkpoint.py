@@ -36,7 +36,7 @@ def load_checkpoint(load: Load) -> LoadedModel:
         layout = replace(layout, is_int8=load.settings.kv_dtype == "int8")
         if layout.attends_internally:
             log.warning(
-                "%s attends in a way of its own: the sequences of a step are computed one after the other",
+                "%s computes attention itself: the sequences of a step are computed one after the other",
                 load.settings.model,
             )
         weights.drop_pages()

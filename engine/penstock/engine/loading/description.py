@@ -250,7 +250,7 @@ def _report_context(name: str, config: Any, context_length: int) -> None:
     full = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     unread, unproved = (list_windows(config, full) for list_windows in (list_unread_windows, list_unproved_windows))
     if unread:
-        log.info("the proof of %s at load does not reach its %s", name, _describe_windows(unread))
+        log.info("%s: the proof at load does not cover its %s", name, _describe_windows(unread))
     if context_length in unproved.values():
         log.warning(
             "%s is served with %d of its %d tokens: for longer sequences of models of type %s it was not proved that "
@@ -259,8 +259,8 @@ def _report_context(name: str, config: Any, context_length: int) -> None:
         )  # fmt: skip
     elif full > context_length:
         log.warning(
-            "%s is served with %d of its %d tokens: its rotary embedding has other frequencies for longer sequences, "
-            "which transformers would take for all sequences of a batch: tokens would depend on their neighbours",
+            "%s is served with %d of its %d tokens: its rotary embedding has other frequencies for longer sequences. "
+            "transformers would use them for a whole batch, and tokens would depend on their neighbours",
             name,
             context_length,
             full,

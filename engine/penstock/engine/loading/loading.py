@@ -1,12 +1,13 @@
 """Load a model: weights, tokenizer, the form of its KV blocks, and the fingerprint that names all of it.
 
-`demo` is the model in this repository; a directory or a hub name takes the same way. Only safetensors weights
+`demo` is the model in this repository; a directory or a hub name takes the same way. Only safetensors and GGUF files
 are read, so loading runs no code of the model's author.
 
     files ─▶ enough memory? ─▶ map, sizes agree? ─▶ read once: digests ─▶ module ─▶ probe ─▶ fingerprint
 
-Quantised weights are unpacked while the module reads them (`quantized.py`). Where there is a file of packed weights,
-it is mapped instead, and no tensor of the checkpoint is read (`packed_model.py`). Hashes of files and the proof are
+`description.py` reads all that is known before the weights, and `checkpoint.py` loads these. Quantised weights are
+unpacked while the module reads them (`quantized.py`). Where there is a file of packed weights, `packed.py` maps it
+instead, and no tensor of the checkpoint is read (`packed_model.py`). Hashes of files and the proof are
 noted on this machine (`load_cache.py`), so that the next start finds them.
 """
 

@@ -51,7 +51,7 @@ class LoadCache:
             scratch.write_text(json.dumps({"about": about, "found": found}))
             scratch.replace(path)
         except OSError as error:
-            log.info("what this start found out is not kept: %s", error)
+            log.info("findings of this load are not kept: %s", error)
 
     def _find_path(self, kind: str, about: Any) -> Path:
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
