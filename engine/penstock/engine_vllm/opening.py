@@ -208,7 +208,7 @@ def _check_sinks(weights: MappedWeights, config: Any) -> None:
     """Raise `ModelLoadError` for a model with attention sinks, and windows in some layers, such as gpt-oss.
 
     With the KV of all layers under one name, vLLM was seen to give other tokens than `generate()` from some 100 tokens
-    on, and with other small copies it gave the right ones: a comparison at load need not show it.
+    on. With other small copies it gave the right ones, so a comparison at load need not show it.
     """
     if find_windows(config) and any("sink" in name for name in weights.tensors):
         raise ModelLoadError(

@@ -2,8 +2,8 @@
 
 A block has one or two scales in float16 and whole numbers of a few bits; in a "K" block of 256, each 16 or 32 numbers
 have a scale of their own in 6 or 8 bits, which those in float16 multiply. A value is scale * number - minimum. The
-product is exact in float32, whatever the order in which it is computed (at most 11 + 8 + 5 bits, 17 + 5 with a
-minimum), so there is one rounding where there is a minimum and none elsewhere, and one more to the engine's dtype.
+product is exact in float32, whatever the order in which it is computed: it has at most 11 + 8 + 5 bits, or 17 + 5 with
+a minimum. So a minimum costs one rounding, and the engine's dtype one more.
 """
 
 from dataclasses import dataclass

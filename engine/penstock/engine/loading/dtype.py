@@ -32,10 +32,10 @@ def choose_dtype(
 ) -> ChosenDtype:
     """Return the dtype of that name; for `auto` the model's own on a GPU.
 
-    On a CPU `auto` is bfloat16 for a model whose own it is, where that is no slower on the kernels' instruction set and
-    they compute all of the model, or where the machine's memory is too small for float32; else float32, whose tokens
-    are the same everywhere. `isa` is empty where torch computes. Raises `ModelLoadError` for a configuration that
-    describes no model.
+    On a CPU `auto` is bfloat16 for a model that is stored so, in two cases: the kernels compute all of the model and
+    are no slower with it, or the machine's memory is too small for float32. Otherwise it is float32, whose tokens are
+    the same everywhere. `isa` is empty where torch computes. Raises `ModelLoadError` for a configuration that describes
+    no model.
     """
     if name != "auto":
         return ChosenDtype(getattr(torch, name), "PENSTOCK_ENGINE_DTYPE")

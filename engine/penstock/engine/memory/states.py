@@ -99,7 +99,7 @@ class StateLayout:
         """Return whether a snapshot of the state after `position` tokens is kept.
 
         Snapshots are kept at each interval, at the end of the prompt for a hand-off, and at the last scan chunk before
-        it, from which a longer prompt can go on.
+        it. A longer prompt can go on from that chunk.
         """
         if position in (num_prompt_tokens, find_last_scan_chunk(num_prompt_tokens, self.scan_chunk_tokens)):
             return True

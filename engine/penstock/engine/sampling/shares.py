@@ -1,6 +1,6 @@
 """Probabilities as integers, so that sums and shares are exact: the same in any order, batch and number of threads.
 
-A weight is made of the score by additions and multiplications in float32 alone, each rounded as IEEE 754 says, so that
+A weight is made of the score by additions and multiplications in float32 alone. IEEE 754 says how each is rounded, so
 every processor, instruction set and device has the same. `kernels/src/sampler.cpp` computes it in the same order.
 """
 
