@@ -54,7 +54,7 @@ from benchmarks.systems import (
 )
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading.loading import open_engine
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.errors import DependencyMissing

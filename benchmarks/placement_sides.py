@@ -60,10 +60,10 @@ class SleepingRunner:
 
 def run_sleeping_worker() -> None:
     """Run an `auto` worker whose model sleeps."""
-    from penstock.engine.loading import loading
+    from penstock.engine import opening
     from penstock.prefill_worker.main import run_auto_worker
 
-    open_engine = loading.open_engine
+    open_engine = opening.open_engine
 
     def open_sleeping_engine(*given: Any, **options: Any) -> Engine:
         engine = open_engine(*given, **options)
@@ -76,7 +76,7 @@ def run_sleeping_worker() -> None:
         engine.runner = stand_in
         return engine
 
-    loading.open_engine = open_sleeping_engine
+    opening.open_engine = open_sleeping_engine
     run_auto_worker()
 
 

@@ -40,7 +40,8 @@ from benchmarks.systems import (
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
 from penstock.engine.engine import Engine
-from penstock.engine.serving import ServingEngine, open_serving_engine
+from penstock.engine.opening import open_serving_engine
+from penstock.engine.serving import ServingEngine
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Timings

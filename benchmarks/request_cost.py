@@ -41,7 +41,7 @@ from benchmarks.systems import (
 )
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading.loading import open_engine
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.local.stack import REDIS_MB_VARIABLE
 from penstock.local.valkey import ValkeyServer

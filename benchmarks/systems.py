@@ -21,9 +21,8 @@ from benchmarks.peers.write import make_model_directory
 from penstock.client.core import Answer
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
+from penstock.engine import opening
 from penstock.engine.engine import Engine
-from penstock.engine.loading import loading
-from penstock.engine.loading.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.steps.step_batch import StepBatch
@@ -86,7 +85,7 @@ def open_idle_engine(open_engine: Callable[..., Engine], *given: Any, **how: Any
 
 def run_without_model(*arguments: str) -> None:
     """Run the `penstock` command with engines that compute nothing."""
-    loading.open_engine = partial(open_idle_engine, loading.open_engine)
+    opening.open_engine = partial(open_idle_engine, opening.open_engine)
     run_penstock(*arguments)
 
 
@@ -169,7 +168,7 @@ def write_shape(shape: Shape | str) -> Path:
 def open_shape(shape: Shape | str, **settings: Any) -> Engine:
     """Open an engine on a shape's model in bfloat16."""
     given = {"model": str(write_shape(shape)), "dtype": "bfloat16", "device": "cpu"}
-    return open_engine(EngineSettings.model_validate(given | settings))
+    return opening.open_engine(EngineSettings.model_validate(given | settings))
 
 
 def run_sequences(engine: Engine, seqs: Iterable[Sequence]) -> None:

@@ -39,7 +39,8 @@ from benchmarks.pipeline import PipelineSide
 from benchmarks.systems import PipedProcess, answer_prompt, draw_tokens, open_stack, write_shape
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings, KVSettings
-from penstock.engine.serving import ServingEngine, open_serving_engine
+from penstock.engine.opening import open_serving_engine
+from penstock.engine.serving import ServingEngine
 from penstock.engine_vllm.core import VllmCore
 from penstock.engine_vllm.opening import ENVIRONMENT, open_vllm_core
 from penstock.local.kafka import find_or_start_kafka

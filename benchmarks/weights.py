@@ -52,7 +52,8 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
-from penstock.engine.loading.loading import load_model, pack_model
+from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.memory.storage import BlockLayout
 from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel

@@ -36,6 +36,7 @@ from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import BusUnavailable, DirectoryTaken, SettingsError
+from penstock.findings import Finding
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
@@ -166,8 +167,8 @@ def test_a_check_that_does_not_end_is_told_behind_what_it_found(monkeypatch: pyt
     monkeypatch.setattr(doctor, "CHECK_LIMIT_S", 0.2)
     goes_on = threading.Event()
 
-    def check(_: object) -> Iterator[doctor.Finding]:
-        yield doctor.Finding("ok", "Kafka", "answers")
+    def check(_: object) -> Iterator[Finding]:
+        yield Finding("ok", "Kafka", "answers")
         goes_on.wait()
 
     for name in ("_check_stream_redis", "_check_kv_redis", "_check_workers"):
@@ -175,14 +176,14 @@ def test_a_check_that_does_not_end_is_told_behind_what_it_found(monkeypatch: pyt
     monkeypatch.setattr(doctor, "_check_bus", check)
     found = list(doctor.run_checks())
     goes_on.set()
-    at = found.index(doctor.Finding("ok", "Kafka", "answers"))
+    at = found.index(Finding("ok", "Kafka", "answers"))
     assert (found[at + 1].state, found[at + 1].subject) == ("fail", "bus")
     assert found[at + 1].detail == "no answer within 0.2 s"
 
 
 def test_the_error_of_a_check_is_raised() -> None:
-    def check() -> Iterator[doctor.Finding]:
-        yield doctor.Finding("ok", "Kafka", "answers")
+    def check() -> Iterator[Finding]:
+        yield Finding("ok", "Kafka", "answers")
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):

@@ -336,6 +336,12 @@ def test_all_links_of_a_page_resolve(page: Path) -> None:
     assert not dead
 
 
+def test_the_engine_runs_alone_as_its_page_says() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "engine" / "README.md").read_text("utf-8"), re.M | re.S)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) > 2, done.stdout
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_the_tests_that_a_page_names_exist(page: str) -> None:
     named = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", (ROOT / page).read_text("utf-8"))

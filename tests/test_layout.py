@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,18 @@ import pytest
 
 import penstock
 from tests.conftest import PROOF
-from tools.rooms import FILES, FLOORS, HOUSE, PORTIONS, count_imports, imported_modules, make_drawing
+from tools.rooms import (
+    ENGINE_FLOORS,
+    FILES,
+    FLOORS,
+    HOUSE,
+    PORTIONS,
+    count_imports,
+    engine_door_of,
+    imported_modules,
+    make_drawing,
+    room_of,
+)
 
 HERE = Path(__file__).parents[1]
 
@@ -25,6 +37,37 @@ def test_rooms_import_from_floors_below_them() -> None:
 def test_folders_import_from_folders_below_them() -> None:
     level = {room: number for number, floors in enumerate(HOUSE.values()) for floor in floors for room in floor}
     assert {(room, other) for room, other in count_imports() if level[room] < level[other]} == set()
+
+
+MAX_FILES_OF_A_ROOM = 12
+"""Of an engine's room, beside `__init__.py`."""
+
+
+def test_doors_of_the_engine_import_from_floors_below_them() -> None:
+    level = {door: number for number, doors in enumerate(ENGINE_FLOORS) for door in doors}
+    ways = {way for way in count_imports(engine_door_of) if all(way)}
+    assert {(door, other) for door, other in ways if level[door] <= level[other]} == set()
+    modules = [module for module in FILES if engine_door_of(module)]
+    assert {engine_door_of(module) for module in modules} == level.keys()
+    files = Counter(engine_door_of(module) for module in modules if FILES[module].name != "__init__.py")
+    assert {door: num for door, num in files.items() if num > MAX_FILES_OF_A_ROOM} == {}
+    page = (HERE / "engine" / "README.md").read_text("utf-8")
+    rows = [(number, re.findall(r"`(\w+)", cell)) for number, cell in re.findall(r"^\| (\d) \| (.*?) \|", page, re.M)]
+    assert {door: int(number) - 1 for number, doors in rows for door in doors} == level
+
+
+ENGINE_FOR_ALL = ("contract", "sequence", "limits", "opening", "text", "weights.files")
+ENGINE_FOR = {"plan": ("scheduling", "memory.pool"), "cli": ("diagnosis",)}
+"""Modules and folders of the engine that a room may import too: plan simulates the engine with its real scheduler."""
+
+
+def test_the_pipeline_imports_these_parts_of_the_engine() -> None:
+    found = {(module, other) for module in FILES for other in imported_modules(module) if engine_door_of(other)}
+    outside = [(module, other) for module, other in found if not room_of(module).startswith("engine")]
+    assert len(outside) > len(ENGINE_FOR_ALL)
+    for module, other in outside:
+        allowed = [f"penstock.engine.{name}." for name in ENGINE_FOR_ALL + ENGINE_FOR.get(room_of(module), ())]
+        assert f"{other}.".startswith(tuple(allowed)), f"{module} imports {other}"
 
 
 def test_the_page_draws_these_imports_and_has_a_row_for_each_room() -> None:

@@ -7,7 +7,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,16 @@ A room imports from floors below its own. Rooms of one floor do not import each 
 FLOORS = [floor for floors in HOUSE.values() for floor in floors]
 PORTIONS = [ROOT / folder for folder in HOUSE]
 """These folders. Each has a folder `penstock/` without `__init__.py`."""
+ENGINE_FLOORS = (
+    ("counts", "drafts", "gguf", "device", "text"),
+    ("sequence", "kernels"),
+    ("contract", "memory", "weights", "sampling"),
+    ("limits", "steps", "scheduling"),
+    ("model", "serving"),
+    ("engine", "loading"),
+    ("opening", "diagnosis"),
+)
+"""The doors of `penstock.engine`, which are its folders and the modules in it, by floor and from the ground up."""
 LAZY = {("penstock.client", f"penstock.client.{name}") for name in ("core", "sync", "aio")}
 """`penstock.client` imports its modules when somebody asks it for them."""
 
@@ -64,9 +74,14 @@ def room_of(module: str) -> str:
     return parts[1] if is_room else GROUND
 
 
-def count_imports() -> Counter[tuple[str, str]]:
+def engine_door_of(module: str) -> str:
+    """Return the folder or module of `penstock.engine` that a module is or lies in, and "" for other modules."""
+    return module.split(".")[2] if module.startswith("penstock.engine.") else ""
+
+
+def count_imports(find_room: Callable[[str], str] = room_of) -> Counter[tuple[str, str]]:
     """Return how many imports there are from each room to each other one."""
-    ways = ((room_of(module), room_of(other)) for module in FILES for other in imported_modules(module))
+    ways = ((find_room(module), find_room(other)) for module in FILES for other in imported_modules(module))
     return Counter((room, other) for room, other in ways if room != other)
 
 

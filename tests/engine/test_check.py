@@ -12,11 +12,12 @@ from transformers.masking_utils import causal_mask_function
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.packed import PackedLinear
-from penstock.engine.loading.loading import load_model, open_engine
+from penstock.engine.loading.loading import load_model
 from penstock.engine.loading.proof import prove_model
 from penstock.engine.memory.states import StateStorage
 from penstock.engine.memory.storage import KVStorage
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.opening import open_engine
 from penstock.engine.steps.latent import LatentHeads
 from penstock.engine.steps.masks import MaskRule
 from penstock.engine.steps.step_batch import StepBatch
@@ -194,7 +195,7 @@ def test_a_longer_window_is_told_and_ends_the_context_of_a_class_it_was_not_prov
         unproved = {**long, "use_sliding_window": True, "max_window_layers": 1}
         other = _load(tmp_path / "other", transformers.Qwen2Config, unproved)
     assert (proved.context_length, other.context_length) == (2048, 1024)
-    assert f"the proof of {proved.name} at load does not reach its sliding_window 1024" in caplog.text
+    assert f"{proved.name}: the proof at load does not cover its sliding_window 1024" in caplog.text
     assert f"{other.name} is served with 1024 of its 2048 tokens: for longer sequences of models of type qwen2" in (
         caplog.text
     )

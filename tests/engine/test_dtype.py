@@ -14,8 +14,9 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import dtype as dtypes
 from penstock.engine.loading.dtype import PARTLY_NATIVE, choose_dtype
-from penstock.engine.loading.loading import load_stage_models, open_engine, open_model
-from penstock.engine.model.accelerate import _Replacer
+from penstock.engine.loading.loading import load_stage_models, open_model
+from penstock.engine.model.replacing import Replacer
+from penstock.engine.opening import open_engine
 from penstock.errors import SettingsError
 from tests.engine.helpers import needs_kernels
 
@@ -95,7 +96,7 @@ def test_one_line_says_all_choices(fast_settings: EngineSettings, caplog: pytest
 def test_a_model_of_which_the_kernels_compute_a_part_is_loaded_again_in_float32(
     fast_settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Replacer, "build_native_model", lambda _: None)
+    monkeypatch.setattr(Replacer, "build_native_model", lambda _: None)
     model = open_model(fast_settings)
     assert (model.dtype, model.dtype_reason, model.arithmetic) == (torch.float32, PARTLY_NATIVE, "float32")
     assert open_model(fast_settings.model_copy(update={"dtype": "bfloat16"})).dtype == torch.bfloat16, "as it was set"

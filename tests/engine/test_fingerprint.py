@@ -16,7 +16,7 @@ import transformers
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels import library
-from penstock.engine.loading import loading
+from penstock.engine.loading import description
 from penstock.engine.loading.loading import load_model
 from penstock.engine.model import accelerate
 from penstock.engine.model.accelerate import accelerate_model
@@ -88,7 +88,7 @@ def test_dtype_block_size_and_layout_change_it(
 ) -> None:
     before = _print(tiny_dir)
     if not given:
-        monkeypatch.setattr(loading, "LAYOUT_VERSION", loading.LAYOUT_VERSION + 1)
+        monkeypatch.setattr(description, "LAYOUT_VERSION", description.LAYOUT_VERSION + 1)
     assert _print(tiny_dir, **given) != before
 
 

@@ -25,10 +25,12 @@ from penstock.engine.gguf.gguf_model import describe_gguf
 from penstock.engine.gguf.gguf_weights import GgufMatrix, unpack_blocks
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
-from penstock.engine.loading import loading
-from penstock.engine.loading.loading import load_model, load_stage_models, open_engine, open_model, pack_model
+from penstock.engine.loading import checkpoint
+from penstock.engine.loading.loading import load_model, load_stage_models, open_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
 from penstock.engine.model.layer import NativeLayer
+from penstock.engine.opening import open_engine
 from penstock.engine.weights.files import check_model_here
 from penstock.engine.weights.module import load_module
 from penstock.engine.weights.quantized import take_quantization, unpack_weights
@@ -287,7 +289,7 @@ def test_a_weight_that_is_copied_before_it_is_read_is_noticed(
 
     content.tensors["output.weight"] = ("Q8_0", [1024, 256], make_blocks("Q8_0", 8192, np.random.default_rng(2)))
     file = content.save(plain.parent / "model.gguf")
-    monkeypatch.setattr(loading, "load_module", load_copies)
+    monkeypatch.setattr(checkpoint, "load_module", load_copies)
     with pytest.raises(ModelLoadError, match=r"lm_head.weight was copied while it was loaded"):
         load(file)
 
@@ -299,10 +301,10 @@ def test_types_without_products_are_unpacked_and_named(tmp_path: Path, caplog: p
     model = load(convert_model(plain, kinds).save(tmp_path / "model.gguf"))
     with caplog.at_level("INFO", logger="penstock.engine"):
         assert accelerate_model(model).weight_form == "gguf"
-    assert re.search("blocks of .*Q4_1.* are unpacked", caplog.text)
+    assert re.search("unpacking blocks of .*Q4_1", caplog.text)
     with use_instruction_set("plain"), caplog.at_level("INFO", logger="penstock.engine"):
         assert accelerate_model(load(tmp_path / "model.gguf", isa="plain")).weight_form == ""
-    assert "the file's blocks are unpacked: the kernels have no products with them on plain" in caplog.text
+    assert "unpacking the file's blocks: the kernels cannot multiply with them on plain" in caplog.text
 
 
 @needs_kernels

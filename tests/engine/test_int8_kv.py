@@ -82,16 +82,16 @@ def test_a_worker_goes_on_from_the_blocks_that_another_one_stored(model: LoadedM
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("place", "value", "message"),
     [
-        ("load_library", None, r"KV_DTYPE=int8 needs the native kernels.*set `auto`"),
-        ("sees_interval", False, r"in all layers, and this is none: set `auto`"),
+        ("accelerate.load_library", None, r"KV_DTYPE=int8 needs the native kernels.*set `auto`"),
+        ("recording.sees_interval", False, r"in all layers, and this is none: set `auto`"),
     ],
 )
 def test_without_kernels_for_all_layers_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
+    monkeypatch: pytest.MonkeyPatch, place: str, value: object, message: str
 ) -> None:
-    monkeypatch.setattr(f"penstock.engine.model.accelerate.{name}", lambda *given: value)
+    monkeypatch.setattr(f"penstock.engine.model.{place}", lambda *given: value)
     with pytest.raises(ModelLoadError, match=message):
         prove_model(load_model(SETTINGS), SETTINGS)
 

@@ -384,7 +384,7 @@ def test_an_instruction_set_that_is_not_here_is_an_error_of_the_setting(
     with pytest.raises(SettingsError, match=r"^PENSTOCK_ENGINE_ISA=amx: this processor .* set `auto`"):
         load_model(EngineSettings(isa="amx"))
     assert built.isa == used
-    monkeypatch.setattr("penstock.engine.loading.loading.load_library", lambda: None)
+    monkeypatch.setattr("penstock.engine.loading.description.load_library", lambda: None)
     with pytest.raises(SettingsError, match=r"^PENSTOCK_ENGINE_ISA=amx needs the native kernels"):
         load_model(EngineSettings(isa="amx"))
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock import native
-from penstock.cli import doctor
+from penstock.config.settings import EngineSettings
+from penstock.engine.diagnosis import check_kernels
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.memory import HUGE_PAGE_BYTES, map_zeros
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinears
@@ -60,7 +61,7 @@ def test_a_library_of_other_sources_is_never_loaded(monkeypatch: pytest.MonkeyPa
     with pytest.raises(DependencyMissing, match=r"built from other sources .*install a C"):
         library.load_library.__wrapped__()
     monkeypatch.setattr(library, "load_library", library.load_library.__wrapped__)
-    (found,) = doctor._check_kernels()
+    (found,) = check_kernels(EngineSettings())
     assert found.state == "fail"
     assert "install a C" in found.detail
 

@@ -22,7 +22,8 @@ from penstock.cli.up import load_engine_settings
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.limits import max_length
-from penstock.engine.loading.loading import as_load_errors, load_model, load_tokenizer, open_model
+from penstock.engine.loading.description import as_load_errors, load_tokenizer
+from penstock.engine.loading.loading import load_model, open_model
 from penstock.engine.loading.proof import as_check_failures
 from penstock.engine.memory import memory
 from penstock.engine.memory.memory import count_available_bytes, count_total_bytes

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.kernels.packed import WeightForm
+from penstock.engine.kernels.packed import PackedWeight, WeightForm
 from penstock.engine.loading.probe import probe_layout
 from penstock.engine.model.accelerate import accelerate_model
-from penstock.engine.model.experts import NativeExperts, PackedWeight, find_mixtures, is_experts
+from penstock.engine.model.experts import NativeExperts, find_mixtures, is_experts
 from penstock.engine.model.layer import NativeLayer
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.steps.step_batch import StepBatch

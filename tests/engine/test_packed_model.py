@@ -15,9 +15,12 @@ import transformers
 import xxhash
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading import loading, proof
-from penstock.engine.loading.loading import load_model, open_engine, open_model, pack_model
+from penstock.engine.loading import packed as packed_loading
+from penstock.engine.loading import proof
+from penstock.engine.loading.loading import load_model, open_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.model.accelerate import accelerate_model, compute_probe_logits
+from penstock.engine.opening import open_engine
 from penstock.engine.weights.packed_file import PackedFileWriter, open_packed_file
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from tests.engine.helpers import needs_kernels, save_model
@@ -28,7 +31,7 @@ pytestmark = needs_kernels
 @pytest.fixture
 def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model, whose proof takes a second, is not proved."""
-    monkeypatch.setattr(loading, "prove_backend", lambda *given: None)
+    monkeypatch.setattr(packed_loading, "prove_backend", lambda *given: None)
     monkeypatch.setattr(proof, "prove_backend", lambda *given: None)
 
 
@@ -225,8 +228,13 @@ def test_the_proof_is_noted_and_runs_again_when_its_name_changes(
     assert count_runs(settings.model_copy(update={"weights": "p12"})) == 1
     assert count_runs(settings.model_copy(update={"dtype": "float32"})) == 1
     assert count_runs(settings.model_copy(update={"block_size": 8})) == 1
-    monkeypatch.setattr(proof, "_hash_program", lambda: "another program")
-    assert [count_runs(settings), count_runs(settings)] == [1, 0]
+    program = shutil.copytree(Path(proof.__file__).parents[1], tmp_path / "program")
+    monkeypatch.setattr(proof, "__file__", str(program / "loading" / "proof.py"))
+    monkeypatch.setattr(proof, "_hash_program", proof._hash_program.__wrapped__)
+    assert count_runs(settings) == 0, "a copy of the program is the same program"
+    kernel = program / "kernels" / "norm.py"
+    kernel.write_bytes(bytes([kernel.read_bytes()[0] ^ 1]) + kernel.read_bytes()[1:])
+    assert [count_runs(settings), count_runs(settings)] == [1, 0], "a byte of a kernel changed"
     for note in (tmp_path / "cache").glob("proof-*"):
         note.write_bytes(b"{")
     assert count_runs(settings) == 1

@@ -17,12 +17,12 @@ import torch
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.memory import map_zeros
-from penstock.engine.loading.loading import open_engine
 from penstock.engine.memory import pool_mapping
 from penstock.engine.memory.pool_mapping import PIECE_BYTES, PIECES_PER_LOOK, PoolMapping
 from penstock.engine.memory.states import StateLayout, StatePart
 from penstock.engine.memory.storage import BlockLayout, KVStorage, LayerShape
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.opening import open_engine
 from penstock.pages import populate_pages
 
 MIB = 2**20

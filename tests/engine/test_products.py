@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cli import doctor
 from penstock.config.settings import EngineSettings
+from penstock.engine.diagnosis import check_kernels
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import products
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.kernels.products import NUM_ROWS, Product, find_slow_products, list_products
-from penstock.engine.loading.loading import load_model, open_engine
+from penstock.engine.loading.loading import load_model
 from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.opening import open_engine
 from penstock.errors import ModelLoadError
 from tests.engine.helpers import needs_kernels, run_sequences, sequence
 from tests.engine_contract.engines import serve
@@ -92,12 +93,11 @@ def test_where_the_kernels_have_no_vectors_the_faster_ones_are_taken(
 @pytest.mark.proof
 def test_the_doctor_says_which_are_slower(native: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     set_ratio(monkeypatch, 1.0)
-    assert [one.state for one in doctor._check_kernels()] == ["ok"]
+    assert [one.state for one in check_kernels(EngineSettings())] == ["ok"]
     set_ratio(monkeypatch, 2.0)
-    first, second = doctor._check_kernels()
+    first, second = check_kernels(EngineSettings())
     assert (first.state, second.state) == ("ok", "note")
     assert "1024 x 1024 in int4" in second.detail
-    monkeypatch.setenv("PENSTOCK_ENGINE_ISA", TORCH)
-    (found,) = doctor._check_kernels()
+    (found,) = check_kernels(EngineSettings(isa=TORCH))
     assert found.state == "note"
     assert "depend on the batch" in found.detail

@@ -200,7 +200,7 @@ def _check_native_experts(model: LoadedModel, plain: dict[str, Tensor]) -> None:
 def test_a_checkpoint_is_the_model_it_stands_for(
     case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_CHUNK", 1)  # eight rows at a time
+    monkeypatch.setattr("penstock.engine.weights.stored._CHUNK", 1)  # eight rows at a time
     settings, write = CASES[case]
     plain = write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
     with caplog.at_level(logging.INFO, "penstock.engine.weights.quantized"):
@@ -281,7 +281,7 @@ def test_settings_and_arithmetic_are_part_of_the_fingerprint(
     for form in ("gptq", "gptq_v2"):
         write_checkpoint(tiny_dir, tmp_path / form, {**settings, "checkpoint_format": form}, write)
         prints.add(load_model(_settings(tmp_path / form)).fingerprint)
-    monkeypatch.setattr("penstock.engine.loading.loading.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
+    monkeypatch.setattr("penstock.engine.loading.description.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
     prints.add(load_model(_settings(tmp_path / "gptq")).fingerprint)
     assert len(prints) == 3
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.config.settings import RecordSettings
-from penstock.engine.loading.loading import load_tokenizer
+from penstock.engine.loading.description import load_tokenizer
 from penstock.engine.text.marked_text import MarkedText, strip_marks
 from penstock.engine.text.template_process import TakesTime, Template, TemplateProcess
 from penstock.engine.weights.files import DEMO_MODEL

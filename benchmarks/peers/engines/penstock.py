@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.peers.workload import MAX_BATCH, Request
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.loading.loading import open_engine
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tools.handover import export_blocks, import_blocks

@@ -4,16 +4,12 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import redis
 import typer
@@ -25,16 +21,15 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
-from penstock.engine.weights.files import DEMO_MODEL, check_model_here
+from penstock.engine.diagnosis import check_engine
 from penstock.errors import (
     BusUnavailable,
     DependencyMissing,
-    ModelLoadError,
     PenstockError,
     ServersDiffer,
-    SettingsError,
     StateMismatch,
 )
+from penstock.findings import Finding, State
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
@@ -49,23 +44,9 @@ from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.servers import check_server_list
 from penstock.redis.urls import hide_password, server_name, split_urls
 
-if TYPE_CHECKING:
-    from penstock.engine.kernels.library import Library
-
-State = Literal["ok", "note", "fail"]
 CHECK_LIMIT_S = 20.0
 """How long the checks of one kind of server may take in all."""
 STATE_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report, and what to do about it."""
-
-    state: State
-    subject: str
-    detail: str
-    advice: str = ""
 
 
 def doctor() -> None:
@@ -89,10 +70,7 @@ def run_checks() -> Iterator[Finding]:
         _check_packages,
         _check_server_programs,
         _check_native_copying,
-        _check_model,
-        _check_packed_weights,
-        _check_machine,
-        _check_kernels,
+        lambda: check_engine(load_settings(EngineSettings)),
     ]
     remote: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("stream Redis", lambda: _check_stream_redis(addresses)),
@@ -162,60 +140,6 @@ def _check_packages() -> Iterator[Finding]:
             yield Finding("note" if extra else "fail", name, "not installed", f"a worker needs it: {advice}")
 
 
-def _check_machine() -> Iterator[Finding]:
-    yield Finding("ok", "cores", str(os.cpu_count()))
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, workers run on the CPU"
-        yield Finding("ok", "GPU", found)
-
-
-def _check_kernels() -> Iterator[Finding]:
-    """Check that the engine's kernels were built, and say what that means for tokens in 16 bits."""
-    if importlib.util.find_spec("torch") is None:
-        return
-    from penstock.engine.kernels import library
-
-    try:
-        native = library.load_library()
-        if native is not None and (isa := load_settings(EngineSettings).isa) != "auto":
-            native.select_isa(isa)
-    except (DependencyMissing, SettingsError) as error:
-        yield Finding("fail", "native kernels", str(error))
-        return
-    if native is not None:
-        yield from _check_products(native)
-        return
-    found = "not built: slower, and in bfloat16 some tokens depend on the batch; in float32 none does"
-    advice = "install a C++ compiler (Debian: apt-get install g++), then the project again"
-    yield Finding("note", "native kernels", found, advice)
-
-
-def _check_products(native: "Library") -> Iterator[Finding]:
-    """Compare the kernels' products with torch's own, in each form."""
-    import torch
-
-    from penstock.engine.kernels.library import TORCH
-    from penstock.engine.kernels.packed import DTYPES, WeightForm
-    from penstock.engine.kernels.products import Product, find_slow_products
-
-    if native.isa == TORCH:
-        found = (
-            "not used (PENSTOCK_ENGINE_ISA=torch): in bfloat16 some tokens depend on the batch; in float32 none does"
-        )
-        yield Finding("note", "native kernels", found, "unset PENSTOCK_ENGINE_ISA")
-        return
-    yield Finding("ok", "native kernels", f"{native.isa}; in bfloat16 too no token depends on the batch")
-    products = [Product(1024, 1024, dtype, WeightForm.STORED) for dtype in DTYPES]
-    products += [
-        Product(1024, 1024, torch.bfloat16, form) for form in (WeightForm.INT8, WeightForm.INT4, WeightForm.COMPRESSED)
-    ]
-    if slow := find_slow_products(native, products):
-        advice = "they are kept, as no token depends on the batch; PENSTOCK_ENGINE_ISA=torch computes with torch's"
-        yield Finding("note", "native products", f"slower than torch's own: {'; '.join(slow)}", advice)
-
-
 def _check_native_copying() -> Iterator[Finding]:
     """Check that the KV store's native copying was built."""
     if importlib.util.find_spec("xxhash") is None:
@@ -228,44 +152,6 @@ def _check_native_copying() -> Iterator[Finding]:
         return
     advice = "install a C++ compiler (Debian: apt-get install g++), then the project again"
     yield Finding("note", "native copying", "not built: KV blocks are copied and checked in two passes", advice)
-
-
-def _check_model() -> Iterator[Finding]:
-    settings = load_settings(EngineSettings)
-    if settings.kind == "openai":
-        return
-    try:
-        check_model_here(settings.model, cache=settings.find_cache_directory())
-    except ModelLoadError as error:
-        yield Finding("fail", "model", f"{settings.model}: {error}", "")
-    else:
-        yield Finding("ok", "model", f"{settings.model}, which callers ask for as {settings.find_served_name()!r}")
-
-
-def _check_packed_weights() -> Iterator[Finding]:
-    """Say whether a worker would map packed weights, and what a file of them saves."""
-    settings = load_settings(EngineSettings)
-    directory = DEMO_MODEL if settings.model == "demo" else Path(settings.model)
-    if settings.kind != "own" or not directory.exists() or importlib.util.find_spec("torch") is None:
-        return
-    file, reason = None, ""
-    # Which of them fits only a load says, for which torch is imported.
-    if settings.packed or [*directory.glob("*.packed"), *settings.find_cache_directory().glob("packed/*/*.packed")]:
-        from penstock.engine.loading.loading import find_packed_file
-
-        try:
-            file, reason = find_packed_file(settings)
-        except PenstockError:
-            return  # of what is wrong with the model, the worker that loads it says more
-    if file is not None:
-        stored = file.about["checkpoint_bytes"]
-        found = (
-            f"{file.path}: {file.num_bytes / 2**20:,.0f} MiB, mapped by all workers, of {stored / 2**20:,.0f} stored"
-        )
-        yield Finding("ok", "packed weights", found)
-        return
-    found = reason or "no file: each worker packs its own copy when it starts"
-    yield Finding("note", "packed weights", found, f"penstock weights pack {settings.model}")
 
 
 def _check_server_programs() -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from penstock.messages import Sampling
 from penstock.plan.rates import DecodeBatch, WorkerRates
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
+    from penstock.engine.opening import Engine
     from penstock.engine.sequence import Sequence
 
 MIN_MEASURE_S, MIN_MEASURE_ROUNDS = 0.5, 3
@@ -25,7 +25,7 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     """
     check_model_here(settings.model, ignore_progress)
     try:
-        from penstock.engine.loading.loading import open_engine
+        from penstock.engine.opening import open_engine
     except ImportError as error:
         raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
     engine = open_engine(settings)

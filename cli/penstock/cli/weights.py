@@ -32,7 +32,7 @@ def pack_weights(
 ) -> None:
     """Load and prove a model, and write its packed weights into a file. Workers of these settings then map it."""
     check_model_here(model, ignore_progress)
-    from penstock.engine.loading.loading import pack_model
+    from penstock.engine.opening import pack_model
 
     given = {"model": model} | ({"weights": weights} if weights else {})
     file = pack_model(load_settings(EngineSettings, **given), out)

@@ -1,4 +1,4 @@
-"""What a worker asks of an engine. `penstock.engine.serving` is the engine of this project.
+"""The interface between a worker and an engine. `penstock.engine.serving` is the engine of this project.
 
 A worker's loop asks for a `TokenSource`, wherever its tokens come from: `penstock.endpoint_worker.engine` asks
 servers for them. An `InferenceEngine` has a model and KV of its own. A worker hands it requests, names of blocks and
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # workers without a model of their own do without the librari
 
 
 class ModelCard(Protocol):
-    """What workers know of the model that an engine serves."""
+    """The model of an engine, as workers know it."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,9 @@ class ModelCard(Protocol):
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """By which transformers tells calls and reasoning from an answer's text; None: they cannot be told."""
+        """The template by which transformers tells calls and reasoning from an answer's text. None if they cannot be
+        told.
+        """
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -157,7 +159,7 @@ class Outcome:
     finish_reason: FinishReason
     error: RequestError | None = None
     is_final: bool = True
-    """Whether another attempt would come to the same. Else the request is tried again, as often as it may fail."""
+    """Whether another attempt would come to the same. If not, the request is tried again, as often as it may fail."""
     usage: Usage | None = None
     """The tokens that a server has counted that was asked, if it tells."""
     stop: str | None = None

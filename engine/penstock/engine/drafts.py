@@ -22,7 +22,7 @@ FIRST_SHARE_RIGHT, NEWEST_WEIGHT = 0.5, 0.25
 
 
 class Drafter:
-    """What is known of one sequence for drafting: its n-grams, and how often guesses were right."""
+    """Guesses the next tokens of one sequence by its n-grams, and counts how often guesses were right."""
 
     def __init__(self) -> None:
         self._num_read = 0

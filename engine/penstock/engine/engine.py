@@ -29,7 +29,7 @@ from penstock.engine.memory.staging import BlockStaging, PinnedPoolBlock, Staged
 from penstock.engine.memory.state_rows import StateRows, divide_memory
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.model.trial import make_trial_sequence
-from penstock.engine.sampling.penalties import has_penalties
+from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import (
     NOT_FINITE,
     SamplingParams,
@@ -53,7 +53,7 @@ from penstock.engine.scheduling.scheduler import WAITING_STEPS, Scheduler
 from penstock.engine.sequence import Plan, Sequence, State
 from penstock.engine.steps.runner import ModelRunner
 from penstock.engine.steps.step_batch import StepBatch
-from penstock.errors import GrammarFailed, ModelError, SequenceFailed, is_failure
+from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -88,7 +88,9 @@ class Engine:
         num_blocks, num_running, num_state_rows = divide_memory(model.layout, settings, model.name)
         if num_running < settings.max_batch:
             log.warning(
-                "%s: states of %d sequences fit PENSTOCK_ENGINE_POOL_MB, so no more run", model.name, num_running
+                "%s: PENSTOCK_ENGINE_POOL_MB holds state for only %d sequences; running at most that many",
+                model.name,
+                num_running,
             )
             self.settings = settings = settings.model_copy(update={"max_batch": num_running})
         keep_freed_memory()
@@ -103,7 +105,7 @@ class Engine:
         if model.prompt_model is not None:
             self._prompt_runner = ModelRunner(model.prompt_model.module, self.storage, model.prompt_model.native)
         self.states: StateRows | None = None
-        """Who has the rows of what layers without KV keep of sequences; None if there are no such layers."""
+        """The allocator of recurrent-state rows. None if the model has no recurrent layers."""
         if self.storage.states is not None:
             self.states = StateRows(self.storage.states, num_state_rows, settings.max_batch, settings.block_size)
         self.scheduler = Scheduler(self.pool, self.states)
@@ -122,7 +124,7 @@ class Engine:
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
         self._rate = PrefillRate()
         self.slow_products: list[str] = []
-        """What the native kernels take longer for than torch, as text."""
+        """Matrix shapes on which the native kernels are slower than torch, as text."""
         self._plan: Plan = []
         """The step that was begun."""
         self._step_begun_s = 0.0
@@ -272,7 +274,7 @@ class Engine:
 
     @property
     def measured_speed(self) -> dict[str, Any]:
-        """What `measure_speed` found, as JSON, for an engine of the same model and settings on this machine."""
+        """The result of `measure_speed` as JSON, for an engine of the same model and settings on this machine."""
         cost = self.scheduler.cost
         return {
             "tokens_per_s": self._rate.tokens_per_s,
@@ -521,13 +523,13 @@ class Engine:
         """
         num_others = min(self._num_mask_threads, sum(seq.grammar is not None for seq in seqs) - 1)
         if num_others < 1:
-            return [compute_masks(seq) for seq in seqs]
+            return [seq.compute_masks() for seq in seqs]
         found: dict[int, list[NDArray[np.int32] | None]] = {}
         waiting = iter(range(len(seqs)))
 
         def compute_next_masks() -> None:
             for index in waiting:
-                found[index] = compute_masks(seqs[index])
+                found[index] = seqs[index].compute_masks()
 
         others = [self._mask_threads.submit(compute_next_masks) for _ in range(num_others)]
         try:
@@ -546,30 +548,3 @@ class Engine:
 def count_prompt_tokens_left(seq: Sequence) -> int:
     """Return how many tokens of the sequence's prompt are still to be computed; 0 or less if none."""
     return seq.num_prompt_tokens - seq.num_computed_tokens
-
-
-def compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
-    """Return the masks of the sequence's next token and those behind its draft. Raises `SequenceFailed`."""
-    try:
-        return seq.compute_masks()
-    except GrammarFailed as error:
-        raise SequenceFailed(seq, error) from error
-
-
-def make_sampling_params(
-    seq: Sequence, masks: list[NDArray[np.int32] | None], end_token_ids: frozenset[int]
-) -> list[SamplingParams]:
-    """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""
-    position = seq.num_output_tokens
-    counts = seq.count_tokens() if has_penalties(seq.sampling) else None
-    return [
-        SamplingParams(
-            seq.sampling,
-            seq.seed,
-            position + number,
-            counts if counts is None or number == 0 else counts.copy_with(seq.draft[:number]),
-            mask,
-            end_token_ids,
-        )
-        for number, mask in enumerate(masks)
-    ]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.counts import TokenCounts
 from penstock.engine.drafts import Drafter
-from penstock.errors import GrammarFailed
+from penstock.errors import GrammarFailed, SequenceFailed
 from penstock.grammar.state import GrammarState
 from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs, Sampling
@@ -37,8 +37,8 @@ _NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,
 class Sequence:
     """One request: what a worker asks for, its tokens, and the state of their KV.
 
-    What a worker that serves requests gives, and the rest of the tool that only computes leaves out: `blocks` are the
-    names of the prompt's blocks. With a `lease_owner` the prompt is computed for a job: its blocks are stored where all
+    A worker that serves requests gives the following; a tool that only computes leaves it out. `blocks` are the names
+    of the prompt's blocks. With a `lease_owner` the prompt is computed for a job: its blocks are stored where all
     workers can read them, and leased to this owner; without, the request is such a job (`was_handed_off`), or is
     answered by the worker that read it. Events return `context` unchanged.
 
@@ -112,7 +112,7 @@ class Sequence:
         """Full blocks when blocks were last stored."""
         self.tail_payload: Payload | None = None
         self.state_row = 0
-        """Where what layers without KV keep of it is, while it runs. It has read the computed tokens."""
+        """The row of its recurrent state, while it runs. The state has read the computed tokens."""
         self.new_snapshots: list[int] = []
         """After how many tokens snapshots of its state were kept that were not written to stores yet."""
         self.prompt_key: bytes | None = None
@@ -145,7 +145,7 @@ class Sequence:
 
     @property
     def hasher(self) -> BlockHasher | None:
-        """What names its full blocks, also before they are computed; None where nobody gave it names."""
+        """The hasher that names its full blocks, also before they are computed. None if its blocks have no names."""
         return None if self._blocks is None else self._blocks.hasher
 
     @property
@@ -183,13 +183,16 @@ class Sequence:
         """Return the masks of the tokens that its grammar allows next, and behind each token of the draft.
 
         Without a grammar they are None. There are fewer of them if the draft leaves the grammar or ends it. Raises
-        `GrammarFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
+        `SequenceFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
         """
         if self.grammar is None:
             return [None] * (1 + len(self.draft))
-        if len(self.grammar.token_ids) < self.num_output_tokens:  # a token was refused: say so now
-            self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])
-        masks: list[NDArray[np.int32] | None] = [_compute_mask(self.grammar)]
+        try:
+            if len(self.grammar.token_ids) < self.num_output_tokens:  # a token was refused: say so now
+                self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])
+            masks: list[NDArray[np.int32] | None] = [_compute_mask(self.grammar)]
+        except GrammarFailed as error:
+            raise SequenceFailed(self, error) from error
         state = self.grammar.copy() if self.draft else self.grammar
         with suppress(GrammarFailed):  # if the tokens are drawn all the same, the next step fails
             for token_id in self.draft:

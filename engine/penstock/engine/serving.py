@@ -8,23 +8,22 @@ sequence goes to the core when its blocks are in the pool.
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Protocol
 
-from penstock.config.settings import EngineSettings, KVSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, Stored
 from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
 from penstock.engine.sequence import Sequence, State
 from penstock.kvstore.block import PromptBlocks
-from penstock.kvstore.store import KVStore, PooledModel, StoreLayout
+from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
 ANSWER_STRIDE = 4
-"""So many blocks of an answer are stored at once, as each time has a price of its own. Who takes a request over
-computes those that were not."""
+"""Store an answer's blocks in batches of this size: every store has a fixed cost. A worker that takes the request over
+computes the blocks that were not stored."""
 
 
 class CoreModel(ModelCard, PooledModel, Protocol):
@@ -36,12 +35,12 @@ class CoreModel(ModelCard, PooledModel, Protocol):
 
 
 class EngineCore(Pool, Protocol):
-    """What computes sequences, over a pool of KV blocks in this process. One thread calls it."""
+    """A core computes sequences, over a pool of KV blocks in this process. One thread calls it."""
 
     settings: EngineSettings
     """How it is run."""
     slow_products: list[str]
-    """What the native kernels take longer for than torch, as text."""
+    """Matrix shapes on which the native kernels are slower than torch, as text."""
     num_drafted_tokens: int
     """Tokens that were computed as drafts."""
     num_accepted_tokens: int
@@ -53,7 +52,7 @@ class EngineCore(Pool, Protocol):
 
     @property
     def states(self) -> StateRows | None:
-        """What layers without KV keep of its sequences; None if there are no such layers."""
+        """The allocator of recurrent-state rows. None if the model has no recurrent layers."""
 
     @property
     def max_step_tokens(self) -> int:
@@ -378,17 +377,3 @@ class ServingEngine:
     def _drop_requests(self) -> None:
         for request_id in list(self._seqs):
             self.remove_request(request_id)
-
-
-@contextmanager
-def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline: str) -> Iterator[ServingEngine]:
-    """Open the tiers of a KV store for a core, and give both as an engine. The store is closed at the end.
-
-    Raises what `KVStore.open` raises.
-    """
-    store = KVStore.open(StoreLayout.from_model(core.model), kv, kv_urls, pipeline)
-    try:
-        store.set_compute_speed(core.prefill_tokens_per_s)
-        yield ServingEngine(core, store)
-    finally:
-        store.close()

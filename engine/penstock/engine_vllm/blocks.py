@@ -18,7 +18,7 @@ ElementType = Literal["float32", "bfloat16", "float16"]
 
 
 class RankKV(NamedTuple):
-    """What one rank has of the KV."""
+    """One rank's part of the KV."""
 
     stage: int
     """Its rank in pipeline parallelism: stages have the layers in order."""

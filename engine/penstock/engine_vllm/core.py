@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.engine import compute_masks, make_sampling_params
 from penstock.engine.limits import check_sequence
+from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.scheduling.rates import PrefillRate
 from penstock.engine.sequence import Sequence, State
@@ -58,7 +58,7 @@ class Sampled(NamedTuple):
 
 @dataclass(eq=False)
 class StagedVllmBlocks:
-    """Blocks of vLLM's pool for the KV of `keys`. What is written to `views` is copied to them at the end."""
+    """Blocks of vLLM's pool for the KV of `keys`. The content of `views` is copied to them at the end."""
 
     keys: list[bytes]
     num_cached: int
@@ -86,11 +86,11 @@ class _Step:
     """A step that was begun."""
 
     output: Any
-    """What vLLM has scheduled."""
+    """The output of vLLM's scheduler."""
     begun_s: float
     num_prompt_tokens: int
     sampled: list[Sampled] | None = None
-    """What it has drawn, once it is computed."""
+    """The tokens that the step has drawn, once it is computed."""
     failed: list[SequenceFailed] = field(default_factory=list)
 
 
@@ -394,7 +394,7 @@ class VllmCore:
         """
         ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
         try:
-            return make_sampling_params(seq, compute_masks(seq), ends)[0]
+            return make_sampling_params(seq, seq.compute_masks(), ends)[0]
         except BaseException as error:
             if isinstance(error, SequenceFailed) or not is_failure(error):
                 raise

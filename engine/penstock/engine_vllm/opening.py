@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.loading.dtype import choose_dtype
-from penstock.engine.loading.loading import (
+from penstock.engine.loading.description import (
     as_load_errors,
     find_context_length,
     find_eos_token_ids,
@@ -20,6 +19,7 @@ from penstock.engine.loading.loading import (
     load_tokenizer,
     prepare_transformers,
 )
+from penstock.engine.loading.dtype import choose_dtype
 from penstock.engine.loading.proof import draw_proof_tokens
 from penstock.engine.loading.windows import find_windows
 from penstock.engine.memory.memory import MIN_POOL_MB, check_memory
@@ -208,7 +208,7 @@ def _check_sinks(weights: MappedWeights, config: Any) -> None:
     """Raise `ModelLoadError` for a model with attention sinks, and windows in some layers, such as gpt-oss.
 
     With the KV of all layers under one name, vLLM was seen to give other tokens than `generate()` from some 100 tokens
-    on, and with other small copies it gave the right ones: a comparison at load need not show it.
+    on. With other small copies it gave the right ones, so a comparison at load need not show it.
     """
     if find_windows(config) and any("sink" in name for name in weights.tensors):
         raise ModelLoadError(

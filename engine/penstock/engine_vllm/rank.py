@@ -1,4 +1,4 @@
-"""What this project adds to vLLM's worker: each rank of a model has one, in this process or in one of its own.
+"""The extension of vLLM's worker: each rank of a model has one, in this process or in one of its own.
 
 vLLM mixes the class into its own worker's, whose `model_runner` has the KV. The methods are called by name.
 """

@@ -20,7 +20,7 @@ REQUEST_KEY = "penstock"
 
 @dataclass
 class StepSampling:
-    """What vLLM's step is to draw, and what was drawn. vLLM makes the processor itself, in the process of each rank."""
+    """The draws of vLLM's step, before and after it. vLLM makes the processor itself, in the process of each rank."""
 
     draws: dict[str, SamplingParams] = field(default_factory=dict)
     """By id in vLLM: of the requests that have all their tokens computed in this step."""

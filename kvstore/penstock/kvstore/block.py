@@ -75,7 +75,7 @@ def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> lis
 def derive_state_hash(block_hash: bytes, part: int = 0) -> bytes:
     """Return the hash under which a part of the state after a block is stored.
 
-    A state is what layers without KV keep of all tokens up to the block's end.
+    The state is the recurrent state after all tokens up to the block's end.
     """
     return hashlib.sha256(b"penstock state 1" + part.to_bytes(4, "little") + block_hash).digest()
 
@@ -260,7 +260,7 @@ class PromptBlocks:
     num_full_blocks: int
     """Full blocks of the prompt."""
     num_state_parts: int = 0
-    """Parts, as large as blocks, in which a state is stored that layers without KV keep; 0 if there are none."""
+    """Parts, as large as blocks, in which a recurrent state is stored; 0 if the model has none."""
 
     num_handed_blocks: int = 0
     """Full blocks of prompt and answer that a job came with; 0 if it is none."""

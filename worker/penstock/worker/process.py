@@ -5,7 +5,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -30,6 +30,7 @@ from penstock.config.settings import (
     load_group,
     load_settings,
 )
+from penstock.engine.contract import InferenceEngine
 from penstock.engine.weights.files import check_model_here
 from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
 from penstock.garbage import freeze_loaded_objects
@@ -47,9 +48,7 @@ from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
-    from penstock.engine.serving import EngineCore, ServingEngine
-
-    OpenCore = Callable[[EngineSettings, Callable[[str, float], None]], EngineCore]
+    from penstock.engine.opening import OpenCore
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class WorkerProcess:
         """SIGTERM or SIGINT, from its first use on. Before that there is nothing to finish or hand back."""
         return StopSignal().install()
 
-    def open_engine(self, *, only_prompts: bool = False) -> "ServingEngine":
+    def open_engine(self, *, only_prompts: bool = False) -> InferenceEngine:
         """Load the model, of which a stage may need the prompts' part only, and open the KV store.
 
         Raise `ModelLoadError`, before the libraries are imported where the model's files show it; `DependencyMissing`
@@ -146,7 +145,7 @@ class WorkerProcess:
         self.beat.update_status(now=True, doing=f"importing {library}")
         open_core = self._find_opening(only_prompts=only_prompts)
         with require_libraries():
-            from penstock.engine.serving import open_serving_engine
+            from penstock.engine.opening import open_serving_engine
         self.beat.update_status(now=True, doing="loading the model")
         core = open_core(settings.engine, self.beat.report_progress)
         self.beat.declare_arithmetic(core.model.arithmetic, is_mix_accepted=settings.engine.mixed)
@@ -172,7 +171,7 @@ class WorkerProcess:
                 from penstock.engine_vllm.opening import open_vllm_core
 
                 return open_vllm_core
-            from penstock.engine.loading.loading import open_engine
+            from penstock.engine.opening import open_engine
 
             max_step_s = load_settings(SloSettings).interactive_itl_s
             return partial(open_engine, only_prompts=only_prompts, max_step_s=max_step_s)

@@ -51,7 +51,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself."""
+    """The header of a GGUF file."""
 
     metadata: dict[str, Any]
     """Values by key: numbers, strings, and lists of either."""

@@ -4,7 +4,7 @@
 
 From there on it is a model like any other, whose weights are in a quantised format (`quantized.py`). The tokenizer is
 the one that transformers makes of the header. Not so the configuration: transformers leaves out the size of heads and
-the factors of a rotary embedding, and a model that is nearly the right one says plausible nonsense. What is not
+the factors of a rotary embedding, and a model that is nearly the right one says plausible nonsense. A key that is not
 translated here is refused by name.
 """
 
@@ -49,7 +49,8 @@ _PLAIN_SPLITS = ("default", "gpt-2")
 _BEGIN_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 """Those with which llama.cpp begins a text with the token for that, unless the file says otherwise."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all published models have whose frequencies are scaled as in Llama 3.1; a file has the factors alone."""
+"""The scaling of frequencies in Llama 3.1, which all published models of that kind have; a file has the factors
+alone."""
 
 
 def describe_gguf(path: Path, cache: Path) -> Path:

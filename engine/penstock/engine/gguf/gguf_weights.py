@@ -2,8 +2,8 @@
 
 A block has one or two scales in float16 and whole numbers of a few bits; in a "K" block of 256, each 16 or 32 numbers
 have a scale of their own in 6 or 8 bits, which those in float16 multiply. A value is scale * number - minimum. The
-product is exact in float32, whatever the order in which it is computed (at most 11 + 8 + 5 bits, 17 + 5 with a
-minimum), so there is one rounding where there is a minimum and none elsewhere, and one more to the engine's dtype.
+product is exact in float32, whatever the order in which it is computed: it has at most 11 + 8 + 5 bits, or 17 + 5 with
+a minimum. So a minimum costs one rounding, and the engine's dtype one more.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class GgufMatrix:
 
     part: GgufSlice
     name: str = ""
-    """What it is called in messages."""
+    """The matrix's name in messages."""
     rotary_heads: int = 0
     """The rows of each of so many heads are in another order: their two halves lie pair by pair."""
 
@@ -130,7 +130,7 @@ class BlockParts:
     numbers: Tensor
     """uint8, [blocks, values]."""
     offset: int
-    """What is subtracted from each number."""
+    """The number that is subtracted from each value."""
     halves: Tensor
     """float16, [blocks, 1 or 2]: the scale, and what there is of a minimum."""
     scales: Tensor | None = None

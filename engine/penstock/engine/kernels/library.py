@@ -20,7 +20,8 @@ from penstock.errors import DependencyMissing, SettingsError
 log = logging.getLogger("penstock.engine")
 
 TORCH = "torch"
-"""What stands for an instruction set where torch computes the models, and the kernels only what lies beside them."""
+"""The name in place of an instruction set's where torch computes the models, and the kernels only what lies beside
+them."""
 
 
 _HEADER = (HERE / "src" / "kernels.h").read_text("utf-8")
@@ -137,7 +138,7 @@ def _rebuild_library() -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         if not is_current(LIBRARY):
-            log.warning("the native kernels were built from other sources, and are built anew")
+            log.warning("the native kernels were built from other sources: they are built anew")
             build_library(LIBRARY)
     except (OSError, subprocess.CalledProcessError) as error:
         raise DependencyMissing(

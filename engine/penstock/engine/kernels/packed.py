@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.gguf.gguf_weights import GgufMatrix, split_blocks
@@ -93,7 +94,7 @@ MAX_EXCEPTIONS = 0.003
 GROUP_INPUTS = 128
 """Inputs that are made integers with one scale."""
 INT4_GROUPS = (32, 64, 128)
-"""Of how many inputs the weights may have one scale, with 4 bits."""
+"""Group sizes (inputs per scale) that the 4-bit kernels support."""
 
 
 @dataclass(eq=False)
@@ -400,3 +401,33 @@ class PackedEmbedding(nn.Module):
         args = library.LookupArgs(ctypes.pointer(self.group.packed), ids.data_ptr(), out.data_ptr(), ids.numel())
         self._native.lookup(ctypes.addressof(args))
         return out
+
+
+class PackedWeight(Tensor):
+    """Stands for a router's weight, which routers multiply in ways of their own: `linear` with it is the native one.
+
+    It has no values, and everything that a router does but reading its shape or dtype, converting it, and `linear`
+    raises an error.
+    """
+
+    group: PackedLinears
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute a function of torch that has such a weight among its arguments. Raises `TypeError` if it cannot."""
+        if func is linear and isinstance(args[1], PackedWeight):
+            x, group = args[0], args[1].group
+            if x.dtype != group.dtype:
+                raise TypeError(f"the packed weight is of {group.dtype}, and its input of {x.dtype}")
+            return group(x)[0]
+        if func in (Tensor.type, Tensor.to, Tensor.float):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - so does torch's documentation
+            return func(*args, **(kwargs or {}))
+
+
+def make_packed_weight(weight: Tensor, group: PackedLinears) -> PackedWeight:
+    """Return what stands for a router's weight that is packed."""
+    packed: PackedWeight = torch.empty_like(weight, device="meta").as_subclass(PackedWeight)
+    packed.group = group
+    return packed

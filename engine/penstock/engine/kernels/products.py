@@ -18,7 +18,7 @@ from penstock.engine.kernels.library import TORCH, Library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm, make_linear
 
 NUM_ROWS = (1, 16, 64)
-"""Of the products that are compared: of one answer, of several, and of a prompt."""
+"""Rows of the products that are compared: of one answer, of several, and of a prompt."""
 MAX_OUTPUTS = 1024
 """A probe takes this part of a larger matrix."""
 MAX_RATIO = 1.25

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.engine.memory.memory import MIN_POOL_MB, count_total_bytes
-from penstock.engine.model.accelerate import is_linear
 from penstock.engine.model.layer import has_common_layers
+from penstock.engine.model.recording import is_linear
 from penstock.engine.weights.module import build_skeleton, count_bytes
 
 BFLOAT16_ISAS = frozenset(["amx"])
@@ -32,10 +32,10 @@ def choose_dtype(
 ) -> ChosenDtype:
     """Return the dtype of that name; for `auto` the model's own on a GPU.
 
-    On a CPU `auto` is bfloat16 for a model whose own it is, where that is no slower on the kernels' instruction set and
-    they compute all of the model, or where the machine's memory is too small for float32; else float32, whose tokens
-    are the same everywhere. `isa` is empty where torch computes. Raises `ModelLoadError` for a configuration that
-    describes no model.
+    On a CPU `auto` is bfloat16 for a model that is stored so, in two cases: the kernels compute all of the model and
+    are no slower with it, or the machine's memory is too small for float32. Otherwise it is float32, whose tokens are
+    the same everywhere. `isa` is empty where torch computes. Raises `ModelLoadError` for a configuration that describes
+    no model.
     """
     if name != "auto":
         return ChosenDtype(getattr(torch, name), "PENSTOCK_ENGINE_DTYPE")

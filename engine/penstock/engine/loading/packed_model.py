@@ -4,10 +4,10 @@
     load:  table agrees? ─▶ content checked once ─▶ skeleton + mapped tensors ─▶ the same logits?
 
 The file has everything that the module consists of after `accelerate_model`, buffers included, so no weight of the
-checkpoint is read or packed again. What replaces a decoder layer was compared with the original when the file was
-written, and the model was proved then. At load it reads the same few tokens again. On the instruction set on which the
-file was written the logits must have the same bits, since no result depends on threads or batch; on another one, which
-rounds in another way, they may differ as much as those of a replacement.
+checkpoint is read or packed again. The native layers were compared with the original ones when the file was written,
+and the model was proved then. At load it reads the same few tokens again. On the instruction set on which the file was
+written the logits must have the same bits, since no result depends on threads or batch; on another one, which rounds in
+another way, they may differ as much as those of a replacement.
 """
 
 import logging
@@ -29,11 +29,13 @@ from penstock.engine.kernels.packed import (
     PackedFollower,
     PackedLinear,
     PackedLinears,
+    PackedWeight,
+    make_packed_weight,
 )
 from penstock.engine.memory.storage import LayerShape
 from penstock.engine.model.accelerate import compute_probe_logits
 from penstock.engine.model.compare import find_tolerance, measure_logits_error
-from penstock.engine.model.experts import Gate, NativeExperts, PackedWeight, make_packed_weight
+from penstock.engine.model.experts import Gate, NativeExperts
 from penstock.engine.model.layer import AttentionParams, NativeLayer, make_native_model
 from penstock.engine.model.model import QUANTIZATION_VERSION, LoadedModel
 from penstock.engine.steps.latent import LatentHeads, set_latent_heads

@@ -123,7 +123,7 @@ def probe_layout(
 def _record_shapes(module: Any, dtype: torch.dtype, device: torch.device) -> _ProbeStep:
     """Run the module on one token, and return the step that has recorded what it would cache.
 
-    That is a `SingleSequenceStep` where the module attends by itself. Raises `Unsupported`.
+    The step is a `SingleSequenceStep` where the module attends by itself. Raises `Unsupported`.
     """
     seq = make_trial_sequence([0], blocks=[0])
     batch, storage = StepBatch([(seq, 1)], 1, device), KVStorage(BlockLayout((), 1, dtype), 1, device)

@@ -2,12 +2,12 @@
 
 1. A prompt is read in two chunks, and a token of the answer behind it. Both times the logits must be those of the plain
    transformers model with its own attention, as far as the dtype goes.
-2. What is cached of the prompt is copied to other places of another pool, and the answer's token computed there, in a
-   batch with another prompt. Each must have the logits that it has alone, bit by bit where the backend promises that.
+2. The prompt's KV is copied to other places of another pool, and the answer's token computed there, in a batch with
+   another prompt. Each must have the logits that it has alone, bit by bit where the backend promises that.
 
-That is six passes over a few tokens, or over some more than a window of the model has, where that is short
-(`windows.py`). What takes longer windows, whole answers and float32 is proved for each class of model of docs/models.md
-with small models (`tools/proof.py`). Of a class that is not on that page, what passes here is served.
+The proof takes six passes over a few tokens, or over some more than a window of the model has, where that is short
+(`windows.py`). `tools/proof.py` proves longer windows, whole answers and float32 with a small model of each class of
+docs/models.md. A model of another class is served if it passes here.
 """
 
 import functools

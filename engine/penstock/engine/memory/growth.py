@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable
 
 WINDOW_TOKENS = 2**16
-"""What was counted loses half of its weight at least once in so many generated tokens."""
+"""A count loses half of its weight at least once in so many generated tokens."""
 FIRST_TOKENS, FIRST_ENDS = 512.0, 1.0
-"""What is counted beside the rest, so that the first answers are not expected to be endless."""
+"""Tokens and ends that are counted from the start, so that the first answers are not expected to be endless."""
 
 
 class GrowthEstimate:

@@ -19,8 +19,8 @@ NUM_CONVERSATIONS = 8
 """Sequences as long as the model's context, for which the pool has room if it is chosen here."""
 MIN_POOL_MB = 256
 POOL_SHARE = 0.25
-"""Of the memory that is free when the model is loaded, how much a pool that is chosen here takes at most; a worker that
-has a part of the cores takes that part of it."""
+"""Largest share of free memory for a pool that is chosen here; a worker that has a part of the cores takes that part of
+it."""
 
 
 def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
@@ -66,8 +66,8 @@ def choose_pool(
 def _count_cores_beside_memory(root: Path) -> int:
     """Return how many cores those have together who share the memory of which this process may take a part.
 
-    That is the whole machine, or the control group with the lowest limit of memory: a container of 2 cores and 16 GiB
-    on a machine of 64 cores has its 16 GiB for these two.
+    They are the cores of the whole machine, or of the control group with the lowest limit of memory: a container of 2
+    cores and 16 GiB on a machine of 64 cores has its 16 GiB for these two.
     """
     machine, limits = _read_memory_info(root, "MemTotal"), [(most, path) for most, _, path in _iter_group_limits(root)]
     if machine is None or not limits or min(limits)[0] >= machine:

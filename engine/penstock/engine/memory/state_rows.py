@@ -1,4 +1,5 @@
-"""Who has the rows of states: running sequences one each, and snapshots the others, least recently used first.
+"""Assigns the rows of recurrent states: one to each running sequence, and the others to snapshots. The least recently
+used snapshot goes first.
 
 A snapshot is a cached block of a pool of its own: its key is a hash over the tokens that it has read. A sequence goes
 on from the last snapshot up to which its KV is cached, too, and takes a copy of it.
@@ -31,7 +32,7 @@ class PoolSizes(NamedTuple):
 def divide_memory(layout: BlockLayout, settings: EngineSettings, name: str) -> PoolSizes:
     """Return how many blocks and states the pool has room for, which has 256 MiB where the settings do not say.
 
-    Each sequence of a full batch has a row for its state, in up to half of the memory. What is left is divided so that
+    Each sequence of a full batch has a row for its state, in up to half of the memory. The rest is divided so that
     there is a snapshot for the KV of each interval, and some for the prompts that run. Raises `ModelLoadError` if there
     is no room for a block and a state.
     """
@@ -89,7 +90,7 @@ class StateRows:
     def find_start(self, seq: Sequence, num_cached_tokens: int) -> int:
         """Return from which token on a sequence is to be computed whose first `num_cached_tokens` have their KV.
 
-        That is the last snapshot's position; within a block only where the KV ends there, too.
+        It is the last snapshot's position; within a block only where the KV ends there, too.
         """
         for position in self.list_positions(seq, num_cached_tokens):
             if (position % self._block_size == 0 or position == num_cached_tokens) and self.has_snapshot(seq, position):

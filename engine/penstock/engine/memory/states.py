@@ -51,7 +51,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What a row holds, and where states are cut and kept."""
+    """The parts of a row, and the positions at which states are cut and kept."""
 
     parts: tuple[StatePart, ...]
     scan_chunk_tokens: int
@@ -98,8 +98,8 @@ class StateLayout:
     def is_kept_at(self, position: int, num_prompt_tokens: int) -> bool:
         """Return whether a snapshot of the state after `position` tokens is kept.
 
-        That is at each interval, at the end of the prompt, which a hand-off needs, and at the last scan chunk before
-        it, with which a prompt that goes on with this one begins.
+        Snapshots are kept at each interval, at the end of the prompt for a hand-off, and at the last scan chunk before
+        it. A longer prompt can go on from that chunk.
         """
         if position in (num_prompt_tokens, find_last_scan_chunk(num_prompt_tokens, self.scan_chunk_tokens)):
             return True

@@ -24,7 +24,7 @@ from penstock.engine.sequence import Payload
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches for one token: `k_shape` and `v_shape` are (heads, head size).
+    """The shape of one layer's KV for one token: `k_shape` and `v_shape` are (heads, head size).
 
     The keys by which a sparse layer finds what it attends to are K of `number_index_keys(layer)`, which has no V.
     """
@@ -53,7 +53,7 @@ class BlockLayout:
     is_int8: bool = False
     """Whether K and V are stored as int8, and not in the model's dtype."""
     states: StateLayout | None = None
-    """What layers without KV keep of a sequence; None if there are none."""
+    """The layout of recurrent state. None if the model has no recurrent layers."""
     attends_internally: bool = False
     """Whether the model attends to what is cached by itself, and so reads one sequence at a time."""
 
@@ -113,7 +113,7 @@ class BlockLayout:
 
     @property
     def state_bytes(self) -> int:
-        """How many bytes layers without KV keep of a sequence; 0 if there are none."""
+        """Bytes of a sequence's recurrent state; 0 if there are no recurrent layers."""
         return 0 if self.states is None else self.states.row_bytes
 
     @property
@@ -128,7 +128,7 @@ class BlockLayout:
 
 
 class KVStorage:
-    """`num_blocks` blocks of one layout, zero at first, and `num_states` rows of what layers without KV keep."""
+    """`num_blocks` blocks of one layout, zero at first, and `num_states` rows of recurrent state."""
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device, num_states: int = 1) -> None:
         self.layout = layout
@@ -140,7 +140,7 @@ class KVStorage:
         self.data = flat.view(num_blocks, layout.block_elements)
         self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
         self.keys: dict[int, Tensor] = {}
-        """By layer: [num_blocks, block_size, heads, size]. Of int8, the codes."""
+        """By layer: [num_blocks, block_size, heads, size]. For int8: the quantised values, without scales."""
         self.values: dict[int, Tensor] = {}
         self.addresses: dict[int, tuple[int, int]] = {}
         """By layer: the addresses of its K and its V in block 0."""

@@ -15,11 +15,11 @@ class Tolerance(NamedTuple):
     """The largest relative error where only rounding differs."""
 
     part: float
-    """Of what one layer or norm gives."""
+    """Tolerance for the output of one layer or norm."""
     state: float
-    """Of the state that a layer keeps after some tokens."""
+    """Tolerance for a layer's recurrent state after some tokens."""
     logits: float
-    """Of what a whole model gives, in which one differently chosen expert changes all a little."""
+    """Tolerance for a model's logits; one differently routed expert shifts all of them slightly."""
 
 
 _BY_DTYPE = {

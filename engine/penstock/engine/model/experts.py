@@ -11,25 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, silu
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import gelu, silu
 
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.packed import Activation, PackedLinears, Release, keep_weight, make_linear
-
-ROW_WISE_FUNCTIONS = frozenset({
-    "_softmax", "_to_copy", "_unsafe_view", "add", "alias", "as_strided", "bitwise_not", "cat", "chunk", "clone",
-    "concatenate", "contiguous", "copy_", "detach", "div", "div_", "embedding", "empty", "empty_like", "expand",
-    "flatten", "gather", "index", "masked_fill", "max", "mean", "mul", "mul_", "neg", "permute", "pow", "relu",
-    "repeat", "reshape", "rsqrt", "scatter_", "select", "slice", "softmax", "split", "split_with_sizes", "square",
-    "squeeze", "sub", "sum", "t", "to", "topk", "transpose", "type_as", "unbind", "unsqueeze", "view", "zeros_like",
-})  # fmt: skip
-"""torch's functions that give a row the same bits in any batch.
-
-Not so sigmoid, SiLU or others that compute exponentials of each element: the last ones of a tensor, which fill no
-vector, are rounded otherwise.
-"""
+from penstock.engine.kernels.packed import (
+    Activation,
+    PackedLinears,
+    PackedWeight,
+    Release,
+    keep_weight,
+    make_linear,
+    make_packed_weight,
+)
 
 
 @dataclass(frozen=True)
@@ -153,64 +147,13 @@ class NativeExperts(nn.Module):
         return out
 
 
-class PackedWeight(Tensor):
-    """Stands for a router's weight, which routers multiply in ways of their own: `linear` with it is the native one.
-
-    It has no values, and everything that a router does but reading its shape or dtype, converting it, and `linear`
-    raises an error.
-    """
-
-    group: PackedLinears
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute a function of torch that has such a weight among its arguments. Raises `TypeError` if it cannot."""
-        if func is linear and isinstance(args[1], PackedWeight):
-            x, group = args[0], args[1].group
-            if x.dtype != group.dtype:
-                raise TypeError(f"the packed weight is of {group.dtype}, and its input of {x.dtype}")
-            return group(x)[0]
-        if func in (Tensor.type, Tensor.to, Tensor.float):
-            return args[0]
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - so does torch's documentation
-            return func(*args, **(kwargs or {}))
-
-
 def pack_router(native: Library, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:
     """Return a router's weight [experts, inputs] for inputs of this dtype, packed with its bias."""
     whole = make_linear(weight.to(dtype), bias)
     return make_packed_weight(weight, PackedLinears.pack(native, [whole], keep_weight))
 
 
-def make_packed_weight(weight: Tensor, group: PackedLinears) -> PackedWeight:
-    """Return what stands for a router's weight that is packed."""
-    packed: PackedWeight = torch.empty_like(weight, device="meta").as_subclass(PackedWeight)
-    packed.group = group
-    return packed
-
-
 def pack_experts(native: Library, parts: ExpertsParts, pack: Any, release: Release) -> NativeExperts:
     """Return native experts; `pack` is the packer's method for linear layers."""
     gate_up = pack(parts.gate_up, release, parts.gate.activation)
     return NativeExperts(native, gate_up, pack(parts.down, release), parts.gate)
-
-
-class FunctionNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of torch's functions that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute one of them."""
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def keeps_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether torch computes nothing in the module whose bits depend on how many rows there are."""
-    called = FunctionNames()
-    with called:
-        module(*args, **kwargs)
-    return called.names <= ROW_WISE_FUNCTIONS

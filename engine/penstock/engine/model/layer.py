@@ -341,7 +341,9 @@ class NativeModel:
         return logits
 
     def _find_logits(self, num_rows: int) -> tuple[Tensor, int]:
-        """Return memory for logits [rows, vocabulary], and its address. That for a few rows is the same every time."""
+        """Return memory for logits [rows, vocabulary], and its address. For a few rows the memory is the same every
+        time.
+        """
         found = self._logits.get(num_rows)
         if found is not None:
             return found

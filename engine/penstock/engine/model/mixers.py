@@ -46,9 +46,9 @@ def choose_together(
 ) -> tuple[StateStorage, Tensor] | None:
     """Let a model's mixers read tokens of several sequences at once, if that gives each the same, bit for bit.
 
-    `dtype` is the model's. That has to be the same as with transformers' own functions, too, but for rounding. `read`
-    reads tokens of several sequences, at most so many at once, and returns their states and logits. Returns what it
-    did if they do so now, or None.
+    `dtype` is the model's. The result has to be the same as with transformers' own functions, too, but for rounding.
+    `read` reads tokens of several sequences, at most so many at once, and returns their states and logits. Returns what
+    it did if they do so now, or None.
     """
     mixers = {part: part.forward for part in module.modules() if isinstance(part.forward, DividedForward)}
     firsts = {type(part): mixer.layer for part, mixer in reversed(mixers.items())}

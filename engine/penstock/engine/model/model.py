@@ -26,7 +26,7 @@ class LoadedModel:
     config: Any
     tokenizer: Any
     response_template: dict[str, Any] | None
-    """By which calls and reasoning are told from an answer's text."""
+    """The template by which calls and reasoning are told from an answer's text."""
     context_length: int
     """Most tokens, prompt and output together."""
     eos_token_ids: frozenset[int]
@@ -42,9 +42,9 @@ class LoadedModel:
     stock_attention: str
     """The attention implementation transformers would use."""
     native: NativeParts | None = None
-    """What the native kernels compute of it, chosen when it is loaded; None: it runs on torch's operators."""
+    """The parts that the native kernels compute, chosen when it is loaded. None if it runs on torch's operators."""
     device_name: str = ""
-    """What a GPU is, and the versions of its libraries, as rounding depends on all of that; empty for a CPU."""
+    """The name of a GPU with the versions of its libraries, on which rounding depends; empty for a CPU."""
     dtype_reason: str = ""
     """Why it is computed in `dtype`."""
     weight_form: str = ""
@@ -53,13 +53,13 @@ class LoadedModel:
     stage_forms: tuple[str, str] | None = None
     """The forms of the weights that compute prompts, and answers, if those are not the same: one is `weight_form`."""
     prompt_model: "LoadedModel | None" = None
-    """What computes prompts, where this model computes answers alone. Both write to one pool."""
+    """The model that computes prompts, where this one computes answers alone. Both write to one pool."""
     weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
-    """The files that its parameters may be views of. Who packs a parameter elsewhere calls `drop_tensor_pages`."""
+    """The files that its parameters may be views of. Call `drop_tensor_pages` after copying a parameter."""
 
     @property
     def backend_name(self) -> str:
-        """What computes it: in 16 bits, models with other names may round otherwise."""
+        """The name of the backend: in 16 bits, models with other names may round otherwise."""
         if self.native is not None:
             return self.native.name
         return f"torch {self.device_name or torch.backends.cpu.get_cpu_capability()}"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.counts import TokenCounts
+from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 
 _MASK = 2**64 - 1
@@ -35,6 +36,30 @@ class SamplingParams:
     def forbidden_token_ids(self) -> Collection[int]:
         """The tokens that may not be drawn at this position, because the answer would be shorter than it must be."""
         return self.end_token_ids if self.position < (self.sampling.min_tokens or 0) else ()
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Return whether a row of this sampling depends on the tokens before it."""
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+
+def make_sampling_params(
+    seq: Sequence, masks: list[NDArray[np.int32] | None], end_token_ids: frozenset[int]
+) -> list[SamplingParams]:
+    """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""
+    position = seq.num_output_tokens
+    counts = seq.count_tokens() if has_penalties(seq.sampling) else None
+    return [
+        SamplingParams(
+            seq.sampling,
+            seq.seed,
+            position + number,
+            counts if counts is None or number == 0 else counts.copy_with(seq.draft[:number]),
+            mask,
+            end_token_ids,
+        )
+        for number, mask in enumerate(masks)
+    ]
 
 
 def draw_uniform(seed: int, position: int) -> float:

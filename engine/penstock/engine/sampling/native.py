@@ -63,7 +63,7 @@ def draw_rows(native: Library, logits: Tensor, draws: Sequence[SamplingParams]) 
 def rank_rows(native: Library, logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores and ids of each row's top `width` tokens, both [rows, width], and the weights' sum, [rows].
 
-    Of equal scores the lowest id goes first.
+    The lowest id goes first among equal scores.
     """
     count, size = logits.shape
     values, ids = torch.empty(count, width), torch.empty(count, width, dtype=torch.int64)

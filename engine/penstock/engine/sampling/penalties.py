@@ -7,16 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.sampling.draw import SamplingParams
+from penstock.engine.sampling.draw import SamplingParams, has_penalties
 from penstock.messages import Sampling
 
 Entries = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Tokens of a row, none twice, and an amount for each."""
-
-
-def has_penalties(sampling: Sampling) -> bool:
-    """Return whether a row of this sampling depends on the tokens before it."""
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
 
 
 def changes_scores(sampling: Sampling) -> bool:

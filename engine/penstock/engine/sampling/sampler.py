@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 NOT_FINITE = "the model computed logits that are not finite"
-"""What is told to whoever asked for a sequence that no token can be drawn for."""
+"""The error text of a sequence that no token can be drawn for."""
 
 
 def find_broken_rows(logits: Tensor) -> set[int]:

@@ -1,6 +1,6 @@
 """Probabilities as integers, so that sums and shares are exact: the same in any order, batch and number of threads.
 
-A weight is made of the score by additions and multiplications in float32 alone, each rounded as IEEE 754 says, so that
+A weight is made of the score by additions and multiplications in float32 alone. IEEE 754 says how each is rounded, so
 every processor, instruction set and device has the same. `kernels/src/sampler.cpp` computes it in the same order.
 """
 
@@ -28,7 +28,7 @@ def compute_rate(temperature: float) -> float:
 def to_weights(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
     """Return the weights (int64) of float32 scores [rows, n]. `top` (the best score) and `rate`: [rows, 1].
 
-    What is not a number has no weight, and neither has any token beside a best score that is not finite.
+    A score that is not a number has no weight, and neither has any token beside a best score that is not finite.
     """
     least = torch.tensor(_MIN_EXPONENT, device=scores.device)
     part = torch.fmax((scores - top).mul_(rate), least)  # takes the number of the two

@@ -13,7 +13,8 @@ from penstock.engine.sequence import Sequence
 
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
-"""What a token adds to its tenant's counter. The ratio is the paper's: a decoded token keeps the machine longer."""
+"""The amount that a token adds to its tenant's counter. The ratio is the paper's: a decoded token keeps the machine
+longer."""
 
 
 class FairQueue:

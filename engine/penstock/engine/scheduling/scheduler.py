@@ -8,11 +8,12 @@ many tokens as it does itself: they get up to half of it, the shortest first, so
 long one. Waiting ones are admitted for this in their order. They pass longer ones of their own tenant as long as a
 place in the batch is left for those, but none of another tenant: that would not be fair.
 
-Blocks. A sequence is admitted with blocks for the tokens it has, if one more block is left for each running sequence
-that still grows, so that a new sequence is not preempted at once, and if the blocks will do for what is expected of all
-(`growth`). It gets further blocks as it grows. When there are none, the last sequence in order is preempted: its blocks
-are freed, its tokens are kept, and KV that is not in the pool any more is computed again later. If the growing sequence
-is itself the last one, it pauses and keeps its blocks. So the first in order always makes progress, and all end.
+Blocks. A sequence is admitted with blocks for the tokens it has, on two conditions. One more block is left for each
+running sequence that still grows, so that a new sequence is not preempted at once, and the blocks will do for what is
+expected of all (`growth`). It gets further blocks as it grows. When there are none, the last sequence in order is
+preempted: its blocks are freed, its tokens are kept, and KV that is not in the pool any more is computed again later.
+If the growing sequence is itself the last one, it pauses and keeps its blocks. So the first in order always makes
+progress, and all end.
 
 Backfill. If the head of the queue does not fit, smaller sequences behind it run, and are preempted as soon as that lets
 the head in. So it starts no later than it would without them. In the same way all batch sequences make way for an
@@ -115,7 +116,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, states: "StateRows | None" = None) -> None:
         self.pool = pool
         self._states = states
-        """The rows of what layers without KV keep of each running sequence; None if there are no such layers."""
+        """The allocator of recurrent-state rows. None if the model has no recurrent layers."""
         self.cost: StepCost | None = None
         """The measured cost of steps. None if it was not measured: batch work is not limited then, and all steps have
         their usual size."""

@@ -124,7 +124,7 @@ class LayerAttention(NamedTuple):
     """The parameters of a layer's attention, as its model passed them."""
 
     scale: float
-    """What the products of queries and keys are multiplied by."""
+    """The factor of the products of queries and keys."""
     softcap: float | None
     """The bound of the scores."""
     sinks: Tensor | None

@@ -2,7 +2,7 @@
 
 A layer with `kv_b_proj` caches for each token a latent [rank] and a rotary key [rope], which all heads share.
 transformers makes K and V of all heads from the latents of the whole context (`expand_kv`). For tokens of answers the
-query goes into the space of the latents instead, W_UK^T q, attention runs over [latent, rotary key] with one KV head,
+query goes into the space of the latents instead, W_UK^T q. Attention runs over [latent, rotary key] with one KV head,
 and the sum of latents goes through W_UV. The method is DeepSeek-V2's (arXiv:2405.04434, section 2.1.2). Tokens of
 prompts attend to K and V: for many tokens at a time that is less work. So the place of a token says how it is computed,
 and not what is computed beside it. Each head has two linear layers of its own, which are packed like all others.
@@ -19,7 +19,7 @@ from penstock.engine.kernels.packed import make_linear
 
 
 class LatentHeads(nn.Module):
-    """What `kv_b_proj` is to an attention that runs on latents: by head, a layer for queries and one for sums."""
+    """`kv_b_proj` for an attention that runs on latents: by head, a layer for queries and one for sums."""
 
     def __init__(self, num_heads: int) -> None:
         """Make it with a place for each layer."""

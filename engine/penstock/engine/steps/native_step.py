@@ -1,4 +1,6 @@
-"""What the native kernels compute of a model, and its steps: their attention reads K and V in the block pool."""
+"""The parts of a model that the native kernels compute, and its steps: their attention reads K and V in the block
+pool.
+"""
 
 import ctypes
 from array import array
@@ -125,7 +127,7 @@ ROUNDING_VERSIONS = {"amx": " 2"}
 
 @dataclass(frozen=True)
 class NativeParts:
-    """What the native kernels compute of a model of which parts were replaced by them."""
+    """The parts of a model that the native kernels compute."""
 
     library: Library
     layers: frozenset[int]
@@ -145,7 +147,7 @@ class NativeParts:
 
     @property
     def name(self) -> str:
-        """What is computed how, in the fingerprint."""
+        """The name of the backend in the fingerprint: the instruction set, and the parts that round otherwise."""
         kinds = {"experts": self.has_experts, "latents": self.has_latents, "states": self.has_states}
         isa = self.library.isa + ROUNDING_VERSIONS.get(self.library.isa, "")
         return " ".join([isa, *(kind for kind, is_there in kinds.items() if is_there)])

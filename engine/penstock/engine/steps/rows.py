@@ -7,17 +7,51 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.engine.model.experts import ROW_WISE_FUNCTIONS, FunctionNames, PackedWeight
+from penstock.engine.kernels.packed import PackedWeight
 
+ROW_WISE_FUNCTIONS = frozenset({
+    "_softmax", "_to_copy", "_unsafe_view", "add", "alias", "as_strided", "bitwise_not", "cat", "chunk", "clone",
+    "concatenate", "contiguous", "copy_", "detach", "div", "div_", "embedding", "empty", "empty_like", "expand",
+    "flatten", "gather", "index", "masked_fill", "max", "mean", "mul", "mul_", "neg", "permute", "pow", "relu",
+    "repeat", "reshape", "rsqrt", "scatter_", "select", "slice", "softmax", "split", "split_with_sizes", "square",
+    "squeeze", "sub", "sum", "t", "to", "topk", "transpose", "type_as", "unbind", "unsqueeze", "view", "zeros_like",
+})  # fmt: skip
+"""torch's functions that give a row the same bits in any batch.
+
+Not so sigmoid, SiLU or others that compute exponentials of each element: the last ones of a tensor, which fill no
+vector, are rounded otherwise.
+"""
 _OF_ELEMENTS = {"cos", "exp", "gelu", "sigmoid", "silu", "sin", "softplus", "tanh"}
 """They round the elements that are left behind the last whole vectors otherwise."""
 _PRODUCTS = {"bmm", "matmul", "__matmul__"}
 """They sum otherwise for other sizes."""
 _WHOLE_VECTORS = 64
 """So many elements, or a multiple, leave none behind, in any dtype and on any processor."""
+
+
+class FunctionNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the names of torch's functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute one of them."""
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def keeps_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether torch computes nothing in the module whose bits depend on how many rows there are."""
+    called = FunctionNames()
+    with called:
+        module(*args, **kwargs)
+    return called.names <= ROW_WISE_FUNCTIONS
 
 
 class RowsApart(TorchFunctionMode):

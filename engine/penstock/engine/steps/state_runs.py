@@ -1,7 +1,7 @@
 """How layers that keep a state read the tokens of a step: prompts in pieces, all other tokens at once.
 
-Guessed tokens are read into a copy of the state. What a layer's functions were given for them is kept until the step's
-tokens are drawn: then those that were right are read once more, into the state itself.
+Guessed tokens are read into a copy of the state. A layer's inputs for them are kept until the step's tokens are drawn.
+Then the right guesses are read once more, into the state itself.
 """
 
 from itertools import chain, zip_longest
@@ -46,7 +46,7 @@ class Division:
         """Single tokens are read in groups of `max_together` at most; with 0 each is a piece by itself."""
         self._batch, self._storage, self._max_together = batch, storage, max_together
         self.parts: list[Piece | Group] = []
-        """What is read by itself, then the groups."""
+        """The pieces that are read by themselves, then the groups."""
         row, runs = 0, list[list[Piece]]()
         for seq, num_tokens in batch.plan:
             runs.append(self._cut_tokens(seq, range(row, row + num_tokens)))

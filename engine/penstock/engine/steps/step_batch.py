@@ -65,7 +65,7 @@ class StepBatch:
 
     @cached_property
     def row_values(self) -> "array[int]":
-        """Of the T new tokens: ids, positions, blocks and rows in the blocks, one list behind the other."""
+        """The ids, positions, blocks and rows in the blocks of the T new tokens, one list behind the other."""
         rows = [position % self.block_size for position in self._positions]
         return array("q", self._ids + self._positions + self._slot_blocks + rows)
 

@@ -64,9 +64,9 @@ class ChatTokenizer:
     ) -> MarkedText:
         """Return the text of a chat, which ends with the beginning of the model's turn if `generation_prompt`.
 
-        `variables` are given to the template beside the turns. Raises `InvalidRequest` if there is no template, if it
-        does not have one of the variables, if it refuses what it is given, or if it takes too much time or memory for
-        it. Without `may_wait` what takes time raises `TakesTime`.
+        `variables` are given to the template beside the turns. Raises `InvalidRequest` if there is no template, or if
+        it lacks one of the variables, refuses the conversation, or takes too much time or memory for it. Without
+        `may_wait` what takes time raises `TakesTime`.
         """
         tokenizer = self._tokenizer
         if not tokenizer.chat_template:

@@ -71,7 +71,7 @@ class MarkedText(str):
         return MarkedText(str.join(self, texts), self.text_mark)
 
     def replace(self, old: str, new: str, count: Any = -1) -> str:
-        """Return the text with `new` in place of `old`. What stands for a user's text is one, too."""
+        """Return the text with `new` in place of `old`. The replacement of a user's text is marked as one, too."""
         if not old:
             return mark_all(self.plain_text.replace(old, new, count), self.text_mark)
         return MarkedText(str.join(mark_all(new, self.text_mark), self.split(old, count)), self.text_mark)

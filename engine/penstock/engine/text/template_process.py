@@ -69,7 +69,7 @@ class TakesTime(Exception):
 def limit_rendering(time_s: float) -> Iterator[None]:
     """Raise `OverBudget` in this context after so much processor time, or at a lack of memory. For the main thread.
 
-    What cannot be interrupted ends the process with `SIGXCPU`.
+    A call that cannot be interrupted ends the process with `SIGXCPU`.
     """
     armed = [True]
 
@@ -208,7 +208,7 @@ class TemplateProcess:
 
 
 shared_process = TemplateProcess()
-"""That of this process."""
+"""The template process of this process."""
 atexit.register(shared_process.close)
 os.register_at_fork(after_in_child=shared_process.forget)
 

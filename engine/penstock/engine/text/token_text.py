@@ -1,8 +1,8 @@
 """The texts of single tokens, which answers have beside log probabilities.
 
-A token's text is what it is by itself, with the space it may begin with; a special token's is its name. Of tokenizers
-that spell everything in bytes a token may be a part of a character, or end with one: it has its bytes as well, and a
-text with replacement characters.
+A token's text is what it is by itself, with the space it may begin with; a special token's is its name. Where a
+tokenizer spells everything in bytes, a token may be a part of a character, or end with one: it has its bytes as well,
+and a text with replacement characters.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.messages import MAX_TOKEN_BYTES, Logprobs, PromptToken, TokenLogprob
 
 REPLACEMENT = "\ufffd"
-"""What stands in a text for bytes that are no character."""
+"""The character that replaces bytes that are no character."""
 TextAndBytes = tuple[str | None, list[int] | None]
 """Text and bytes, as `TokenLogprob` has them."""
 

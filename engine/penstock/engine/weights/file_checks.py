@@ -1,7 +1,7 @@
 """Checks of a model's files, made before torch or transformers is imported: whether the model can be served.
 
 config.json, the first bytes of weights, and the tokenizer's files are read here, and the registry of transformers as
-text: to import it takes seconds. What only a load can find out, `loading.py` says.
+text: to import it takes seconds. `loading/` reports the errors that only a load can find.
 """
 
 import json
@@ -16,10 +16,10 @@ _OTHER_TASKS = re.compile(
     "For(MaskedLM|PreTraining|NextSentencePrediction|MultipleChoice|QuestionAnswering|(Sequence|Token|Image)Classification)"
     "|(Encoder|EncoderModel)$"
 )
-"""What the architectures of encoders and classifiers are called."""
+"""Ends of the names of encoders' and classifiers' architectures."""
 _MAX_COUNT = 2**12
 _COUNTS = re.compile("layer|head|expert|block|depth|label|stack|stage|group|loop|repeat")
-"""What is in the names of numbers of which a configuration makes as many entries, or a model as many modules."""
+"""Words in the names of numbers of which a configuration makes as many entries, or a model as many modules."""
 _SIZES = re.compile("size|dim|width|len|position|capacity|_id|freq|index")
 _MAPPING = re.compile(r"^MODEL_FOR_(\w+)_MAPPING_NAMES = OrderedDict\(\n(.*?)\n\)", re.MULTILINE | re.DOTALL)
 """A table of transformers' registry: the types that have a model for a task."""

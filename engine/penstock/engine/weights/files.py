@@ -40,7 +40,7 @@ def _explain_unreadable_files() -> Iterator[None]:
 def find_model(name: str, report: Progress, cache: Path) -> Path:
     """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`.
 
-    That of a GGUF file is in the directory `cache`, and is written if need be.
+    The directory of a GGUF file is in the directory `cache`, and is written if need be.
     """
     if (file := _find_gguf(name)) is not None:
         return describe_gguf(file, cache)

@@ -2,8 +2,8 @@
 arithmetic.
 
 It protects against mistakes, not against attackers: two workers that were given different models, a file that was
-damaged on its way, a directory that changed while it was read. Whoever can choose the weights can choose the
-tokens anyway, so the bulk goes through xxh3, at the speed of memory, and only its digests through SHA-256.
+damaged on its way, a directory that changed while it was read. An attacker who can choose the weights can choose the
+tokens anyway. So the bulk goes through xxh3, at the speed of memory, and only its digests through SHA-256.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ from penstock.errors import ModelLoadError
 
 QUANTIZED = ("int8", "int4")
 GGUF = "gguf"
-"""What the form of weights is called that are a GGUF file's."""
+"""The name of the form in which weights stay a GGUF file's blocks."""
 GGUF_ISAS = ("amx", "avx512_bf16", "avx512", "avx2")
 """Instruction sets whose products with a GGUF file's blocks are faster than with what the blocks stand for."""
 
@@ -73,7 +73,7 @@ class WeightPacker:
         """Those whose weights are a GGUF file's."""
         self._matrices = matrices if can_use_blocks(native, weights) and matrices is not None else {}
         if matrices and weights == "auto" and not self._matrices:
-            log.info("the file's blocks are unpacked: the kernels have no products with them on %s", native.isa)
+            log.info("unpacking the file's blocks: the kernels cannot multiply with them on %s", native.isa)
 
     def pack_linears(
         self, linears: Sequence[nn.Module], release: Release, activation: Activation = Activation.NONE
@@ -123,9 +123,7 @@ class WeightPacker:
         if is_known and (not activation or kinds[::2] == kinds[1::2]):
             return [matrix for matrix in found if matrix is not None]
         if any(kind not in FLOAT_KINDS for kind in kinds):
-            log.info(
-                "blocks of %s are unpacked: the kernels have no products with all of them together", ", ".join(kinds)
-            )
+            log.info("unpacking blocks of %s: the kernels cannot multiply with all of them together", ", ".join(kinds))
         return []
 
     def _probe_forms(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:

@@ -1,4 +1,4 @@
-"""What loading a model found out, in the cache directory: it need not be found out again.
+"""Findings of a load, kept in the cache directory, so that the next load need not find them again.
 
 A finding is a small JSON file. Its name is a hash over all that the finding depends on, and its content repeats that;
 it is written to a temporary file and renamed. A finding that cannot be read, or is about something else, counts as
@@ -6,8 +6,8 @@ none, and one that cannot be written costs the next start the same time again.
 
 About files, findings trust the system's word that a file is the same while its device, inode, size and both its times
 (modified, changed) are: every write changes the latter, and no program can set it. Bits that rot on the disk
-afterwards, and a clock that somebody sets back for a write, are not noticed. Whoever can write to the cache directory
-can also replace the program, so there is nothing secret or signed in it.
+afterwards, and a clock that somebody sets back for a write, are not noticed. A user who can write to the cache
+directory can also replace the program, so nothing in it is secret or signed.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class LoadCache:
             scratch.write_text(json.dumps({"about": about, "found": found}))
             scratch.replace(path)
         except OSError as error:
-            log.info("what this start found out is not kept: %s", error)
+            log.info("findings of this load are not kept: %s", error)
 
     def _find_path(self, kind: str, about: Any) -> Path:
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -28,7 +28,7 @@ MAX_TIMES_STORED = 2
 """How many parameters a model may have for each value that is stored, beside `MAX_UNSTORED`."""
 MAX_UNSTORED = 2**20
 MAX_TABLE_BYTES = 2**27
-"""What a model's buffers take beside its weights, at most."""
+"""The largest size of a model's buffers beside its weights."""
 
 
 def build_skeleton(config: Any, dtype: torch.dtype, max_parameters: int | None = None) -> Any:

@@ -115,7 +115,7 @@ class MappedWeights:
         """Let go of a tensor's pages when it was packed elsewhere; nothing if it is not a view of a file.
 
         A large one in pieces (`release(weight[:rows])`): until then its pages and the packed copy are both in memory.
-        What is still used of it is read from the file again; what somebody wrote to it is lost.
+        A page that is used later is read from the file again; values that were written to it are lost.
         """
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if any(low <= first and end <= high for low, high in self._mappings):
@@ -222,7 +222,7 @@ class PackedTensor:
     fill: Callable[..., None]
     """Computes it of the mapped parts, into memory that it is given first. Raises `ValueError`."""
     matrix: GgufMatrix | None = None
-    """What it is stored as in a GGUF file."""
+    """The matrix of a GGUF file that it is stored as."""
 
     def get_shape(self) -> list[int]:
         """Return its shape once it is unpacked."""

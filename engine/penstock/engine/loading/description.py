@@ -1,0 +1,280 @@
+"""The description of a model, known before any of its weights is read: configuration, tokenizer, context, dtype."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.kernels.library import TORCH, load_library
+from penstock.engine.kernels.products import choose_products
+from penstock.engine.loading.dtype import choose_dtype
+from penstock.engine.loading.probe import check_config, find_unscaled_context
+from penstock.engine.loading.windows import list_unproved_windows, list_unread_windows
+from penstock.engine.memory.storage import BlockLayout
+from penstock.engine.model.accelerate import can_pack
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.text.chat_template import check_template
+from penstock.engine.text.response_template import find_response_template
+from penstock.engine.text.template_process import shared_process
+from penstock.engine.weights.file_checks import build_tokenizer_error
+from penstock.engine.weights.files import Progress, find_model, find_weight_files, to_one_line
+from penstock.engine.weights.fingerprint import compute_fingerprint, hash_files
+from penstock.engine.weights.load_cache import LoadCache
+from penstock.engine.weights.module import load_generation_config
+from penstock.engine.weights.quantized import UNPACKING_VERSION, take_quantization
+from penstock.errors import (
+    EngineCheckFailed,
+    ModelLoadError,
+    ModelUnavailable,
+    SettingsError,
+    build_damage_error,
+    choose_load_error,
+    is_failure,
+)
+
+log = logging.getLogger("penstock.engine")
+
+LAYOUT_VERSION = 2
+"""Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
+MAX_CONTEXT = 2**31
+"""More tokens no request may ask for."""
+_NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
+
+
+class Load:
+    """The load of one model: what is known of it before any of its weights is read, and how long the parts took."""
+
+    def __init__(self, settings: EngineSettings, report: Progress) -> None:
+        """Read the model's description. Raises `ModelLoadError` if it shows that the model cannot be served."""
+        self.settings, self.report = settings, report
+        self.load_cache = LoadCache(settings.find_cache_directory())
+        self.hashes: list[str] = []
+        """The hash of each weight file, once they were found."""
+        self._seconds: dict[str, float] = {}
+        with self.measure("description"):
+            prepare_transformers()
+            torch.set_num_threads(settings.num_threads)
+            _select_isa(settings.isa)
+            self.directory = find_model(settings.model, report, settings.find_cache_directory())
+            self.files = find_weight_files(self.directory)
+            self._stats = self._stat_files()
+            self.device = _parse_device(settings.device)
+            self.config = load_config(self.directory)
+            check_config(self.config)
+            self.quantization = take_quantization(self.config)
+        with self.measure("tokenizer"):
+            self.tokenizer = load_tokenizer(self.directory)
+            self.context_length = find_context_length(self.config, self.tokenizer)
+            _report_context(settings.model, self.config, self.context_length)
+        with self.measure("dtype"):
+            native, forms = load_library(), {settings.weights, settings.prefill_weights, settings.kv_dtype}
+            isa = native.isa if native is not None and native.isa != TORCH else ""
+            is_quantized = self.quantization is not None
+            self.chosen = choose_dtype(settings.dtype, self.config, self.device, isa, is_quantized=is_quantized)
+            self.dtype = self.chosen.dtype
+            if native is not None and settings.isa == "auto" and forms <= {"auto", "bf16", ""} and self.can_pack():
+                choose_products(native, self.dtype)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time within the context to that of a part of the load."""
+        begun_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begun_s
+
+    def log_end(self) -> None:
+        """Log how long the load and its parts took."""
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self._seconds.items())
+        log.info("%s is loaded in %.2f s (%s)", self.settings.model, sum(self._seconds.values()), parts)
+
+    def can_pack(self) -> bool:
+        """Return whether the native kernels compute the model."""
+        return can_pack(self.device, self.dtype)
+
+    def _stat_files(self) -> list[tuple[int, ...]]:
+        """Return the attributes of the model's files that change when one is written or replaced."""
+        stats = map(Path.stat, [self.directory / "config.json", *self.files])
+        return [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats]
+
+    def check_unchanged(self) -> None:
+        """Raise `ModelUnavailable` if a file was written to since it was first looked at."""
+        if self._stat_files() != self._stats:
+            raise ModelUnavailable(f"{self.directory} was written to while it was loaded")
+
+    def hash_files(self) -> None:
+        """Find the hash of each weight file, read or noted."""
+        with self.measure("hashes"):
+            self.hashes = hash_files(self.files, self.report, self.load_cache)
+
+    def build_model(self, module: Any, layout: BlockLayout, **given: Any) -> LoadedModel:
+        """Return the loaded model."""
+        form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
+        if self.quantization is not None:
+            form += f"\nunpacking {UNPACKING_VERSION}"
+        name = compute_fingerprint(self.directory, self.files, self.hashes, module.config, form)
+        self.check_unchanged()
+        generation = load_generation_config(self.directory)
+        template = self.settings.response_template
+        return LoadedModel(
+            name=self.settings.model,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            response_template=find_response_template(self.tokenizer, self.config.model_type, template),
+            context_length=self.context_length,
+            eos_token_ids=find_eos_token_ids(generation, self.config, self.tokenizer),
+            dtype=self.dtype,
+            dtype_reason=self.chosen.reason,
+            device=self.device,
+            content_fingerprint=name,
+            module=module,
+            layout=layout,
+            **given,
+        )
+
+
+def _select_isa(isa: str) -> None:
+    """Let the kernels run on the instruction set that a setting names. Raises `SettingsError` if that cannot be."""
+    native = load_library()
+    if native is not None:
+        native.select_isa("" if isa == "auto" else isa)
+    elif isa not in ("auto", TORCH):
+        raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa} needs the native kernels, which were not built: set `auto`")
+
+
+def prepare_transformers() -> None:
+    """Silence transformers' messages and progress bars, and let it make tensors one after the other."""
+    # With threads it converts tensors ahead of those that are in place, and a model whose experts are merged is in
+    # memory twice.
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+
+
+@contextmanager
+def as_load_errors(name: str) -> Iterator[None]:
+    """Raise a `ModelLoadError` for whatever transformers, safetensors or tokenizers raise within the context."""
+    try:
+        yield
+    except (EngineCheckFailed, SettingsError):
+        raise  # the first says which model, which was loaded; the second is not about the model
+    except ModelLoadError as error:
+        raise choose_load_error(error)(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise choose_load_error(error)(f"cannot load model {name!r}: {_name_cause(error, 400)}") from error
+
+
+def load_config(directory: Path) -> Any:
+    """Return transformers' configuration of a model. Raises `ModelLoadError` where config.json has none."""
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(
+            f"config.json is no configuration that transformers reads ({_name_cause(error)}): "
+            "use the one that was published with the weights"
+        ) from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer in a directory. Raises `ModelLoadError` where there is none that can be used."""
+    shared_process.start()  # to be ready when the chat template is tried
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise build_tokenizer_error(directory, _name_cause(error)) from error
+    # Where there are no files, transformers makes some tokenizers up: with special tokens only.
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    if len(tokenizer) <= len(special):
+        raise build_damage_error(f"no usable tokenizer in {directory}: its vocabulary is empty")
+    check_template(tokenizer, str(directory))
+    return tokenizer
+
+
+def _name_cause(error: BaseException, limit: int = 300) -> str:
+    """Return an error of a library as a clause, without advice that only holds for other programs."""
+    if "trust_remote_code" in str(error):
+        return "it is code of its authors, which is never run"
+    return f"{type(error).__name__}: {to_one_line(error, limit)}"
+
+
+def _parse_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise choose_load_error(error)(f"no device {name!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"no device {name!r}: models run on cpu and cuda")
+    return device
+
+
+def find_context_length(config: Any, tokenizer: Any) -> int:
+    """Return how many tokens a sequence may have. Raises `ModelLoadError` where nothing says it."""
+    length = _find_configured_length(config, tokenizer)
+    return min([length, *list_unproved_windows(config, length).values()])
+
+
+def _find_configured_length(config: Any, tokenizer: Any) -> int:
+    text = config.get_text_config()
+    if unscaled := find_unscaled_context(text):
+        return unscaled
+    for attribute in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(text, attribute, None)
+        if isinstance(value, int) and value > 0:
+            if value > MAX_CONTEXT:
+                raise build_damage_error(f"{attribute} {value:,} in config.json is the context of no model")
+            return value
+    if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
+        return int(tokenizer.model_max_length)
+    raise build_damage_error("neither its config nor its tokenizer says how long its context is")
+
+
+def _report_context(name: str, config: Any, context_length: int) -> None:
+    """Log that a model is served with fewer tokens than its configuration has, and what its proof does not reach."""
+    full = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    unread, unproved = (list_windows(config, full) for list_windows in (list_unread_windows, list_unproved_windows))
+    if unread:
+        log.info("%s: the proof at load does not cover its %s", name, _describe_windows(unread))
+    if context_length in unproved.values():
+        log.warning(
+            "%s is served with %d of its %d tokens: for longer sequences of models of type %s it was not proved that "
+            "tokens are those of generate(), as %s matters for them",
+            name, context_length, full, config.get_text_config().model_type, _describe_windows(unproved),
+        )  # fmt: skip
+    elif full > context_length:
+        log.warning(
+            "%s is served with %d of its %d tokens: its rotary embedding has other frequencies for longer sequences. "
+            "transformers would use them for a whole batch, and tokens would depend on their neighbours",
+            name,
+            context_length,
+            full,
+        )
+
+
+def _describe_windows(windows: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in windows.items())
+
+
+def find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer."""
+    ids: set[int] = set()
+    for source in (generation, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or [])
+    return frozenset(ids)
