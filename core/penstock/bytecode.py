@@ -17,8 +17,8 @@ def describe_lost_bytecode(cache: Path) -> str:
         return ""
     why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directory cannot be written to"
     return (
-        f"{' and '.join(PACKAGES)} are not compiled, and {why}: a worker's start takes twice the processor time, once "
-        f"if {cache} lasts, else each time. `python -m compileall` compiles them where they are installed"
+        f"{' and '.join(PACKAGES)} have no bytecode, and {why}: this start takes twice the processor time, and so does "
+        f"each later one if {cache} is deleted. Run `python -m compileall` where the packages are installed"
     )
 
 

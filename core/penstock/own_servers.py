@@ -72,7 +72,7 @@ def wait_until_free(host: str, port: int, stop_asked: Callable[[], object] = lam
         if not until_s:
             until_s = time.monotonic() + PORT_PATIENCE_S
             log.warning(
-                f"port {port} is taken though nobody listens on it, as a connection goes out from it: waiting for "
-                f"{PORT_PATIENCE_S:.0f} s at most. Ports below net.ipv4.ip_local_port_range are not taken like that"
+                f"port {port} is taken though nobody listens on it: it is the source port of an outgoing connection. "
+                f"Waiting up to {PORT_PATIENCE_S:.0f} s. Ports below net.ipv4.ip_local_port_range avoid this"
             )
         time.sleep(0.1)

@@ -322,4 +322,4 @@ def test_shared_memory_that_holds_no_block_is_left_out_if_nobody_asked_for_it(
             store = KVStore.open(layout, wanted, "", "demo")
             assert [tier.name for tier in store.tiers] == ["disk"]
             store.close()
-    assert "no KV blocks are kept in shared memory: PENSTOCK_KV_STORE_SHARED_MB" in caplog.text
+    assert "the KV store runs without shared memory: PENSTOCK_KV_STORE_SHARED_MB" in caplog.text

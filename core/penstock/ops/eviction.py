@@ -34,8 +34,8 @@ def describe_eviction(addresses: Addresses) -> str:
     for url in split_urls(addresses.stream_url):
         with suppress(redis.RedisError), redis_client(url) as client:
             if policy := find_policy(client):
-                found.append(f"Redis {server_name(url)} evicts at its limit of memory ({policy})")
-    return f"{', '.join(found)}: logs must not be evicted: set maxmemory-policy noeviction" if found else ""
+                found.append(f"Redis {server_name(url)} evicts keys at its memory limit ({policy})")
+    return f"{', '.join(found)}: token logs must not be evicted: set maxmemory-policy noeviction" if found else ""
 
 
 def measure_memory(addresses: Addresses) -> float | None:

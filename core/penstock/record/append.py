@@ -119,7 +119,7 @@ class TokenAppender:
             return AppendOutcome(self._read_reply())
         except redis.ResponseError as error:
             (refusal,) = raise_outage([error])
-            log.error("request %s: Redis refuses its tokens: %s", claim.id, refusal)
+            log.error("request %s: Redis refused to append its tokens: %s", claim.id, refusal)
             return AppendOutcome.REFUSED
 
     def _read_reply(self) -> Any:

@@ -340,7 +340,7 @@ class Record:
         if not isinstance(reply, redis.ResponseError):
             return False
         check_server_key_types(self._client, self._pipeline.list_key_types())
-        log.error("request %s: Redis refuses a change of its record: %s", request_id, reply)
+        log.error("request %s: Redis refused to change its record: %s", request_id, reply)
         return True
 
     # Sessions, see `penstock.record.session`.
@@ -380,7 +380,7 @@ class Record:
         args: Args = [as_of_ms, self._lease_ms, session, *key_formats]
         *num_free, ended = REAP.run(self._client, keys, args)
         for one in ended:
-            log.info("the session %s is over", one.decode())
+            log.info("session %s has ended, its requests are free", one.decode())
         return dict(zip(STAGES, num_free, strict=True))
 
     def find_unnamed_partitions(self, partitions: Sequence[str]) -> list[str]:

@@ -215,8 +215,8 @@ class Session:
             self.clock_ahead_s = (before_s + now_s()) / 2 - renewed.now_ms / 1000
             if was_right and abs(self.clock_ahead_s) > MAX_CLOCK_ERROR_S:
                 log.warning(
-                    "this host's clock is %.1f s %s that of Redis. Deadlines go by the clock of Redis, but times in"
-                    " results and traces are wrong: set it by NTP",
+                    "this host's clock is %.1f s %s the clock of Redis. Deadlines use the clock of Redis, but times in"
+                    " results and traces are wrong: synchronise this host's clock with NTP",
                     abs(self.clock_ahead_s), "ahead of" if self.clock_ahead_s > 0 else "behind",
                 )  # fmt: skip
         return renewed

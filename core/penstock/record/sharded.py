@@ -70,13 +70,13 @@ class _Server:
         if not is_outage(error):
             raise error
         if not self.is_away:
-            log.warning("Redis %s is away, and its requests wait: %s", self.name, error)
+            log.warning("Redis %s is not reachable, its requests wait: %s", self.name, error)
         self.is_away, self.reason = True, str(error)
 
     def mark_back(self) -> None:
         """Note that the server answers."""
         if self.is_away:
-            log.info("Redis %s answers again", self.name)
+            log.info("Redis %s is reachable again", self.name)
         self.is_away, self.reason = False, ""
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:

@@ -70,7 +70,7 @@ def push_metrics(meters: Meters, resource: Resource) -> Iterator[None]:
             try:
                 exporter.export(build_metrics_data(meters, resource))
             except Exception:  # what receives figures is no reason to fail
-                log.exception("figures could not be sent")
+                log.exception("sending metrics by OTLP failed")
 
     thread = threading.Thread(target=run, name="otlp-metrics", daemon=True)
     thread.start()

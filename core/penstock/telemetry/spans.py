@@ -84,7 +84,7 @@ class _SpanWriter:
             trims = [["LTRIM", key, 0, MAX_SPANS_PER_REQUEST - 1] for key in too_long]
             raise_first_error(execute_all(self._redis, trims))
         except redis.RedisError as error:
-            log.debug("spans are lost: %s", error)
+            log.debug("sending spans failed, they are dropped: %s", error)
             self._away_until = time.monotonic() + OUTAGE_PAUSE_S
             return False
         return True

@@ -175,7 +175,7 @@ class KVStore:
             except KVStoreError as problem:
                 if "shared_mb" in settings.model_fields_set:
                     raise
-                log.warning("no KV blocks are kept in shared memory: %s", problem)
+                log.warning("the KV store runs without shared memory: %s", problem)
         if settings.disk_mb:
             budget_bytes = settings.disk_mb * 2**20
             tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))

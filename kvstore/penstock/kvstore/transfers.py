@@ -430,4 +430,4 @@ class _TransferThread:
             except BaseException as error:
                 if not is_failure(error):
                     raise
-                log.exception("a transfer failed")
+                log.exception("a transfer of KV blocks failed")

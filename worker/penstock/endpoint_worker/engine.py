@@ -337,7 +337,7 @@ class EndpointEngine:
         another failure is turns out later. That an endpoint cannot be reached does not count.
         """
         endpoint, now_s = answer.endpoint, self.endpoints.clock()
-        log.warning("%s, request %s: %s", endpoint.url, seq.id, failed.problem)
+        log.warning("endpoint %s failed for request %s: %s", endpoint.url, seq.id, failed.problem)
         self._count_retry("endpoint_busy" if failed.is_busy else "endpoint_failed")
         seq.failed_at_s = now_s
         if not failed.is_asked:

@@ -81,7 +81,7 @@ class EndpointRole:
         except BaseException as bug:  # this request's, not its neighbours'
             if not is_failure(bug):
                 raise
-            log.exception("a message of %s", delivery.topic)
+            log.exception("reading a message of topic %s failed", delivery.topic)
             outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
         if request_id is None:

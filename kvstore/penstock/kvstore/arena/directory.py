@@ -253,7 +253,7 @@ def _write_slot_superblock(slots: int, form: BlockFormat, tables_id: int) -> Non
     except OSError as error:
         if error.errno not in FULL_DISK_ERRORS:
             raise
-        log.warning("the disk is full, no KV blocks are written until it has room: %s", error)
+        log.warning("the disk is full, no KV blocks are written until space is freed: %s", error)
 
 
 def _pack_superblock(form: BlockFormat, tables_id: int) -> bytes:

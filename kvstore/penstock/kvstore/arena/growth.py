@@ -162,8 +162,8 @@ class ArenaAllocator:
     def _warn_once(self, num_slots: int) -> None:
         if not self._warned:
             self._warned = True
-            why = self._problem.strerror if self._problem else "other models' blocks fill the budget"
+            why = self._problem.strerror if self._problem else "blocks of other models fill the budget"
             log.warning(
-                "no room for all of the %s tier (%s): %d of %d blocks; %s sets its size",
+                "the %s tier does not get its full size (%s): it holds %d of %d blocks; %s sets its size",
                 self._tables.tier, why, num_slots, self._tables.geometry.num_slots, self._medium.setting,
             )  # fmt: skip

@@ -127,7 +127,7 @@ class LeaseTable:
         if not self._warned:
             self._warned = True
             log.warning(
-                "the lease table of the %s tier is full: some blocks are not kept from eviction", self._tables.tier
+                "the lease table of the %s tier is full: some leased blocks may be evicted", self._tables.tier
             )
 
 

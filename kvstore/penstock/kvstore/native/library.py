@@ -93,8 +93,8 @@ def load_library() -> Library | None:
         return Library(ctypes.CDLL(str(LIBRARY)))
     except (OSError, AttributeError) as error:  # the second: a function is missing
         log.warning(
-            "the native copying does not load, blocks are copied and checked in two passes"
-            " (python -m penstock.kvstore.native.build makes it anew): %s",
+            "the native copy library does not load, KV blocks are copied and verified in two passes"
+            " (python -m penstock.kvstore.native.build builds it again): %s",
             error,
         )
         return None

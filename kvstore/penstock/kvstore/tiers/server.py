@@ -75,7 +75,7 @@ class KVServer:
             self._close_connections(wires + self._take_idle())  # what broke one connection may have broken all
             counters.errors += 1
             self._retry_at_s = time.monotonic() + RETRY_AFTER_S
-            log.warning("the KV server %s did not answer, going on without it: %r", self._name, error)
+            log.warning("KV server %s did not answer, its blocks are treated as missing: %r", self._name, error)
             return None
         except BaseException:
             self._close_connections(wires)
