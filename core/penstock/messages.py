@@ -152,7 +152,7 @@ class GrammarSpec(Wire):
     @model_validator(mode="after")
     def _source_fits(self) -> Self:
         if len(self.source.encode()) > MAX_SOURCE_BYTES:
-            raise ValueError(f"a grammar may have {MAX_SOURCE_BYTES:,} bytes")
+            raise ValueError(f"a grammar may have at most {MAX_SOURCE_BYTES:,} bytes")
         if (self.kind == "json_object") != (not self.source):
             raise ValueError(f"the source of a grammar of kind {self.kind} is wrong")
         return self
@@ -227,7 +227,7 @@ class Sampling(Wire):
     @model_validator(mode="after")
     def _grammar_may_end(self) -> Self:
         if self.grammar is not None and self.ignore_eos:
-            raise ValueError("ignore_eos and a grammar cannot both be given: after the grammar's end nothing follows")
+            raise ValueError("ignore_eos and a grammar exclude each other: no token follows the grammar's end")
         return self
 
     @model_validator(mode="after")

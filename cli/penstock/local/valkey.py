@@ -82,7 +82,7 @@ class ValkeyServer:
         if self.stop_asked():
             return self
         if describe_port_problem("127.0.0.1", self.port):
-            raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
+            raise PenstockError(f"port {self.port} is taken: perhaps another `penstock up` is running")
         held = self.lock_directory()
         command, log = self._build_command(), self.directory / "valkey.log"
         self._child = start_child(command, name="Valkey", log=log, directory=self.directory, inherited=[held])

@@ -59,13 +59,13 @@ class CoarseLoad:
     def check_values(self) -> None:
         """Raise `PlanError` if these are no requests."""
         if not len(self.at_s):
-            raise PlanError("no request to play")
+            raise PlanError("the trace has no request")
         if not np.isfinite(self.at_s).all() or (np.diff(self.at_s) < 0).any():
-            raise PlanError("requests have to be in the order of their times")
+            raise PlanError("requests must be in the order of their times")
         if min(self.prompt_tokens.min(), self.output_tokens.min()) < 1:
-            raise PlanError("at least one token of prompt and answer is needed")
+            raise PlanError("each request needs at least one prompt token and one answer token")
         if min(self.chat.min(), self.system.min()) < 0:
-            raise PlanError("chats and their common beginnings are numbered from 0 on")
+            raise PlanError("chats and their common prefixes must be numbered from 0")
 
 
 @dataclass(frozen=True)

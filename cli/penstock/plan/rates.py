@@ -47,7 +47,7 @@ class WorkerRates:
         if not within:
             least = min(one.step_s for one in self.batches)
             raise PlanError(
-                f"no measured batch keeps to {itl_s:g} s between tokens, the quickest takes {least:.3g} s: "
+                f"no measured batch keeps to {itl_s:g} s between tokens, the fastest takes {least:.3g} s: "
                 f"more workers do not change that; {CHANGES} (--itl-s, PENSTOCK_SLO_…_ITL_S)"
             )
         return max(within, key=lambda one: one.tokens_per_s)

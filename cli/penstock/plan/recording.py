@@ -27,7 +27,7 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
     """
     answered = [one for one in _read_results(bus, pipeline) if one.timings.published and one.usage.completion_tokens]
     if not answered:
-        raise PlanError(f"no request of the pipeline {pipeline.name} has an answer")
+        raise PlanError(f"the pipeline {pipeline.name} has no answered request to plan from")
     answered.sort(key=lambda one: one.timings.published)
     begun_s = answered[0].timings.published
     rows: dict[str, Row] = {

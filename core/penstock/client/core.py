@@ -371,7 +371,7 @@ class StreamReader:
         try:
             return (event.num_events, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
         except InvalidName as error:
-            raise StreamError(f"the stream has an event without a place: {error}") from None
+            raise StreamError(f"the stream has an event without a valid id: {error}") from None
 
     def _accept_event(self, event: Event, position: int, rolled: str) -> list[Event]:
         """Return the event if it is the next one, nothing if it was seen. `position` is at most the next one."""

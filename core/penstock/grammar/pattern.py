@@ -158,7 +158,7 @@ class _Translator:
     def _take(self) -> str:
         char = self._peek()
         if not char:
-            raise PatternRefused("it is not complete: write the rest")
+            raise PatternRefused("it is incomplete: write the rest")
         self._at += 1
         return char
 
@@ -195,7 +195,7 @@ class _Translator:
         low, comma, high = self._pattern[self._at : end].partition(",") if end >= 0 else ("", "", "")
         digits = (low, high) if high else (low,)
         if not all(one.isascii() and one.isdigit() and len(one) <= 5 for one in digits):
-            raise PatternRefused("a brace begins no count: write '\\{'")
+            raise PatternRefused("a brace does not begin a count: write '\\{'")
         if high and int(high) < int(low):
             raise PatternRefused("a count ends before it begins: write the smaller number first")
         self._at = end + 1
@@ -222,7 +222,7 @@ class _Translator:
         end = self._pattern.find("}", self._at)
         text = self._pattern[self._at : end + 1]
         if end < 0 or text[1:2] != "{" or not text[2:-1].replace("_", "").replace("=", "").isalnum():
-            raise PatternRefused("a class of characters is not complete: write it as '\\p{...}'")
+            raise PatternRefused("a character class is incomplete: write it as '\\p{...}'")
         self._at = end + 1
         if is_excluded:
             return f"\\{text}"

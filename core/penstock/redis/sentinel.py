@@ -108,7 +108,7 @@ def parse_sentinels(url: str) -> SentinelAddress:
     service, _, db = unquote(parts.path.removeprefix("/")).partition("/")
     query = dict(parse_qsl(parts.query))
     if not service or "/" in service + db or not (db or "0").isdecimal():
-        raise ValueError("after the hosts come the service's name and the number of the database")
+        raise ValueError("the path must be the service's name and the database number, as in /SERVICE/0")
     username, password = query.pop("sentinel_username", None), query.pop("sentinel_password", None)
     addresses = tuple(_parse_host(host) for host in hosts.split(","))
     found = SentinelAddress(
@@ -121,7 +121,7 @@ def parse_sentinels(url: str) -> SentinelAddress:
 def _parse_host(host: str) -> HostPort:
     parts = urlsplit(f"//{host}")
     if not parts.hostname or parts.username is not None:
-        raise ValueError("a host is missing")
+        raise ValueError("the address has an empty host")
     return parts.hostname, parts.port or SENTINEL_PORT
 
 

@@ -87,7 +87,7 @@ def _read_interval_s() -> float:
     with suppress(ValueError):
         if (milliseconds := float(text)) > 0:
             return milliseconds / 1000
-    raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL: milliseconds (given: {text!r})")
+    raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL must be a number of milliseconds (given: {text!r})")
 
 
 def _missing_dependency(error: ImportError) -> DependencyMissing:

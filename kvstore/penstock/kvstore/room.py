@@ -42,19 +42,19 @@ def fit_tiers(settings: KVSettings, pipeline: str) -> FittedTiers:
         no_room = f"no room for {max(1, size)} MB in {directory} ({free_mb} MB are free)" if is_full else ""
         is_asked = "shared_mb" in given or ("shared_dir" in given and bool(settings.shared_dir))
         if (problem := no_directory or no_room) and is_asked:
-            advice = f"give it more (in a container --shm-size), or lower {SIZE_IN_MEMORY}; 0 does without"
+            advice = f"give it more (in a container --shm-size), or lower {SIZE_IN_MEMORY}; 0 turns it off"
             refused.append(f"shared memory for KV blocks: {problem}: {advice}")
         elif problem:
-            told.append(f"no KV blocks are kept in shared memory: {problem}")
+            told.append(f"the KV store runs without shared memory: {problem}")
             sizes["shared_mb"] = 0
         elif size < settings.shared_mb:
             told.append(f"shared memory for KV blocks: {size} MB, not {settings.shared_mb}: {directory} has {total_mb}")
             sizes["shared_mb"] = size
     if settings.disk_mb and (problem := no_directory or _find_disk_problem(settings)):
         if given & {"disk_mb", "disk_dir"}:
-            refused.append(f"KV blocks on disk: {problem}; {SIZE_ON_DISK}=0 does without")
+            refused.append(f"KV blocks on disk: {problem}; {SIZE_ON_DISK}=0 turns it off")
         else:
-            told.append(f"no KV blocks are kept on disk: {problem}")
+            told.append(f"the KV store runs without a disk tier: {problem}")
             sizes["disk_mb"] = 0
     fitted = KVSettings.model_construct(_fields_set=given, **{**settings.model_dump(), **sizes})
     return FittedTiers(fitted, told, refused)

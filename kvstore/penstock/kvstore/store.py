@@ -164,8 +164,8 @@ class KVStore:
         """
         if layout.num_state_parts and is_lossy(settings):
             raise KVStoreError(
-                "PENSTOCK_KV_STORE_REDIS_CODEC=int8 is for keys and values only, and this model's layers keep a state, "
-                "too: set `auto`"
+                "PENSTOCK_KV_STORE_REDIS_CODEC=int8 stores keys and values only, and this model also has recurrent "
+                "state: set `auto`"
             )
         block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:

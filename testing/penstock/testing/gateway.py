@@ -136,7 +136,7 @@ class HttpAnswer(httpx2.SyncByteStream):
     def read_start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
         """Return status and headers. Raise `httpx2.RemoteProtocolError` where none came."""
         if (message := self.messages.get()) is None:
-            raise httpx2.RemoteProtocolError("the gateway answered nothing")
+            raise httpx2.RemoteProtocolError("the gateway sent no response")
         return message["status"], message["headers"]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -144,7 +144,7 @@ class HttpAnswer(httpx2.SyncByteStream):
             yield message.get("body", b"")
             if not message.get("more_body", False):
                 return
-        raise httpx2.RemoteProtocolError("the answer has no end")
+        raise httpx2.RemoteProtocolError("the gateway did not end its response")
 
     def close(self) -> None:
         """Leave."""

@@ -172,12 +172,12 @@ def parse_urls(text: str, max_requests: int) -> list[Endpoint]:
             is_valid, weight = False, 1.0
         if not is_valid or parts.query or parts.username or not 0 < weight < math.inf:
             raise SettingsError(
-                f"{VARIABLE}: {one!r} is not http://HOST:PORT or https://HOST/PATH, with #WEIGHT or not"
+                f"{VARIABLE}: {one!r} is not http://HOST:PORT or https://HOST/PATH, optionally with #WEIGHT"
             )
         path = parts.path.rstrip("/") or "/v1"
         found.append(Endpoint(f"{parts.scheme}://{parts.netloc}{path}", weight, max_requests))
     if not found:
-        raise SettingsError(f"{VARIABLE} names no server: http://HOST:8000")
+        raise SettingsError(f"{VARIABLE} names no server: write http://HOST:8000")
     if len({endpoint.url for endpoint in found}) < len(found):
         raise SettingsError(f"{VARIABLE} names a server twice; #WEIGHT at its end gives it more requests")
     return found

@@ -253,7 +253,7 @@ def list_models(url: str, key: str) -> list[dict[str, Any]]:
                 raise ModelsRefused(f"HTTP {response.status} to GET /models: {describe_error(content)}")
             return [one for one in json.loads(content)["data"] if isinstance(one.get("id"), str)]
         except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelsRefused(f"its list of models cannot be read: {type(error).__name__}: {error}") from None
+            raise ModelsRefused(f"the list of models cannot be read: {type(error).__name__}: {error}") from None
 
 
 def skip_interim_answers(response: http.client.HTTPResponse) -> None:
@@ -271,9 +271,9 @@ def check_status(response: http.client.HTTPResponse) -> None:
     if status == 200:
         kind, encoding = response.headers.get_content_type(), response.headers.get("content-encoding", "").strip()
         if encoding.lower() not in ("", "identity"):
-            raise _FailedError(Failed("encoded", f"it sends {encoding}, for which it was not asked"))
+            raise _FailedError(Failed("encoded", f"the endpoint sent {encoding}, which was not asked for"))
         if kind != "text/event-stream":
-            raise _FailedError(Failed("no_stream", f"it does not stream, but sends {kind}"))
+            raise _FailedError(Failed("no_stream", f"the endpoint does not stream, it sent {kind}"))
         return
     where = f" to {response.headers['location'][:200]}" if "location" in response.headers else ""
     wait_s = parse_retry_after(response.headers) if status in BUSY_STATUSES else None
@@ -282,7 +282,7 @@ def check_status(response: http.client.HTTPResponse) -> None:
 
 def judge_status(status: int, text: str, wait_s: float | None = None) -> Refused | Failed:
     """Return what an HTTP status means, or one in the stream. What is too large is the request's own fault."""
-    refused = f"the endpoint refuses it: HTTP {status}{text}"
+    refused = f"the endpoint refused the request: HTTP {status}{text}"
     if status == 413:
         return Refused(RequestTooLarge(refused), has_begun=False)
     if status in (400, 422) and ("context length" in text.lower() or "context_length" in text.lower()):
@@ -337,7 +337,7 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any
     while content := response.read1(65_536):
         *lines, rest = (rest + content).replace(b"\r", b"\n").split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
-            raise _FailedError(Failed("unreadable", "a line of its stream does not end"))
+            raise _FailedError(Failed("unreadable", "a line of the endpoint's stream is too long"))
         for line in lines:
             name, _, value = line.removeprefix(mark).partition(b":")
             mark = b""  # a stream may begin with one
@@ -354,13 +354,13 @@ def _parse_event(value: bytes) -> Mapping[str, Any]:
     except ValueError:
         event = None
     if not isinstance(event, dict):
-        raise _FailedError(Failed("unreadable", "its stream is not JSON"))
+        raise _FailedError(Failed("unreadable", "the endpoint's stream is not JSON"))
     if event.get("error"):
         text = describe_error(value)
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
         if isinstance(code, int) and 400 <= code < 500:
             raise _FailedError(judge_status(code, f" in the stream: {text}"))
-        raise _FailedError(Failed("error", f"it failed in the answer: {text}"))
+        raise _FailedError(Failed("error", f"the endpoint failed during the answer: {text}"))
     return event
 
 

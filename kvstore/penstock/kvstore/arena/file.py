@@ -107,17 +107,17 @@ def remove_stale_arenas(directory: str, pipeline: str, keep: Path) -> None:
 def open_in_use(path: Path, *, create: bool, setting: str = SETTING) -> int:
     """Do step 1: open an arena's file and lock it as in use. Return the descriptor. Raise `KVStoreError`."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
-        raise KVStoreError(f"shared memory: this system lacks locks of open files; {setting}=0 does without")
+        raise KVStoreError(f"shared memory: this system has no open file locks; {setting}=0 turns shared memory off")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     while True:
         try:
             fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 does without") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 turns it off") from None
         try:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
-                raise KVStoreError(f"shared memory: {path} is not this user's alone; remove it")
+                raise KVStoreError(f"shared memory: {path} is not a private file of this user; remove it")
             ByteLocks(fd).lock_byte(IN_USE_BYTE, shared=True)
             if _is_same_file(fd, path):
                 return fd
@@ -166,7 +166,7 @@ def closing_on_error(fd: int, path: Path, setting: str = SETTING) -> Iterator[No
         if is_empty:
             remove_arena(path)
         if isinstance(error, OSError):
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 does without") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 turns it off") from None
         raise
 
 

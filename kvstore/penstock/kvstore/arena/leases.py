@@ -126,9 +126,7 @@ class LeaseTable:
     def _warn_once(self) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(
-                "the lease table of the %s tier is full: some leased blocks may be evicted", self._tables.tier
-            )
+            log.warning("the lease table of the %s tier is full: some leased blocks may be evicted", self._tables.tier)
 
 
 def _hash_owner(owner: str) -> int:

@@ -49,7 +49,7 @@ class KVServer:
             self._make_connection()
             _check_host(options.get("host", ""))
         except (ValueError, TypeError, redis.RedisError) as error:
-            raise KVStoreError(f"{self._name} is no address of a KV Redis: {error}") from None
+            raise KVStoreError(f"{self._name} is not a valid address of a KV Redis: {error}") from None
         self._lock = threading.Lock()
         self._idle: list[RespConnection] = []
         self._closed = False
