@@ -23,10 +23,10 @@ def describe_lost_bytecode(cache: Path) -> str:
 
 
 def keep_bytecode(cache: Path) -> None:
-    """Have what is imported from now on compiled once, in a cache, where Python would keep nothing.
+    """Keep the bytecode of later imports in a cache, if Python would keep none beside the sources.
 
-    Many images set PYTHONDONTWRITEBYTECODE, or have packages of another user that nobody compiled. What lies compiled
-    beside its source is taken from there.
+    Many images set PYTHONDONTWRITEBYTECODE, or have packages of another user that nobody compiled. Bytecode that lies
+    beside its source is still used.
     """
     if line := describe_lost_bytecode(cache):
         log.warning(line)

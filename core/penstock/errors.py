@@ -76,7 +76,7 @@ class PenstockError(Exception):
     """The root of the tree."""
 
     exit_status: ClassVar[int] = 1
-    """That of a command which ends with this error."""
+    """The exit status of a command that ends with this error."""
 
 
 class RequestError(PenstockError):
@@ -264,14 +264,14 @@ _LASTING_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
 _DEVICE_WORDS = re.compile("CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|[Mm]emory|Engine core init")
-"""What torch and vLLM say of a device or of memory, for most of which they have no class of their own."""
+"""Words of torch's and vLLM's errors about a device or memory, most of which have no class of their own."""
 
 
 def choose_load_error(error: BaseException | None) -> type[ModelLoadError]:
-    """Return the class in which a load raises an error of the system or of a library, by its causes, too.
+    """Return the class in which a load raises an error of the system or of a library. Causes of the error count too.
 
-    What a disk, a network, a device or the memory says is about now. What else a library says of files is the same at
-    the next start.
+    An error of a disk, a network, a device or the memory may be over at the next start. Any other error of a library
+    about a file comes again at the next start.
     """
     while error is not None:
         if (

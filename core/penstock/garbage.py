@@ -1,4 +1,4 @@
-"""What a process has loaded before it serves is left out of its garbage collections."""
+"""Excludes the objects that a process has loaded before it serves from garbage collections."""
 
 import atexit
 import gc

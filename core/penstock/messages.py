@@ -44,7 +44,7 @@ LogitBias = Annotated[
     AfterValidator(lambda bias: dict(sorted(bias.items()))),
 ]
 MAX_VALIDATION_ERRORS = 100
-"""Of a message with more validation errors, only their number is reported."""
+"""The most validation errors of a message that are listed. If there are more, only their number is reported."""
 MAX_LENIENT_BYTES = 2**20
 """A message that is not valid JSON is parsed a second time for its id, if it is not larger than this."""
 DEFAULT_MAX_TOKENS = 256
@@ -527,8 +527,8 @@ class EndEvent(Wire):
     error: ErrorInfo | None = None
     # Not on the wire where it is not set, like `fit_context`.
     pieces: int | None = None
-    """Of an answer that came from an endpoint, the number of its events before the end. Each is a piece of text, with a
-    number made of it in place of a token id (`piece_token`), and `usage` has the tokens that the endpoint counted."""
+    """The number of events before the end, if an endpoint answered. Each event is a piece of text, with a number made
+    of it in place of a token id (`piece_token`). `usage` has the tokens that the endpoint counted."""
 
     @property
     def num_events(self) -> int:
@@ -630,7 +630,7 @@ def _parse_request_id(value: bytes) -> object:
 def estimate_open_answer_tokens(mean_tokens: float | None) -> int:
     """Return how long an answer without a limit of its own is expected to get.
 
-    That is as long as answers lately were, or `DEFAULT_MAX_TOKENS` where that is not known yet (None).
+    The estimate is the mean length of recent answers, or `DEFAULT_MAX_TOKENS` if that is not known yet (None).
     """
     return DEFAULT_MAX_TOKENS if mean_tokens is None else round(mean_tokens)
 

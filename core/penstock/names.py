@@ -68,7 +68,7 @@ PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
 WorkerKind = Stage | Literal["auto", "endpoint"]
-"""What a worker does with a request: one of the two stages, both (`auto`), or all of it, by asking an endpoint."""
+"""A worker's part of a request: one of the two stages, both (`auto`), or all of it, by asking an endpoint."""
 Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")

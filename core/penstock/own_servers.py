@@ -14,7 +14,7 @@ PORT_PATIENCE_S = 150.0
 """How long a server waits for its port while nobody listens on it. The system keeps it 60 s after a client left."""
 TAKEN_BY_CLIENT = "is taken by a connection that goes out from it"
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-"""What servers that listen on all addresses are asked at, by what they listen on."""
+"""The address to ask a server at that listens on all addresses, by the address that it listens on."""
 
 
 def format_place(host: str, port: int | str) -> str:

@@ -22,7 +22,7 @@ QUICK_S = 60.0
 AWAY_S = 5.0
 """Brokers that have answered no question for this time count as away."""
 MAX_ANSWER_S = 15.0
-"""Whatever was seen, servers that do not answer within this time count as away."""
+"""The longest time limit: servers that do not answer within this time count as away, however slow they were before."""
 NUM_KEPT = 64
 
 

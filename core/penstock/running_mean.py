@@ -18,7 +18,7 @@ class RunningMean:
         self.total = self.weight = 0.0
 
     def add(self, amount: float, weight: float = 1.0, *, kept: float = 1.0) -> None:
-        """Add `amount`, a value times its weight. What was added before keeps the share `kept` (0 to 1)."""
+        """Add `amount`, a value times its weight. Earlier amounts are first multiplied by `kept` (0 to 1)."""
         if self.weight and self.weight * kept + weight > self._max_weight:
             kept = max(0.0, self._max_weight - weight) / self.weight
         self.total, self.weight = self.total * kept + amount, self.weight * kept + weight

@@ -3,9 +3,10 @@
 An invariant is inductive if it holds at first, and after each step from any state in which it holds. A solver shows
 both, for states of any size. Needs the package `z3-solver`; `docs/decisions.md` says what this proves and what not.
 
-What limits a step in reality and is not needed for safety is left out: any worker may claim at any time, as if all
-sessions could be over at any moment and clocks show anything; ask with any claim that it ever had; be given any
-message. Workers that crashed are among those who could still ask. A record and what its server wrote is not lost.
+The model leaves out limits of a real step that safety does not need. Any worker may claim at any time, as if all
+sessions could end at any moment and clocks could show any time. Any worker may call with any claim that it ever had,
+and receive any message. Crashed workers are among those that may still call. A record and its server's writes are not
+lost.
 """
 
 import sys
@@ -70,7 +71,7 @@ u, v = z3.Consts("u v", WORKER)
 e, m, k, p, q = z3.Ints("e m k p q")
 """Bound by quantifiers, as are `u` and `v`."""
 actor, (epoch, message, position, count) = z3.Const("actor", WORKER), z3.Ints("epoch message position count")
-"""Who takes a step, and with what. Messages have names above 0: a job its id, a request that of its place."""
+"""The worker that takes a step, and the step's values. Messages have names above 0: a job's id, a request's place."""
 is_job, has_delivery = z3.Function("is_job", z3.IntSort(), z3.BoolSort()), z3.Bool("has_delivery")
 """Which names are jobs'; and whether who ends a request has the delivery of the request's own message."""
 

@@ -20,7 +20,7 @@ _FIELDS = [
 
 @dataclass(frozen=True)
 class RequestState:
-    """What is kept of a request: its record, its places among the free requests, and its log as JSON by entry."""
+    """A request's state in Redis: its record, its places among the free requests, and its log as JSON by entry."""
 
     epoch: int
     session: str

@@ -124,8 +124,8 @@ def release_request(
 def _restore_saved_record(state: State) -> State:
     """Return the state after Redis lost everything since the last save.
 
-    Each worker finds its session missing or older than it should be and opens another one. What the old session seems
-    to hold becomes free when it is over.
+    Each worker finds its session missing, or older than it should be, and opens another one. Requests that the old
+    session seems to hold become free when it ends.
     """
     saved: RequestRecord = state.saved._replace(session=NOBODY if state.saved.session == NOBODY else GHOST)
 

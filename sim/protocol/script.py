@@ -1,7 +1,7 @@
-"""The record of the model: what its names, times and tokens are, and the rules that a flaw leaves out.
+"""The record of the model: its names, times and tokens, and the rules that a flaw leaves out.
 
-What the scripts do is in `penstock.testing.transitions`. `clock` grows with each claim, and gives the epochs; the time
-for all else stands still. A token is the epoch of the claim that sampled it, as if tokens of two attempts always
+`penstock.testing.transitions` has the scripts' transitions. `clock` grows with each claim, and gives the epochs; all
+other time stands still. A token is the epoch of the claim that sampled it, as if tokens of two attempts always
 differed. A session is the number of its worker; `GHOST` stands for all sessions that still last though their workers
 are dead or have another one. A session ends by a step of its own, until then it lives.
 """

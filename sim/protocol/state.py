@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 class PendingOutput(NamedTuple):
-    """What the settler has yet to settle. Kinds: job, result, drop, retry."""
+    """An output that the settler has not settled yet. Kinds: job, result, drop, retry."""
 
     kind: str
     epoch: int

@@ -1,10 +1,10 @@
 """A coarse model of the pipeline in virtual time, for a thousand workers and an hour of requests: arrays of numpy.
 
-All workers take their steps at once, each by its own clock: a step takes as long as `StepCost` says, and shares its
-tokens between prompts as the scheduler does. What is coarse: requests of `TICK_S` are placed together, each by
-heartbeats and by what its placer has sent, as producers do; a pool is a number of tokens, of which a request reserves
-all that it will need; what chats leave in it is forgotten in the order of the writing; and equal steps that follow each
-other are one. `LEFT_OUT` says what the simulation has beside that.
+All workers take their steps at once, each by its own clock. A step takes as long as `StepCost` says, and shares its
+tokens between prompts as the scheduler does. The model is coarse in four ways. Requests of one `TICK_S` are placed
+together, each by heartbeats and by what its placer has sent, as producers do. A pool is a number of tokens, and a
+request reserves all tokens that it will need. Blocks of chats are evicted in the order in which they were written.
+Equal consecutive steps are one step. `LEFT_OUT` lists what the simulation leaves out beside that.
 """
 
 import math
@@ -70,7 +70,7 @@ class CoarseLoad:
 
 @dataclass(frozen=True)
 class CoarseOutcome:
-    """What became of the requests, in their order."""
+    """The outcomes of the requests, in the order of the requests."""
 
     load: CoarseLoad
     worker: Ints
@@ -93,8 +93,8 @@ class CoarseOutcome:
 class CoarseSimulation:
     """Plays requests against workers of one kind, which answer what they read.
 
-    Without `workers`, which are those of each request, they are placed by the product's rule. Of `are_jobs` the prompts
-    are computed elsewhere, and the first token is one of the answer's later ones.
+    `workers` has the worker of each request; without it, the product's rule places the requests. `are_jobs` marks
+    requests whose prompts were computed elsewhere: their first token here is not the first token of the answer.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class CoarseSimulation:
     def _admit_prompts(self, workers: Ints, now_s: Floats, is_idle: NDArray[np.bool_]) -> None:
         """Admit what waits, in its order, while the batch and the pool have room.
 
-        What is found in the pool is loaded during a step, and admitted at its end.
+        Prompt tokens found in the pool are loaded during a step, and admitted at its end.
         """
         while True:
             heads = self._head[workers]

@@ -26,17 +26,17 @@ class PlacedRequest:
     prompt_tokens: int
     output_tokens: int
     keys: tuple[bytes, ...] = ()
-    """Of the full blocks of prompt and answer, each a hash over all tokens up to the block's end. Empty: it shares no
-    block with another request."""
+    """Hashes of the full blocks of prompt and answer, each over all tokens up to the block's end. Empty: the request
+    shares no block with another request."""
     session: str = ""
     chain: PromptChain | None = None
-    """What a producer sees of its prompt; None where it is placed by no rule that looks at it."""
+    """The prompt as a producer sees it; None if the rule that places the request ignores prompts."""
     klass: PriorityClass = "interactive"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker can do."""
+    """A worker's speed and limits."""
 
     cost: StepCost
     num_blocks: int
@@ -114,7 +114,7 @@ class Beat:
 
 @dataclass
 class OwnLoad:
-    """What a placer has sent to a worker and has seen no end of."""
+    """Requests that a placer has sent to a worker and whose end it has not seen."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -126,7 +126,7 @@ class OwnLoad:
 
 
 class View:
-    """What one placer knows of the workers that read requests. They are numbered."""
+    """One placer's knowledge of the workers that read requests. Workers are numbered."""
 
     def __init__(self, num_workers: int, spec: WorkerSpec, tier: Tier | None, memory_s: float) -> None:
         self.num_workers, self.spec, self.tier = num_workers, spec, tier

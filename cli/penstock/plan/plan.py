@@ -58,7 +58,7 @@ class Waits:
     ttft_p50_s: float
     ttft_p99_s: float
     itl_p50_s: float
-    """Of the mean time between the tokens of an answer."""
+    """Median over the answers of the mean time between an answer's tokens."""
     itl_p99_s: float
 
 
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def left_out(self) -> str:
-        """What the figures leave out."""
+        """The costs that the figures leave out."""
         return f"{NOT_SIMULATED}; {coarse.LEFT_OUT}" if self.is_coarse else NOT_SIMULATED
 
     def as_json(self) -> dict[str, Any]:

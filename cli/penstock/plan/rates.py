@@ -11,7 +11,7 @@ from penstock.names import STAGES, find_stages
 from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
 
 CHANGES = "a faster device, more threads, a smaller model or a longer limit do"
-"""What helps where more workers do not."""
+"""Advice for a limit that more workers cannot meet."""
 
 
 class DecodeBatch(NamedTuple):

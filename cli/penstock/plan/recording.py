@@ -22,8 +22,8 @@ Row = dict[str, Any]
 def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
     """Return a line of a trace for each request whose answer has tokens, by time.
 
-    What prompts share is told of those that are still in the requests' topics. Raises `PlanError` where there is no
-    answer, and `BusUnavailable`.
+    Shared prefixes are known only for requests whose messages are still in the topics. Raises `PlanError` if there is
+    no answer, and `BusUnavailable`.
     """
     answered = [one for one in _read_results(bus, pipeline) if one.timings.published and one.usage.completion_tokens]
     if not answered:

@@ -2,10 +2,11 @@
 
 Each worker plans its steps with `penstock.engine.scheduling.scheduler`, and a step takes as long as `StepCost` says.
 Requests come at their times, whatever the pipeline does. A request goes to the worker that the rule of its placer
-chooses. That reads its messages between two steps, and loads the KV of prompts of which it has something during the
-next one, so they begin a step later where they meet other work. The beginning of a prompt is fetched from the tier
-where this is quicker than to compute it, one fetch after the other. A prefill worker's job goes to the decode worker
-that follows from its id; an `auto` worker answers what it reads. `LEFT_OUT` says what a real pipeline has beside that.
+chooses. The worker reads its messages between two steps, and loads cached KV of their prompts during the next step.
+Such a prompt therefore begins one step later on a busy worker. The beginning of a prompt is fetched from the tier if
+this is faster than to compute it, one fetch after the other. A prefill worker's job goes to the decode worker that
+follows from its id; an `auto` worker answers the requests that it reads. `LEFT_OUT` lists what the simulation leaves
+out.
 """
 
 import heapq
@@ -37,11 +38,11 @@ MAX_STANDSTILL_STEPS = 1000
 
 @dataclass
 class Outcome:
-    """What became of a request."""
+    """The outcome of a request."""
 
     request: PlacedRequest
     worker: int = -1
-    """Who computed the prompt."""
+    """The number of the worker that computed the prompt; -1 if none has."""
     first_s: float = 0.0
     """When its first token was there."""
     end_s: float = 0.0
@@ -79,7 +80,7 @@ class SimulatedWorker:
         self.sequences: dict[EngineSequence, None] = {}
         """Those that are not done."""
         self.messages: list[tuple[EngineSequence, Callable[[], None]]] = []
-        """What came during the step that is under way, and what is done with it at the end."""
+        """Requests that arrived during the current step, each with the function to call when the step ends."""
         self.plan: Plan = []
         """The step that is under way."""
 

@@ -26,7 +26,7 @@ class Arrival(NamedTuple):
     """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
     klass: PriorityClass = "interactive"
     chat: str = ""
-    """What turns of one chat have in common, where the trace tells it."""
+    """The id that all turns of one chat share; empty if the trace has none."""
 
 
 def read_trace(file: Path) -> list[Arrival]:

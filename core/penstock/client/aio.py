@@ -61,7 +61,7 @@ class AsyncClient(BaseClient):
         self._sending: asyncio.Task[None] | None = None
         self._live: Sharded[LiveFeed] | None = None
         self._mailboxes = set[AsyncMailbox]()
-        """Of those who read streams now."""
+        """The mailboxes of the streams that are being read."""
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request and return its id once it is durable. Raises as `Client.submit`."""

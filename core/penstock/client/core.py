@@ -1,4 +1,4 @@
-"""What both clients share, without I/O: settings, requests and their messages, the reading of a stream, errors.
+"""The part of both clients that does no I/O: settings, requests and their messages, the reading of a stream, errors.
 
 `Client` and `AsyncClient` do the I/O between these steps: they send what `prepare_message` returns, and do what
 `read_stream` asks for: take from the live channel, read the log, read the record.
@@ -57,7 +57,7 @@ from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 Event = TokenEvent | EndEvent
 
 MAX_NOTED_PLACES = 10_000
-"""Of so many requests a client knows where their messages are."""
+"""The number of newest requests for which a client remembers the place of the message."""
 LOST_WORDS = "its message was deleted from its topic before a worker read it"
 MIN_KEPT_HASHES = 1024
 """Rolling hashes that a reader keeps at least, to recognise events it has seen. Bounds the memory of a long stream."""
@@ -106,7 +106,7 @@ class RequestFields(TypedDict, total=False):
     ignore_eos: bool
     grammar: GrammarSpec | None
     response_format: Mapping[str, Any] | None
-    """What the answer must be, as in OpenAI's chat completions; it stands for a `grammar`. The workers check it."""
+    """The form of the answer, as in OpenAI's chat completions; it stands for a `grammar`. The workers check it."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class Answer:
     prompt_tokens: list[PromptToken] = field(default_factory=list)
     """The prompt's tokens with their log probabilities; empty unless asked for."""
     token_texts: list[str] = field(default_factory=list)
-    """What each of `token_ids` added to the text. The rest of it was held back, and came with the end."""
+    """The text that each of `token_ids` added. The end event adds the rest of the text, which was held back."""
     stop: str | None = None
     """The stop string that ended it, if asked for."""
 
 
 class BaseClient(ABC):
-    """What both clients have before they connect to anything; `Client` says what its arguments mean."""
+    """The state of both clients before they open a connection; `Client` explains the arguments."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class StreamReader:
         return max(self.num_tokens - 2, -1)
 
     def feed_payload(self, payload: bytes) -> list[Event]:
-        """Return the event of a message of the live channel, as `feed_live`. What is no event counts as a gap."""
+        """Return the event of a message of the live channel, as `feed_live`. An unreadable message is a gap."""
         try:
             event = parse_event(payload)
             place = self._locate_event(event)
@@ -422,7 +422,7 @@ class IsGone:
 
 StreamQuestion = TakeLive | ReadLog | ReadStatus | IsGone
 StreamStep = StreamQuestion | list[Event]
-"""What `read_stream` asks for, or the next events of the stream."""
+"""A question of `read_stream` to its caller, or the next events of the stream."""
 
 
 def read_stream(

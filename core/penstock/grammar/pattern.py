@@ -16,7 +16,7 @@ _BLANKS = r"\t\n\x0b\x0c\r "
 _ALL_BLANKS = _BLANKS + r"\x1c-\x1f\x85\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": _BLANKS}
 _NEGATED = {"D": r"\p{Nd}", "W": r"\p{L}\p{M}\p{N}\p{Pc}", "S": _ALL_BLANKS}
-"""What must not match, for a negated class by itself."""
+"""The characters that each negated class excludes."""
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
 _CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 _SYNTAX = set("^$\\.*+?()[]{}|/-")

@@ -39,7 +39,7 @@ class ConstrainedTool:
 
 @dataclass(frozen=True)
 class ConstrainedCalls:
-    """What calls an answer may have."""
+    """The tool calls that an answer may have."""
 
     open: str
     close: str

@@ -27,7 +27,7 @@ class _Sent:
     claim: Claim
     num_tokens: int
     position: int
-    """Of the first token."""
+    """The position of the first token."""
     hash_before: str
     packed: bytes
 

@@ -23,7 +23,7 @@ class Claim:
     num_tokens: int
     rolling_hash: str
     is_ended: bool
-    """The log has its end: who has the message that is bound settles the result from the log. No worker holds the
+    """The log has its end. The worker with the bound message settles the result from the log. No worker holds the
     request."""
     is_cancelled: bool
     attempts: int
@@ -116,7 +116,7 @@ class AppendOutcome(IntEnum):
 
 
 class ClaimEvent(Enum):
-    """What happened to a request that a worker holds."""
+    """A change of a request that a worker holds, made by others."""
 
     LOST = "lost"
     """The session with which it was claimed is over."""

@@ -1,12 +1,12 @@
 """The records of requests that are spread over several servers: a worker has a `Record` and a `Session` on each.
 
-A server that is away is an outage of its own requests alone. What happens when a server does not answer:
+A server that is away is an outage of its own requests alone. These steps follow when a server does not answer:
 
     1  the thread that notices it, the loop's or the session's, marks the server as away. From then on no calls are sent
        to it: claims are postponed, and all other calls return what they return for lost claims
     2  the worker learns that its claims there are lost, lets go of them, and keeps their deliveries
-    3  the session's thread goes on trying. When the server answers, the thread opens a new session and ends the one
-       before, with all that it held. From then on requests are claimed again
+    3  the session's thread retries. When the server answers, the thread opens a new session and ends the one before,
+       with all claims that it held. From then on requests are claimed again
 
 A crash at any of these steps costs what the death of a worker costs, on that server alone.
 """

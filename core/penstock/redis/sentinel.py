@@ -128,7 +128,7 @@ def _parse_host(host: str) -> HostPort:
 def find_masters(url: str) -> dict[HostPort, HostPort | redis.RedisError | None]:
     """Return what each Sentinel answers about the master.
 
-    That is its host and port, None where the Sentinel does not know the service, or the error.
+    An answer is the master's host and port, None if the Sentinel does not know the service, or the error.
     """
     found: dict[HostPort, HostPort | redis.RedisError | None] = {}
     address = parse_sentinels(url)

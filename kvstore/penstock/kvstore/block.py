@@ -127,7 +127,7 @@ class ReadRequest:
 
 
 class ReadOutcome(Enum):
-    """What a tier found where it read a block."""
+    """The outcome of reading a KV block from a tier."""
 
     WHOLE = "whole"
     MISSING = "missing"

@@ -61,7 +61,7 @@ class TierLocation:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What a check of one stored block showed."""
+    """The result of checking one stored block."""
 
     key: bytes
     bytes: int
@@ -73,7 +73,7 @@ class BlockReport:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the block; empty if nothing is."""
+        """The damage of the block, as text; empty if the block is sound."""
         return self.header_problem or self.content_problem
 
 

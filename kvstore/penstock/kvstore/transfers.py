@@ -42,7 +42,7 @@ class PinnedBlock(Protocol):
 
     @property
     def payload(self) -> memoryview:
-        """The bytes. Who reads them may have to wait for them."""
+        """The block's bytes. Reading this property may wait until they have been copied."""
 
     def is_valid(self) -> bool:
         """Return whether the memory still holds this block, by its page tag."""
@@ -56,7 +56,7 @@ class StagedBlocks(Protocol):
 
 
 class Pool(Protocol):
-    """What transfers need of the engine."""
+    """The part of the engine's block pool that transfers use."""
 
     def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedBlocks | None:
         """Stage blocks for these keys, which stay in the pool until they are committed. None: wait for capacity."""

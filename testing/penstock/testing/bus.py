@@ -229,7 +229,7 @@ class MemoryMember:
         return []
 
     def stop_consuming(self) -> None:
-        """Take no more messages. What is held can be settled."""
+        """Take no more messages. Messages that the member holds can still be settled."""
         self._is_consuming = False
 
     def give_back_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What stands in the place of a function or a class while a test runs."""
+"""Replaces functions and classes while a test runs."""
 
 import sys
 from collections.abc import Iterator, Mapping

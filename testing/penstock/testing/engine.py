@@ -40,7 +40,7 @@ def load_tokenizer() -> Any:
 
 
 class FormulaModel:
-    """What workers know of the model."""
+    """The model as workers see it."""
 
     name, response_template, fingerprint = "formula", None, "ab" * 32
     eos_token_ids = frozenset([END_TOKEN])

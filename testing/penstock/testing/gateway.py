@@ -205,7 +205,7 @@ def note_worker(keys: Any, pipeline: Pipeline, name: str, **beat: object) -> Non
 
 
 class MemoryServers:
-    """What a gateway connects with where there are no servers: bus and record in memory, other keys in fakeredis."""
+    """A gateway's connections without servers: bus and record in memory, other keys in fakeredis."""
 
     def __init__(self, bus: MemoryBus, records: MemoryRecords) -> None:
         import fakeredis  # who tests against real servers does without

@@ -184,9 +184,9 @@ class TestPipeline:
         return any(one.decodes and one.is_alive for other, one in list(self._workers.items()) if other != name)
 
     def kill_worker(self, name: str, after_tokens: int = 0) -> None:
-        """Kill a worker now, or in the moment at which it has written so many more tokens.
+        """Kill a worker now, or in the moment at which it has appended `after_tokens` more tokens.
 
-        What it holds is another worker's after a lease (`RecordSettings.lease_s`, here a second).
+        Another worker takes its requests over after a lease (`RecordSettings.lease_s`, here a second).
         """
         if after_tokens:
             with self.records.lock:

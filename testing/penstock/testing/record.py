@@ -1,4 +1,4 @@
-"""`Record` in memory. What happens to a request is in `transitions`; here is what a server does with many of them."""
+"""`Record` in memory. `transitions` changes one request; this module keeps many requests, as a server does."""
 
 import threading
 import time
@@ -21,13 +21,13 @@ NEW: RequestRecord = RequestRecord()
 
 
 class MemoryRecords:
-    """What the server of a pipeline's records holds. Several `MemoryRecord` may share it, on any threads."""
+    """The content of the server of a pipeline's records. Several `MemoryRecord` may share it, on any threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.records: dict[str, RequestRecord] = {}
         self.expires_ms: dict[str, int] = {}
-        """Until when each record is kept."""
+        """The time at which each record expires."""
         self.sessions: dict[str, int] = {}
         """The time in ms until which each session lasts."""
         self.free: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}

@@ -1,7 +1,7 @@
-"""What the scripts of `penstock.record` do to one request, in Python: from its record to the next one, and a reply.
+"""The transitions of the scripts of `penstock.record` on one request, in Python: a record to the next one, and a reply.
 
-Functions here read no clock and no store, and change nothing that they are given. Where nothing changes they return
-the very record that they got. The reasons stand in the scripts of the same names. A test compares both step by step.
+Functions here read no clock and no store, and do not change their arguments. A function that changes nothing returns
+the same record object. The scripts of the same names give the reasons. A test compares both step by step.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from penstock.record.claim import GOOD_PROGRESS, AppendOutcome
 from penstock.record.log import RecordStage
 
 Name = TypeVar("Name")
-"""What names a session, a job and a body."""
+"""The type of the names of sessions, jobs and bodies."""
 Message = TypeVar("Message")
 Token = TypeVar("Token")
 End = TypeVar("End")

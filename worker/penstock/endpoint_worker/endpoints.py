@@ -66,7 +66,7 @@ class Endpoint:
         return free if not self.num_failures else min(free, int(not is_tried))
 
     def note_answer(self, asked_s: float) -> None:
-        """Note that it answers a question that was asked at `asked_s`. What it refused before, it refused alone."""
+        """Note an answer to a request that was sent at `asked_s`: refusals before it were the fault of the requests."""
         self.answered_s = max(self.answered_s, asked_s)
         for cause, requests in list(self.refused.items()):
             self.refused[cause] = {one: at_s for one, at_s in requests.items() if at_s >= asked_s}
@@ -88,10 +88,10 @@ class Endpoint:
     def note_refusal(
         self, cause: str, problem: str, request_id: str, asked_s: float, now_s: float, wait_s: float | None = None
     ) -> None:
-        """Note that it refused a request that was sent at `asked_s`, and asks to be left alone for `wait_s`, if given.
+        """Note that the endpoint refused a request that was sent at `asked_s`, and asked for a pause of `wait_s`, if any.
 
-        Of three different requests that are refused alike, and none answered that was asked for between them, it is the
-        endpoint's: it has failed, or is busy for as long as it says.
+        If it refuses three different requests alike, and answers none that was sent between them, the fault is the
+        endpoint's: the endpoint has failed, or is busy for as long as it says.
         """
         if self.cause == UNREACHABLE and asked_s > self.failed_at_s:
             self.num_failures = 0

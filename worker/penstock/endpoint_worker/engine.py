@@ -3,10 +3,10 @@
 Each answer is read on a thread of its own (`reply.py`), which hands over events. The loop's step takes what has
 arrived: pieces of text are the tokens that the step sampled, and ends of answers are events that the loop collects.
 
-An endpoint that fails costs the answers that were under way there. What happens to those is the operator's choice
-(`PENSTOCK_ENDPOINT_INTERRUPTED`): another endpoint goes on behind their text, or begins anew if there is none, or they
-end with an error. A request that an endpoint refuses waits there, while others are asked for, until it is known whose
-fault that is (`Refusal`). A request that no endpoint can be asked for waits as long as its deadline allows.
+An endpoint that fails interrupts its running answers. The operator chooses how these go on
+(`PENSTOCK_ENDPOINT_INTERRUPTED`): another endpoint continues after their text, or starts over if there is none, or they
+end with an error. A refused request waits for that endpoint until it is known whose fault the refusal was (`Refusal`);
+other requests are sent meanwhile. A request without an available endpoint waits as long as its deadline allows.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ MAX_HELD_REQUESTS = 1000
 
 @dataclass(eq=False)
 class Refusal:
-    """That an endpoint did not answer a request, though it was asked."""
+    """An endpoint's refusal: it was asked for a request and did not answer it."""
 
     failed: Failed
     asked_s: float
     until_s: float
-    """Until when the request is not asked for there again."""
+    """The time before which the request is not sent to this endpoint again."""
     judged_s: float
     """From when on it counts though no other request was answered."""
     was_crowded: bool
@@ -138,7 +138,7 @@ class SampledPiece:
 
     @property
     def token_id(self) -> int:
-        """What the log has in place of a token id."""
+        """The number that the log has in place of a token id."""
         return piece_token(self.text)
 
 
@@ -318,7 +318,7 @@ class EndpointEngine:
                 self._handle_failure(seq, answer, event)
 
     def _add_piece(self, seq: EndpointSequence, answer: EndpointReply, text: str) -> None:
-        """Hand a piece of text over. What is behind `max_tokens` is dropped, and ends the answer."""
+        """Hand a piece of text over. A piece beyond `max_tokens` is dropped, and ends the answer."""
         if not seq.num_left:
             self._end(seq, Outcome("length"))
             return
@@ -330,11 +330,11 @@ class EndpointEngine:
         self._pieces.append(SampledPiece(seq, text))
 
     def _handle_failure(self, seq: EndpointSequence, answer: EndpointReply, failed: Failed) -> None:
-        """Have a request asked for again, at whichever endpoint can be, or end it.
+        """Send a request again, to any available endpoint, or end it.
 
-        It ends where the operator does not want it to be asked for again, and where endpoints have failed at it as
-        often as a request may fail. Counted is at once what was lost, or broke off behind its first piece; whose fault
-        another failure is turns out later. That an endpoint cannot be reached does not count.
+        The request ends if the operator does not allow another attempt, or if endpoints have failed at it as often as a
+        request may fail. A lost answer, or one that broke off after its first piece, counts at once; the fault of any
+        other failure is known later. An endpoint that cannot be reached does not count.
         """
         endpoint, now_s = answer.endpoint, self.endpoints.clock()
         log.warning("endpoint %s failed for request %s: %s", endpoint.url, seq.id, failed.problem)

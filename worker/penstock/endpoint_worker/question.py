@@ -1,7 +1,7 @@
-"""What an endpoint is asked: a request of the pipeline as a body of OpenAI's API.
+"""The question to an endpoint: a request of the pipeline as a body of OpenAI's API.
 
-Nothing of a request is left out silently: what the API has no field for is refused by name, and fields that only some
-servers know are sent to all of them.
+No part of a request is left out silently: a part without a field in the API is refused by name, and fields that only
+some servers know are sent to all of them.
 """
 
 import json

@@ -35,7 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 MODELS_TIMEOUT_S = 5.0
 """How long an endpoint may take to connect, and to list its models."""
 MAX_ERROR_BYTES = 65_536
-"""What is read of an endpoint's error."""
+"""The number of bytes that are read of an endpoint's error."""
 MAX_LINE_BYTES = 2**24
 MAX_TOLD_TOKENS = 2**53
 """The largest token count that is believed: readers of JSON in other languages hold no larger integer exactly."""
@@ -82,7 +82,7 @@ class Failed:
     cause: str
     """In one word, by which failures are alike: the HTTP status, or what else it was."""
     problem: str
-    """What happened, with the endpoint's own words."""
+    """The failure, in the endpoint's own words."""
     is_asked: bool = True
     """Whether the question was sent: else the endpoint cannot be reached."""
     may_have_begun: bool = True
@@ -281,7 +281,7 @@ def check_status(response: http.client.HTTPResponse) -> None:
 
 
 def judge_status(status: int, text: str, wait_s: float | None = None) -> Refused | Failed:
-    """Return what an HTTP status means, or one in the stream. What is too large is the request's own fault."""
+    """Return the meaning of an HTTP status, or of one in the stream. A request that is too large is at fault itself."""
     refused = f"the endpoint refused the request: HTTP {status}{text}"
     if status == 413:
         return Refused(RequestTooLarge(refused), has_begun=False)

@@ -1,12 +1,11 @@
 """Arenas as files: their names, opening them, listing them, removing them.
 
-The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. Of an arena on
-disk it is the file of the tables (`directory.py` says its name). Opening:
+The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. For an arena on
+disk, this file has the tables (`directory.py` says its name). An arena is opened in four steps:
 
-1. The file is opened, or made, and locked as in use; if it was removed before that, this is repeated.
-2. Under the metadata lock, a file that is no arena yet gets its size, and memory for the tables and, if it has the
-   slots, the first one.
-   After a crash here, the next process begins again.
+1. The file is opened or created, and locked as in use. If it was removed before the lock, this step is repeated.
+2. Under the metadata lock, a file that is not an arena yet gets its size and memory for the tables. If it also has the
+   slots, it gets memory for the first one. After a crash here, the next process begins again.
 3. The superblock is written. After a crash here the version is missing, and the next process begins again.
 4. The version is written: the file is an arena.
 """

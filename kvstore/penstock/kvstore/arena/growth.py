@@ -1,8 +1,8 @@
 """Growth of an arena, a chunk at a time: touching all its memory, or reading all its file, takes too long to wait for.
 
-Every process that has the arena open runs a thread. In memory it maps the memory that is allocated into the process,
-and allocates the next chunk if no other process does. Of a file that is older than its tables it adopts the slots.
-So if the process that does it crashes, another one goes on. A file gets more space when a block needs it.
+Every process that has the arena open runs a thread. For an arena in memory, the thread maps allocated memory into the
+process, and allocates the next chunk if no other process does. For a file that is older than its tables, the thread
+adopts the file's slots. If that process crashes, another process continues. A file grows when a block needs space.
 
 1. The allocation lock is taken, which one process can hold at a time.
 2. The next chunk is allocated; if it does not fit, a part that does. After a crash here the next process allocates it
@@ -82,8 +82,8 @@ class ArenaAllocator:
     def ensure_free_slots(self, count: int) -> None:
         """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that.
 
-        Of slots that are to be adopted, one chunk is; then blocks are evicted from it. Raise `OSError` if no slot at
-        all has space.
+        If slots remain to be adopted, one chunk of them is adopted, and blocks are then evicted from it. Raise
+        `OSError` if no slot has space.
         """
         words = self._tables.words
         while words[W_NUM_FREE] < count and not self.is_finished:

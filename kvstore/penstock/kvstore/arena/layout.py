@@ -25,7 +25,7 @@ FREE, WRITING, READY = 0, 1, 2
 
 W_MAGIC, W_VERSION, W_NUM_SLOTS, W_PAYLOAD_BYTES = 0, 1, 2, 3
 W_TABLES_ID = 4
-"""Of an arena on disk: the random id of these tables, which the slot file names. 0: the slots are in memory."""
+"""The random id of these tables, which the slot file of an arena on disk names. 0: the slots are in memory."""
 W_DIRTY = 8
 """1 while the tables are being changed. A process that takes the lock and finds 1 rebuilds the tables."""
 W_ALLOCATED = 9

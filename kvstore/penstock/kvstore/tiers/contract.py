@@ -36,7 +36,7 @@ class TierCounters:
 
 @dataclass(frozen=True)
 class TierUsage:
-    """What a tier holds now, stored by any process."""
+    """The content of a tier now, stored by any process."""
 
     blocks: int
     bytes: int

@@ -138,7 +138,7 @@ class HostTier:
         return num_removed
 
     def read_usage(self) -> TierUsage:
-        """Implement `Tier.read_usage`. What lies before the slots counts as used."""
+        """Implement `Tier.read_usage`. The bytes before the slots count as used."""
         num_blocks, num_leased = self.arena.count_blocks()
         geometry = self.arena.geometry
         used = geometry.slots_at + num_blocks * geometry.slot_bytes
