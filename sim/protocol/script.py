@@ -49,7 +49,7 @@ NEW: RequestRecord = RequestRecord(bound=0, body=0)
 
 
 def park_message(rec: RequestRecord, stage: Stage, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
-    """Put a message down."""
+    """Park a message. Return the record after that, and the script's reply."""
     asked = message.job or message.name, _get_body(stage, message), message
     rec, reply = transitions.claim_request(
         rec, stage, None, asked, LIVING, _tell_times(clock), is_answered=message.is_answered

@@ -109,7 +109,7 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
 
 
 def _park_messages(state: State, rules: Rules, index: int) -> Steps:
-    """Put down waiting messages: those that a worker has no capacity for, and those of a dead member."""
+    """Park waiting messages: those that a worker has no capacity for, and those of a dead member."""
     for message, at in state.bus:
         is_orphan = at == GHOST and rules.flaw != "nobody reads for the dead"
         if (message.job == 0) == (index < 2) and (is_orphan or (at != GHOST and state.left.waits)):

@@ -176,10 +176,10 @@ class Record:
         return keys, [*who, *times, START_HASH, asked.message, self._held, int(is_answered)]
 
     def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
-        """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.
+        """Park messages of requests that no worker has claimed, in one round trip: any worker may take them over.
 
-        Any worker that read a message may park it; the one that holds its delivery settles it. Return the messages
-        that cannot be parked now, as their server of several is away.
+        Any worker that read a message may park it; the worker that holds its delivery settles it. Return the messages
+        that cannot be parked now, because their server of several is away.
         """
         calls = [self._claim_call(stage, "", one) for one in waiting]
         for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):

@@ -55,9 +55,9 @@ class Times(NamedTuple):
 
 
 class ClaimReply(NamedTuple):
-    """What `claim_request` replies: the request is claimed, or put down, or why it is neither, and how long to wait."""
+    """The reply of `claim_request`: the request is claimed or parked, or why it is neither, and how long to wait."""
 
-    kind: Literal["claim", "down", "busy", "bound", "conflict"]
+    kind: Literal["claim", "parked", "busy", "bound", "conflict"]
     wait_ms: float = 0.0
 
 
@@ -74,7 +74,7 @@ def claim_request(
     *,
     is_answered: bool = False,
 ) -> tuple[Rec, ClaimReply]:
-    """Claim a request for a session, or with None put its message down so that any worker may take it over.
+    """Claim a request for a session, or with None park its message, so that any worker may take it over.
 
     `asked` are the name that would be bound to it (a job's, in prefill the request's own message's), the body's hash
     and the message. `living` has the sessions and until when each lasts. `is_answered` says that the id had a
@@ -87,7 +87,7 @@ def claim_request(
     if is_answered:
         return rec, ClaimReply("bound")
     if session is None and (rec.stage == "end" or (rec.stage == stage and rec.message)):
-        return rec, ClaimReply("down")
+        return rec, ClaimReply("parked")
     if rec.stage == "end":
         return rec if prefill else rec._replace(bound=name), ClaimReply("claim")
     if (wait_ms := _find_wait(rec, stage, session, living, times)) > 0:
@@ -106,7 +106,7 @@ def claim_request(
         not_before_ms=0,
         free=_set_free(rec.free, stage, times.now_ms if session is None else 0),
     )
-    return rec, ClaimReply("down" if session is None else "claim")
+    return rec, ClaimReply("parked" if session is None else "claim")
 
 
 def _find_other_message(rec: Rec, stage: Stage, name: Any, body: Any) -> ClaimReply | None:

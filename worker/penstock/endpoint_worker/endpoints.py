@@ -88,7 +88,7 @@ class Endpoint:
     def note_refusal(
         self, cause: str, problem: str, request_id: str, asked_s: float, now_s: float, wait_s: float | None = None
     ) -> None:
-        """Note that the endpoint refused a request that was sent at `asked_s`, and asked for a pause of `wait_s`, if any.
+        """Note a refusal of a request that was sent at `asked_s`. The endpoint asked for a pause of `wait_s`, or none.
 
         If it refuses three different requests alike, and answers none that was sent between them, the fault is the
         endpoint's: the endpoint has failed, or is busy for as long as it says.

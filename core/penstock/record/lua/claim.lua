@@ -17,7 +17,7 @@
 --          {'busy', ms, epoch}  a session holds the request, by the claim of that epoch, or the request waits for its
 --                           next attempt: claim it again after that time. Also if the caller's session has ended: the
 --                           worker opens a new session soon
---          {'down'}         without a session: a worker can take the request over, or no worker needs to
+--          {'parked'}       without a session: a worker can take the request over, or no worker needs to
 --          {'bound'}        another durable message settles this request, or has settled it
 --          {'conflict'}     the id belongs to a request with another body
 --
@@ -40,7 +40,7 @@
 -- record has no `reading`.
 
 local id, stage, session, name, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local lease, longest, prefill, puts_down = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
+local lease, longest, prefill, parks = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'session', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled',
   'not_before', 'most', 'reading')
 local epoch, holder, was, bound = tonumber(r[1] or 0), r[2] or '', r[3] or 'new', r[4] or ''
@@ -72,7 +72,7 @@ if prefill and was == 'handed' then return {'bound'} end
 if bound ~= '' and bound ~= name then return {'bound'} end
 
 -- 3. Do not park a request that was claimed before: a worker can take it over already, or it is in the next stage.
-if puts_down and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'down'} end
+if parks and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'parked'} end
 
 -- 4. The request has ended. The worker that holds a job, or the bound message, settles the result from the log.
 if was == 'end' then
@@ -83,7 +83,7 @@ end
 -- 5. A session holds the request, or the request waits for its next attempt. Decode does not wait for prefill's
 --    session: its job proves that prefill is done. A time too far ahead was written before the clock went back: ignore
 --    it.
-if not puts_down and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
+if not parks and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
 if prefill or was ~= 'prefill' then
   local lasts, wait = holder ~= '' and redis.call('ZSCORE', KEYS[3], holder), tonumber(r[10] or 0) - now
   if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease)), epoch} end
@@ -92,7 +92,7 @@ end
 
 -- 6. Claim or park the request. A job proves that prefill's attempts succeeded: decode counts its own from 0.
 if not prefill and was == 'prefill' then attempts = 0 end
-if not puts_down then attempts = attempts + 1 end
+if not parks then attempts = attempts + 1 end
 epoch = math.max(epoch + 1, now)
 local reading = (tokens == 0 or tonumber(r[12] or 0) == last) and 1 or 0
 if reading == 1 then redis.call('HSET', KEYS[1], 'reading', epoch) end
@@ -101,7 +101,7 @@ redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0,
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
 if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
 if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
-if puts_down then
+if parks then
   redis.call('ZADD', KEYS[4], now, id)
 else
   redis.call('SADD', string.format(ARGV[11], session), id)
@@ -109,5 +109,5 @@ else
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
-if puts_down then return {'down'} end
+if parks then return {'parked'} end
 return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}
