@@ -1,4 +1,4 @@
-"""Python code that would be compiled anew at each start of a worker: torch and transformers take longest."""
+"""Bytecode of packages that Python would compile again at each start: torch and transformers take longest."""
 
 import importlib.util
 import logging

@@ -62,7 +62,7 @@ _VALIDATION_WORDS = (
     (re.compile(r"^Unable to extract tag using discriminator (.*)$"), r"\1 is missing"),
     (re.compile(r" after validation(, not more)?"), ""),
 )
-"""How pydantic says what is wrong with a value, and how we say it to users."""
+"""Pydantic's words for a bad value, and the words that users read instead."""
 
 
 def reword_validation(message: str) -> str:
@@ -241,7 +241,7 @@ class DeliveryLost(BusError):
 
 
 class MemberFenced(BusError):
-    """A newer member has this one's name, or it was away too long. A worker that still has its name joins anew."""
+    """A newer member has this one's name, or it was away too long. A worker that still has its name joins again."""
 
 
 class NameShared(MemberFenced):
@@ -359,8 +359,8 @@ class DependencyMissing(PenstockError):
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an exception is a failure of what was called, as a panic of a library in Rust is, too.
+    """Return whether an exception is a failure of the called code. A panic of a library in Rust is one.
 
-    Such a panic is no `Exception`, as little as what ends a process.
+    Such a panic is not an `Exception`, like the exceptions that end a process.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

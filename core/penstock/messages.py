@@ -302,8 +302,8 @@ _BESIDE_BODY: dict[str, Any] = {
 def encode_request(request: Request) -> EncodedRequest:
     """Return a request's canonical JSON, and the hash of its body: both from one dump.
 
-    In the canonical JSON stand first the fields that are not of the body, then the body without what has its default,
-    then `chat_template_kwargs`. Raises `RequestTooLarge`, or `InvalidRequest` for what JSON cannot say.
+    The canonical JSON begins with the fields outside of the body. The body without default values follows, then
+    `chat_template_kwargs`. Raises `RequestTooLarge`, or `InvalidRequest` for a value that JSON does not have.
     """
     try:
         body = _encode_body(request)

@@ -328,8 +328,8 @@ KV_INDEX = tuple(f"penstock:{{kv}}:{part}" for part in ("used", "held", "sizes",
 """The keys of the index of stored blocks on one server, in the order in which scripts take them."""
 
 
-# Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position, so a
-# reader that resumes names what it has seen, and a log that says something else is noticed.
+# Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position. A reader that
+# resumes names the last id that it saw, so a log with other tokens is detected.
 
 START_HASH = "0" * 16
 

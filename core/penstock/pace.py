@@ -1,4 +1,4 @@
-"""How late servers answer, and by how much longer than usual they are waited for: who is slow is not away."""
+"""Measures how late servers answer, and stretches time limits by that: a slow server does not count as away."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ MAX_UNMEASURED = 4
 brokers with slow disks answer questions at once. One of several brokers that stands still makes transactions fail too.
 """
 NUM_STEADY = 3
-"""Brokers are slow when so many answers in a row were late: a single one may be the fault of a busy machine."""
+"""Brokers count as slow after this many late answers in a row: a busy machine may delay a single one."""
 QUICK_S = 60.0
 """How long all answers have to be quick until limits become shorter by half."""
 AWAY_S = 5.0

@@ -81,7 +81,7 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
         yield Step("forget", index), replace_worker(state, index, rest)
         if not state.left.delays:
             return
-        state = state._replace(left=state.left._replace(delays=state.left.delays - 1))  # it is told later
+        state = state._replace(left=state.left._replace(delays=state.left.delays - 1))  # the worker learns of it later
     lives = worker.lives or rules.flaw == "claims without a session"
     rec, reply = script.claim_request(state.rec, stage, index, message, state.clock + 1, rules.flaw, lives=lives)
     if worker.out is not None and (reply[0] in ("bound", "conflict") or rec.stage == "end"):
@@ -301,7 +301,7 @@ def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     if reply == 0:
         worker = _drop_run(worker, run)
     else:
-        # An end whose message is elsewhere is settled by who has that: nobody has to hand it off.
+        # The worker with the message settles the end: nobody has to hand the request off.
         is_job = hands_off and run.delivery is not None
         worker = ask_for_hand_off(worker, rules, run, end) if is_job else ask_for_result(worker, run, end)
     yield step, replace_worker(state, index, worker, rec=rec)

@@ -42,7 +42,7 @@ SECRET_FILE_VARIABLES = ("PENSTOCK_STREAM_URL_FILE", "PENSTOCK_KV_URL_FILE")
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Pauses before a worker that died is started again; they grow with each death soon after a start."""
 MIN_STEADY_S = 20.0
-"""A worker that lived this long counts as started: its failures are counted anew."""
+"""A worker that lived for this time counts as started: its failures are counted from 0 again."""
 GATEWAY_TIMEOUT_S = 1.0
 """How long the gateway may take to say that it is ready."""
 

@@ -30,7 +30,7 @@ NUM_PLACERS = 2
 MAX_PROMPTS = 16
 """Prompts of a worker that share its steps; the others wait in the order of their arrival."""
 LATE_PART, LATE_S = 4, 1.0
-"""So few of all workers, one of so many, need not be waited for, and so late they may be."""
+"""The simulation does not wait for one worker in `LATE_PART`, if these are at most `LATE_S` seconds late."""
 NEVER = np.iinfo(np.int64).max
 
 
@@ -91,7 +91,7 @@ class CoarseOutcome:
 
 
 class CoarseSimulation:
-    """Plays requests against workers of one kind, which answer what they read.
+    """Plays requests against workers of one kind, which answer the requests that they read.
 
     `workers` has the worker of each request; without it, the product's rule places the requests. `are_jobs` marks
     requests whose prompts were computed elsewhere: their first token here is not the first token of the answer.
@@ -366,7 +366,7 @@ class CoarseSimulation:
         self._keep_tokens(ended, requests, tokens)
 
     def _keep_tokens(self, workers: Ints, requests: Ints, num_tokens: Ints) -> None:
-        """Note what is in pools from now on, until others need the place."""
+        """Note the tokens that requests leave in the pools. Later requests evict them."""
         chat, written = self._load.chat[requests], self._written[workers]
         self._chat_worker[chat], self._chat_written[chat], self._chat_tokens[chat] = workers, written, num_tokens
         self._system_written[workers, self._load.system[requests]] = written
@@ -375,7 +375,8 @@ class CoarseSimulation:
 def share_tokens(pending: Ints, budget: Ints) -> Ints:
     """Return how many of each worker's pending tokens [workers, prompts] a step computes.
 
-    Prompts are in their order. The first that does not fit shares what is left with those at most half as long.
+    Prompts are in their order. The first prompt that does not fit shares the rest of the budget with later prompts at
+    most half as long.
     """
     ends, budget = np.cumsum(pending, axis=1), budget[:, None]
     fits = ends <= budget

@@ -61,11 +61,11 @@ class Tier:
     num_blocks: int
     """Blocks of a store."""
     workers_of_host: int = 0
-    """So many workers, by their numbers, share a store; 0: all of them do."""
+    """The number of consecutive workers that share a store; 0: all workers share one."""
     _stores: defaultdict[int, OrderedDict[bytes, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
 
     def fetch_seconds(self, num_blocks: int) -> float:
-        """Return how long a worker fetches so many blocks."""
+        """Return how many seconds a worker takes to fetch `num_blocks` blocks."""
         return self.fixed_s + num_blocks * self.block_bytes / self.bytes_per_s if num_blocks > 0 else 0.0
 
     def store_blocks(self, worker: int, keys: Sequence[bytes]) -> None:
@@ -181,7 +181,7 @@ class View:
         self.own[worker].num_blocks -= -(-request.prompt_tokens // self.spec.block_size)
 
     def record_beat(self, worker: int, beat: Beat) -> None:
-        """Note a heartbeat. It has what was sent before it."""
+        """Note a heartbeat. It counts the requests that were sent before it."""
         self.beats[worker] = beat
         sent = self.own[worker].sent
         while sent and sent[0][0] <= beat.at_s:
@@ -196,7 +196,7 @@ class Rule(Protocol):
     """A rule of one placer. It may remember what it chose."""
 
     memory_s: float
-    """For how long it counts on what was sent to a worker; 0 if it does not look at that."""
+    """Seconds for which the rule remembers a request that it sent to a worker; 0 if it does not use these requests."""
 
     def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the number of the worker for a request."""

@@ -33,7 +33,7 @@ LEFT_OUT = (
 )
 GREEDY = Sampling(temperature=0.0)
 MAX_STANDSTILL_STEPS = 1000
-"""After so many steps in a row that compute nothing a simulation fails: the scheduler never needs more than a few."""
+"""A simulation fails after this many consecutive empty steps: the scheduler never needs more than a few."""
 
 
 @dataclass

@@ -263,7 +263,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
 
 
 class StreamDeadline:
-    """When a reader gives up: after `timeout_s` seconds without a new event. How long it waits before it reads."""
+    """A reader's times: it gives up after `timeout_s` seconds without an event, and reads the log after a silence."""
 
     def __init__(self, request_id: str, timeout_s: float, max_silence_s: float) -> None:
         self._request_id, self._timeout_s, self._max_silence_s = request_id, timeout_s, max_silence_s
@@ -434,7 +434,7 @@ def read_stream(
     begins_with_log: bool = False,
     max_silence_s: float = MAX_SILENCE_S,
 ) -> Generator[StreamStep, Any, None]:
-    """Read a stream: yield what is to be done, which is sent its reply, and the events that come of it.
+    """Read a stream: yield questions, to which the caller sends the replies, and the events that follow from them.
 
     The caller listens to the live channel from the first `TakeLive` on, whose reply says that events may be missing:
     the log is read then, again at a gap, and after a silence, which is longer each time, `max_silence_s` at most. With

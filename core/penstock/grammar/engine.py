@@ -54,7 +54,7 @@ _ADVICE = {
 }
 """Advice by keyword that the engine refuses: the form to write instead."""
 _REFUSED_IN_LARK = ("%json", "%llguidance", "temperature=")
-"""Schemas that would not be checked, options of the engine, and what it ignores."""
+"""Refused parts of Lark grammars: unchecked schemas, options of the engine, and a parameter that it ignores."""
 
 
 @dataclass(frozen=True)

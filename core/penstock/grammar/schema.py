@@ -1,4 +1,4 @@
-"""Preparing JSON schemas for the grammar engine: what it cannot enforce exactly is refused, by keyword and path.
+"""Preparing JSON schemas for the grammar engine: a keyword that it cannot enforce exactly is refused, with its path.
 
 `prepare_schema` builds a new schema out of the keywords that are known to be enforced; no other reaches the engine:
 

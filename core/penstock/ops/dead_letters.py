@@ -1,4 +1,4 @@
-"""Dead letters: what is known of each, and how one becomes a request again.
+"""Dead letters: the facts about each, and the way in which one becomes a request again.
 
 An id has one result for good, and the result of a dead request is its error. So it is sent again under a new id:
 `order-17` as `order-17.retry-1`, then `order-17.retry-2`. How often that was done is kept in Redis. A letter is sent

@@ -106,7 +106,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
 def estimate_prompts_s(worker: Mapping[str, Any]) -> float | None:
     """Return how long a worker will compute the prompts that wait for it; None where that is not known.
 
-    Those of messages in its partitions are counted, by the mean of what it computed.
+    Prompts of unread messages in its partitions count too, each with the mean length of the prompts that it computed.
     """
     load = worker.get("load", {})
     per_s = load.get(RATE_FIELDS["prefill"])

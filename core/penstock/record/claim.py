@@ -67,7 +67,7 @@ class Claim:
     ) -> TokenEvent:
         """Return the event of the next token, at the next position and with the next rolling hash.
 
-        It follows `before`, an event that has not been sent yet, or what was sent last.
+        It follows `before`, an event that has not been sent yet, or else the event that was sent last.
         """
         position, rolling_hash = self.num_tokens, self.rolling_hash
         if before is not None:

@@ -1,4 +1,4 @@
-"""The workers' side of the record. Each method runs one of the scripts under `lua/`, which explain what they do."""
+"""The workers' side of the record. Each method runs one of the scripts under `lua/`; their headers explain them."""
 
 import logging
 import math

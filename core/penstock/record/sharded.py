@@ -116,7 +116,7 @@ def _store_list(client: "redis.Redis", pipeline: Pipeline, names: Sequence[str])
 class _ShardedRecord(Record):
     """`Record` over several servers.
 
-    For requests of a server that is away, claims return `Busy`, and other methods return what they do for a lost claim.
+    For requests of a server that is away, claims return `Busy`, and other methods return the value for a lost claim.
 
     The argument `session` of its methods is a `ShardedSession.id`.
     """
@@ -368,7 +368,7 @@ class ShardedSession:
         return sum(session.num_free[stage] for session in self._sessions.parts)
 
     def note_taken(self, stage: Stage, num_taken: int) -> None:
-        """Note that requests of a stage are not free any more, until the sessions hear what is."""
+        """Subtract taken requests from the counts of free ones, until the sessions read the counts again."""
         for session in self._sessions.parts:
             here = min(num_taken, session.num_free[stage])
             session.num_free[stage] -= here

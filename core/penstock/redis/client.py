@@ -86,10 +86,10 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     pace: ServerPace = pool.pace
 
     class PatientConnection(pool.connection_class):  # type: ignore[misc]
-        """A connection whose time limit is as long as the pace demands, from when it is opened or opened again.
+        """A connection whose time limit is set by the pace each time it is opened.
 
-        A large command, and its reply, have longer by what it takes over a slow link: with the usual limit it would be
-        sent again and again, and a worker made anew each time.
+        A large command and its reply have more time, for a slow link. With the usual limit the command would fail each
+        time, and the worker would be opened again each time.
         """
 
         is_patient = False
@@ -269,8 +269,8 @@ def raise_first_error(replies: list[Any]) -> list[Any]:
 
 
 def raise_outage(replies: list[Any]) -> list[Any]:
-    """Return the replies, with errors in the places of commands that the server refuses. Raise what is about them all:
-    an outage, and `NoScriptError`.
+    """Return the replies, with errors in the places of refused commands. Raise an error that concerns all commands: an
+    outage, or `NoScriptError`.
     """
     for reply in replies:
         if isinstance(reply, Exception) and (is_outage(reply) or isinstance(reply, NoScriptError)):

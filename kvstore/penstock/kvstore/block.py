@@ -251,7 +251,7 @@ class BlockHasher:
 
 @dataclass(eq=False)
 class PromptBlocks:
-    """The names of the blocks of one prompt, and of what follows it."""
+    """The keys of the blocks of one prompt, and of the tokens after it."""
 
     hasher: BlockHasher
     """Has the keys of the full blocks. It goes on with the output."""

@@ -71,7 +71,7 @@ def _find_directory_problem(directory: Path) -> str:
 def _measure_room(directory: Path, pipeline: str) -> tuple[int, int]:
     """Return how many MiB the file system of shared memory has, and how many of them are free or the pipeline's.
 
-    An arena in use is joined as it is, if it is of the same model; another one is removed, and frees what it has.
+    An arena in use of the same model is joined as it is. Any other arena is removed, which frees its memory.
     """
     system, own = os.statvfs(directory), [arena for arena in find_arenas(str(directory)) if arena.pipeline == pipeline]
     num_free_bytes = system.f_bavail * system.f_frsize + sum(
@@ -88,7 +88,7 @@ def _find_disk_problem(settings: KVSettings) -> str:
         return f"{nearest} cannot be written to: {DIRECTORY_SETTING} names another one"
     try:
         with suppress(FileNotFoundError), closing(SlotDirectory(root, 0, settings.shared_dir, create=False)) as folder:
-            folder.check_tables()  # where somebody has used it
+            folder.check_tables()  # the directory exists if a process has used it
     except (KVStoreError, OSError) as error:
         return str(error)
     return ""

@@ -186,7 +186,7 @@ class KVStore:
         return cls(layout, tiers, settings)
 
     def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
-        """Return a hasher for one sequence of a tenant, whose prompt has so many tokens."""
+        """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens."""
         layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self._fingerprint, tenant)
         return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens)
 
@@ -334,7 +334,7 @@ class KVStore:
         return {"pool": pool, **{tier.name: asdict(tier.counters) for tier in self.tiers}, **stats}
 
     def set_compute_speed(self, tokens_per_s: Callable[[], float | None]) -> None:
-        """Set how fast the engine computes prompts, which decides what is worth reading. None: not known yet."""
+        """Set how fast the engine computes prompts. A block is read only if reading is faster. None: not known yet."""
         self.cost.tokens_per_s = tokens_per_s
 
     def close(self) -> None:

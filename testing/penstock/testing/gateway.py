@@ -41,7 +41,7 @@ URL = "http://127.0.0.1"
 
 
 class TestGateway:
-    """A gateway that answers. Leaving the context stops it as SIGTERM does, and raises what it did not expect."""
+    """A gateway that answers. Leaving the context stops it as SIGTERM does, and raises its unexpected errors."""
 
     __test__ = False  # for pytest, which takes each class for tests whose name begins so
 
@@ -170,7 +170,7 @@ class GatewayTransport(httpx2.BaseTransport):
 
 
 def make_scope(method: str, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Message:
-    """Return what an application is told of a request."""
+    """Return the ASGI scope of a request."""
     return {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
@@ -208,7 +208,7 @@ class MemoryServers:
     """A gateway's connections without servers: bus and record in memory, other keys in fakeredis."""
 
     def __init__(self, bus: MemoryBus, records: MemoryRecords) -> None:
-        import fakeredis  # who tests against real servers does without
+        import fakeredis  # here, because tests against real servers do not need the package
 
         self._bus, self._records, server = bus, records, fakeredis.FakeServer(server_type="valkey")
         self._open_client = partial(fakeredis.FakeRedis, server=server)

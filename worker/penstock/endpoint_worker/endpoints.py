@@ -1,9 +1,9 @@
-"""The endpoints of a worker: their addresses and weights, how much each has to do, and whether it can be asked.
+"""The endpoints of a worker: their addresses and weights, the load of each, and whether it can be asked.
 
-An endpoint rests when it cannot be reached, and when it has refused three different requests alike, with none answered
-between: for a time that doubles with each further failure, or for as long as it asks to be left alone. After a failure
-it is tried with one request. A refusal of one request alone says nothing of the endpoint (`refusals.py`). Nothing here
-does I/O, and only the loop changes it.
+An endpoint rests when it cannot be reached, and when it has refused three different requests alike without an answer in
+between. It rests for a time that doubles with each further failure, or for the pause that it asked for. After a failure
+it is tried with one request. A refusal of one request proves nothing about the endpoint (`Refusal` in `engine.py`).
+This module does no I/O, and only the loop changes its state.
 """
 
 import math
@@ -20,8 +20,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 MAX_DOUBLINGS = 10
 """How often the pause doubles at most: by then it is `MAX_PAUSE_S`, and `2**n` of many failures fits no float."""
 MIN_REFUSED_REQUESTS = 3
-"""So many different requests that an endpoint refuses alike, with none answered between, make it the endpoint's fault.
-"""
+"""The number of different requests, refused alike without an answer in between, that make it the endpoint's fault."""
 MAX_TOLD_PAUSE_S = 3600.0
 """The longest time that an endpoint may ask to be left alone."""
 MAX_TOLD_CHARS = 500
@@ -40,11 +39,11 @@ class Endpoint:
     weight: float = 1.0
     max_requests: int = 32
     under_way: list[float] = field(default_factory=list)
-    """When each question was asked that is under way here."""
+    """The times at which the requests under way were sent to this endpoint."""
     answered_s: float = -math.inf
-    """When the last question was asked of those that it has answered, in part at least."""
+    """The time at which the newest request was sent that it has answered, at least in part."""
     refused: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By the cause of the refusal, the first requests that were refused since, and when each was asked for."""
+    """By cause, the first requests that were refused since the last answer, each with the time at which it was sent."""
     num_failures: int = 0
     """Failures since it last answered."""
     failed_at_s: float = -math.inf
@@ -53,12 +52,12 @@ class Endpoint:
     cause: str = ""
     """Why it rests, or last did, in one word: `unreachable`, or the cause of a refusal."""
     problem: str = ""
-    """The same in words, its own where it said any."""
+    """The cause in words, the endpoint's own if it gave any."""
     continues_chats: bool | None = None
-    """Whether it goes on with the last turn of a chat; None until it was asked."""
+    """Whether the endpoint continues the last turn of a chat; None until it was asked."""
 
     def count_free(self, now_s: float) -> int:
-        """Return how many more requests it can be given. After a failure that is one, until it has answered."""
+        """Return how many more requests the endpoint can get. After a failure it gets one, until it has answered."""
         if now_s < self.paused_until_s:
             return 0
         free = max(0, self.max_requests - len(self.under_way))
@@ -133,7 +132,7 @@ class Endpoints:
         return sum(endpoint.count_free(self.clock()) for endpoint in self.all)
 
     def count_refusing(self) -> int:
-        """Return how many endpoints rest because of what they say, and not because they cannot be reached."""
+        """Return how many endpoints rest because of their refusals, and not because they cannot be reached."""
         now_s = self.clock()
         return sum(endpoint.is_resting(now_s) and endpoint.cause != UNREACHABLE for endpoint in self.all)
 

@@ -41,7 +41,7 @@ CLOSE_TIMEOUT_S = 2.0
 NEVER_ALONE = ("401", "407", "429", "503")
 """Refusals for the key, or because the endpoint is busy: they count only beside others that were answered."""
 MAX_HELD_REQUESTS = 1000
-"""While an endpoint refuses all requests that a worker has, it takes in further ones to try, up to so many."""
+"""The most requests of a worker whose endpoint refuses all of them: it claims further requests to try them."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Refusal:
     until_s: float
     """The time before which the request is not sent to this endpoint again."""
     judged_s: float
-    """From when on it counts though no other request was answered."""
+    """The time from which the refusal counts even if no other request was answered."""
     was_crowded: bool
     """Whether the endpoint had other questions of this worker when it was asked."""
     is_open: bool = True
@@ -80,7 +80,7 @@ class EndpointSequence:
     context: Any
     """The caller's, which events return unchanged."""
     pieces: list[str] = field(default_factory=list)
-    """The text so far: what was in the log, and what answers brought since."""
+    """The text so far: the pieces in the log, and those of answers since."""
     answer: EndpointReply | None = None
     """The answer that is being read; None while the request waits for an endpoint."""
     asked_s: float = 0.0
@@ -96,7 +96,7 @@ class EndpointSequence:
     num_refusals: int = 0
     """Failures since the last piece. The pauses between them grow."""
     failed_at_s: float = -math.inf
-    """When an endpoint failed at it last: who failed is tried after those that did not, or not for longer."""
+    """The time of the last failure. Requests that never failed are tried first, then those that failed longest ago."""
     was_crowded: bool = False
     """Whether the endpoint had other questions of this worker when it was asked."""
     num_prompt_tokens = num_cached_tokens = num_computed_tokens = num_pending_tokens = 0

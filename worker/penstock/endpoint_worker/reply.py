@@ -50,7 +50,7 @@ CONTINUING_OWNERS = ("vllm", "sglang")
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that an answer has more."""
+    """A further piece of an answer's text."""
 
     text: str
 
@@ -80,7 +80,7 @@ class Failed:
     """The endpoint did not answer, or not to the end."""
 
     cause: str
-    """In one word, by which failures are alike: the HTTP status, or what else it was."""
+    """The kind of failure in one word: the HTTP status, or another word. Failures with the same word are alike."""
     problem: str
     """The failure, in the endpoint's own words."""
     is_asked: bool = True
@@ -88,12 +88,12 @@ class Failed:
     may_have_begun: bool = True
     """Whether it may have computed a part of the answer."""
     is_lost: bool = False
-    """Whether the connection was lost behind the question."""
+    """Whether the connection was lost after the question was sent."""
     is_busy: bool = False
     wait_s: float | None = None
-    """How long it asks to be left alone."""
+    """The pause in seconds that the endpoint asks for."""
     error: RequestError | None = None
-    """With what the request ends if it was its fault; None for a `ModelError`."""
+    """The error with which the request ends if the failure was its fault; None for a `ModelError`."""
 
 
 ReplyEvent = Piece | Finished | Refused | Failed
@@ -257,7 +257,7 @@ def list_models(url: str, key: str) -> list[dict[str, Any]]:
 
 
 def skip_interim_answers(response: http.client.HTTPResponse) -> None:
-    """Read on up to the answer itself. `http.client` takes all but HTTP 100 for it; 101 ends what was asked."""
+    """Read up to the final response. `http.client` skips HTTP 100 alone; 101 is final and ends the request."""
     for _ in range(MAX_INTERIM_ANSWERS):
         if not 101 < response.status < 200:
             return

@@ -307,7 +307,7 @@ class Arena:
         self._slots.forget_slot(slot)
 
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Free slots whose blocks are not published, and which may still hold what was evicted from them."""
+        """Free slots whose blocks are not published. They may still hold the blocks that were evicted from them."""
         for slot in slots:
             self.medium.erase_header(slot)
             self._slots.free_slot(slot)

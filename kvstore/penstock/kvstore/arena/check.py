@@ -22,7 +22,7 @@ from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, ByteLocks
 
 
 def check_integrity(arena: Arena) -> list[str]:
-    """Return what is wrong, in words. Call `Arena.reclaim_stale` before, as slots of dead owners count as wrong."""
+    """Return the problems, in words. Call `Arena.reclaim_stale` before, because slots of dead owners are problems."""
     with arena.hold_tables() as locks:
         tables = arena.tables
         return (

@@ -145,7 +145,7 @@ class SlotDirectory:
             raise
 
     def make_space(self, num_bytes: int) -> int:
-        """Remove unused files until so many bytes more are within the budget. Return how many are, at most those."""
+        """Remove unused files until `num_bytes` more fit into the budget. Return how many bytes fit, at most those."""
         while (free := self._budget - sum(path.stat().st_size for path in find_slot_files(self._root))) < num_bytes:
             if not self.remove_oldest_unused():
                 break

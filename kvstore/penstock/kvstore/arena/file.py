@@ -201,7 +201,7 @@ def _is_same_file(fd: int, path: Path) -> bool:
 
 
 def read_boot_id() -> str:
-    """Return the id of the host's boot, as the monotonic clock starts anew with each boot."""
+    """Return the id of the host's boot: the monotonic clock starts again with each boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -84,7 +84,7 @@ class LeaseTable:
         self._update_bounds()
 
     def rebuild_counts(self) -> None:
-        """Remove leases of blocks that are gone, and count the leases of each slot anew."""
+        """Remove leases of blocks that are gone, and count the leases of each slot again."""
         tables = self._tables
         ends, slots = tables.lease_end_array, tables.lease_slot_array
         rows = np.flatnonzero(ends)

@@ -71,7 +71,7 @@ class SlotMemory:
         self.slot_memory(slot)[:HEADER_BYTES] = header
 
     def read_slot(self, slot: int, target: memoryview) -> tuple[memoryview, int]:
-        """Copy a slot's payload to `target`. Return its header as stored, and the checksum of what was copied."""
+        """Copy a slot's payload to `target`. Return its header as stored, and the checksum of the copied bytes."""
         stored = self.slot_memory(slot)
         return stored[:HEADER_BYTES], copy_and_hash(target, stored[HEADER_BYTES:])
 
@@ -159,7 +159,7 @@ class SlotFile:
         self._write(slot, [memoryview(header)])
 
     def read_slot(self, slot: int, target: memoryview) -> tuple[memoryview, int]:
-        """Read a slot's payload to `target`. Return its header as stored, and the checksum of what was read.
+        """Read a slot's payload to `target`. Return its header as stored, and the checksum of the bytes read.
 
         It is read in chunks into a buffer that stays in the processor's caches, and copied from there with the
         checksum computed on the way. This is faster than reading to the target and computing it afterwards. A slot
@@ -193,7 +193,7 @@ class SlotFile:
         self._write(slot, [memoryview(stored)])
 
     def erase_header(self, slot: int) -> None:
-        """Erase a slot's header, so that its block is not found when tables are made anew. A failure is counted."""
+        """Erase a slot's header, so that its block is not found when tables are built again. A failure is counted."""
         try:
             self._write(slot, [memoryview(_NO_HEADER)])
         except OSError:

@@ -162,7 +162,7 @@ class HostTier:
         return found if self.arena.is_current(ref) else None
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with the tables, in words. Reads no block."""
+        """Return the problems of the tables, in words. Reads no block."""
         self.arena.reclaim_stale()
         return check_integrity(self.arena)
 
