@@ -12,7 +12,7 @@ PACKAGES = ("torch", "transformers")
 
 
 def describe_lost_bytecode(cache: Path) -> str:
-    """Return what to do where the packages are not compiled, and nothing was kept in a cache yet; empty otherwise."""
+    """Return advice if the packages have no bytecode, and the cache has none yet; empty otherwise."""
     if not is_bytecode_lost() or (cache / "bytecode").is_dir():
         return ""
     why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directory cannot be written to"

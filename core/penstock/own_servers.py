@@ -62,8 +62,8 @@ def wait_until_free(host: str, port: int, stop_asked: Callable[[], object] = lam
     """Wait for a port that is taken though nobody listens on it, for `PORT_PATIENCE_S` at most, and say so. Return at
     once where `stop_asked()` is true.
 
-    A client of this machine that connects again and again to a port on which nobody listens is given the same port for
-    its own end sooner or later, where it is among the outgoing ones, and is then connected with itself.
+    A client of this machine may connect again and again to a port on which nobody listens. If the port is in the range
+    for outgoing connections, the client sooner or later gets it for its own end, and is connected with itself.
     """
     until_s = 0.0
     while not stop_asked() and describe_port_problem(host, port) == TAKEN_BY_CLIENT:

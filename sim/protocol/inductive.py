@@ -36,9 +36,9 @@ class Rec(NamedTuple):
 
 
 class State(NamedTuple):
-    """The record; by worker and epoch whether it got that claim, and with which message; by position who wrote a token;
-    by worker and message whether it may publish the result once it holds the delivery; and by message whether it is
-    settled, and how many results were published with that.
+    """The record. By worker and epoch: whether it got that claim, and with which message. By position: the writer of
+    the token. By worker and message: whether it may publish the result once it holds the delivery. By message: whether
+    it is settled, and the number of results published with it.
     """
 
     rec: Rec
@@ -73,11 +73,11 @@ e, m, k, p, q = z3.Ints("e m k p q")
 actor, (epoch, message, position, count) = z3.Const("actor", WORKER), z3.Ints("epoch message position count")
 """The worker that takes a step, and the step's values. Messages have names above 0: a job's id, a request's place."""
 is_job, has_delivery = z3.Function("is_job", z3.IntSort(), z3.BoolSort()), z3.Bool("has_delivery")
-"""Which names are jobs'; and whether who ends a request has the delivery of the request's own message."""
+"""Whether a name is a job's; and whether the worker that ends a request has its own message's delivery."""
 
 
 def list_invariants(s: State) -> dict[str, Any]:
-    """Return what holds in every state that can be reached. The promises are among it."""
+    """Return the invariants of every reachable state. The promises are among them."""
     r, both = s.rec, And(s.claimed(u, e), s.claimed(v, e))
     p_in_log, has_job = And(p >= 0, p < r.num_tokens), And(s.claimed(u, e), is_job(s.by(u, e)))
     is_settled = And(s.settled(m), m == r.bound, m > 0, r.stage == END)
@@ -102,7 +102,7 @@ def list_invariants(s: State) -> dict[str, Any]:
 
 
 def list_step_promises(s: State, t: State) -> dict[str, Any]:
-    """Return what holds of each step from `s` to `t`."""
+    """Return the promises about each step from `s` to `t`."""
     a, b = s.rec, t.rec
     kept = ForAll([p], Implies(And(p >= 0, p < a.num_tokens), b.written_by(p) == a.written_by(p)))
     by_holder = And(a.stage != END, s.claimed(actor, a.epoch), b.written_by(a.num_tokens) == a.epoch)
@@ -172,7 +172,7 @@ def list_steps(s: State, t: State, flaw: str = "") -> Iterator[tuple[str, Any]]:
         settles, asks, is_asked = kind not in steps, kind in ("append", "finish", "finish again", "hand off"), True
         if asks:  # with a claim
             is_asked = And(s.claimed(actor, epoch), s.by(actor, epoch) == message)
-        elif settles:  # what the bus does at once: the message, and with it the result or none
+        elif settles:  # the bus settles the message and publishes a result, or none, in one step
             is_there = Or(Not(s.settled(message)), flaw == "settles what it does not hold")
             is_asked = And(is_there, Or(s.may_settle(actor, message), kind != "settle"))
         mine, is_this = And(u == actor, e == t.rec.epoch, claims), m == message

@@ -49,7 +49,7 @@ def generate_mishaps(state: State, rules: Rules) -> Steps:
 
 
 def _forget_commits(state: State, rules: Rules) -> Steps:
-    """Generate what happens to a pipeline that is off for long: what was settled and is not noted comes again, and the
+    """Generate the steps of a pipeline that is off for long: settled messages without a note come again, and the
     record of the request may have expired. A worker that reads a message then knows whether the request is among the
     last results.
     """

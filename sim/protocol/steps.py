@@ -291,7 +291,7 @@ def _append_tokens(state: State, rules: Rules, index: int, run: Run, count: int)
 
 def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker, end = state.workers[index], End(run.tokens, run.cause)
-    # Behind another claim the request's own message may be settled, and the bus slow to say so: a job is bound instead.
+    # After another claim the request's own message may be settled, and the bus slow to say so: a job is bound instead.
     follows = run.follows and rules.flaw != "binds behind another claim"
     hands_off = index < 2 and (not rules.stays[index] or follows)
     whose = run.message if rules.flaw == "binds without the delivery" else run.delivery

@@ -61,7 +61,7 @@ class ProcessSlot:
     started_at: float = 0.0
     was_ready: bool = field(default=False)
     taken_name: str = ""
-    """The name that its process took: the next free one, if another stack has `name`. It is asked for again."""
+    """The name that its process took: the next free one if another stack has `name`. A restart asks for it again."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Stack:
                 status = worker.last_status = worker.child.returncode or 0
                 is_final = status == ModelLoadError.exit_status
                 delay_s = RESTART_DELAYS_S[-1 if is_final else min(worker.failures, len(RESTART_DELAYS_S) - 1)]
-                cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # no signal's
+                cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # not for a signal
                 died.append(
                     f"{worker.name} ended with status {status} and is started again; "
                     f"its log: {self._log_path(worker)}{cause}"
@@ -219,7 +219,7 @@ class Stack:
         no start would load.
         """
         end, last_line = time.monotonic() + timeout_s, ""
-        # Not its failures in a row: on a busy machine one that cannot start lives for long before it says so.
+        # Deaths, not failures in a row: on a busy machine a worker that cannot start may live for long before it ends.
         deaths_before = {worker.name: worker.num_deaths for worker in self._all_slots()}
         with redis_client(self.addresses.first_url) as client:
             while not stop() and not all(worker.was_ready for worker in self._all_slots()):

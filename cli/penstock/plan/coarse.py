@@ -127,7 +127,7 @@ class CoarseSimulation:
         self._worker = np.zeros(num_requests, np.int64) if workers is None else workers
         self._first_s, self._end_s = np.zeros(num_requests), np.zeros(num_requests)
         self._hits = np.zeros(num_requests, np.int64)
-        # Of workers. A step counts from `_steps`, and an answer ends when as many are done as its row says.
+        # Workers. `_steps` counts each worker's steps; an answer ends at the step that its row of `_row_end` says.
         self._clock, self._begun = np.zeros(num_workers), np.zeros(num_workers)
         self._head, self._tail, self._queued, self._num_prompts, self._num_rows, self._context, self._reserved = (
             np.zeros((7, num_workers), np.int64)
@@ -138,13 +138,13 @@ class CoarseSimulation:
         self._pending, self._done, self._prompt = np.zeros((3, num_workers, MAX_PROMPTS), np.int64)
         self._row_end = np.full((num_workers, spec.max_batch), NEVER)
         self._row = np.zeros((num_workers, spec.max_batch), np.int64)
-        # Of pools: tokens that were ever written, and how many there were when a chat or a beginning was last used.
+        # Pools: tokens that were ever written, and their number when a chat or a common prefix was last used.
         self._written = np.zeros(num_workers, np.int64)
         self._chat_worker = np.full(num_chats, -1)
         self._chat_written, self._chat_tokens = np.zeros((2, num_chats), np.int64)
         num_systems = int(load.system.max()) + 1
         self._system_written = np.full((num_workers, num_systems), -NEVER // 2)
-        # Of placers: the tokens that each takes to be left, all that it has sent, and where it sent what and when.
+        # Placers: the tokens that each believes to be left, all tokens that it has sent, and each chat's last worker.
         self._left, self._sent = np.zeros((2, NUM_PLACERS, num_workers), np.int64)
         self._beats: list[tuple[slice, Ints, Ints]] = []
         self._sent_worker, self._sent_tokens = np.zeros((2, NUM_PLACERS, num_chats), np.int64)
@@ -153,9 +153,9 @@ class CoarseSimulation:
         self._turns = rng.integers(2**31, size=num_requests)
 
     def run(self) -> CoarseOutcome:
-        """Return what becomes of the requests."""
+        """Return the outcomes of the requests."""
         tick = first = 0
-        if self._workers is not None:  # nothing depends on heartbeats: each worker goes on by itself
+        if self._workers is not None:  # no request waits for a heartbeat: each worker runs by itself
             self._queue_requests(np.arange(len(self._at_s)))
         while self._workers is None and first < len(self._at_s):
             until_s = (tick + 1) * TICK_S
@@ -261,7 +261,7 @@ class CoarseSimulation:
         return np.minimum(hits, load.prompt_tokens[requests] - 1) // size * size
 
     def _admit_prompts(self, workers: Ints, now_s: Floats, is_idle: NDArray[np.bool_]) -> None:
-        """Admit what waits, in its order, while the batch and the pool have room.
+        """Admit waiting prompts in their order, while the batch and the pool have room.
 
         Prompt tokens found in the pool are loaded during a step, and admitted at its end.
         """

@@ -71,7 +71,7 @@ class Tier:
     def store_blocks(self, worker: int, keys: Sequence[bytes]) -> None:
         """Store blocks of a worker, in the place of those that were not used for longest."""
         blocks = self._find_store(worker)
-        for key in reversed(keys):  # the first ones are used last: others are worth nothing without them
+        for key in reversed(keys):  # the first blocks are evicted last: later ones are useless without them
             blocks[key] = None
             blocks.move_to_end(key)
         while len(blocks) > self.num_blocks:

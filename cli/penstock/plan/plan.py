@@ -221,7 +221,7 @@ def is_long(trace: Sequence[Arrival]) -> bool:
 def play_trace(
     trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
 ) -> list[Timing]:
-    """Return what becomes of the requests with these numbers of workers, to which they go in turn.
+    """Return the latencies of the requests with these numbers of workers, which get them in turn.
 
     Without decode workers all answers have one token. A long trace is played by the coarse model.
     """
@@ -240,7 +240,7 @@ def play_trace(
 def play_auto(trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_auto: int) -> list[Timing]:
     """Return the latencies of the requests with `num_auto` workers of kind `auto`, which get them in turn."""
     spec = _make_spec(rates, batch, rates.fit_cost())
-    # The rate of prompts has in it what a step takes by itself, which a step with answers and prompts takes once.
+    # The rate of prompts includes the fixed cost of a step. A step with answers and prompts has that cost only once.
     token_s = max(0.0, spec.cost.token_s - spec.cost.fixed_s / spec.max_step_tokens)
     spec = replace(spec, cost=replace(spec.cost, token_s=token_s))
     if is_long(trace):

@@ -40,7 +40,7 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
         for one in answered
     }
     requests = [one for one in _read_requests(bus, pipeline) if one.id in rows]
-    chats = dict[bytes, int]()  # numbers: by a hash of its beginning a prompt could be told from others
+    chats = dict[bytes, int]()  # the trace has numbers: a hash of the beginning could reveal a prompt
     for request, hash_ids in zip(requests, _number_blocks(requests, rows), strict=True):
         chat = chats.setdefault(chain_prompt(request).home, len(chats))
         rows[request.id] |= {"hash_ids": hash_ids, "chat": str(chat)}
@@ -56,7 +56,7 @@ def _read_results(bus: Bus, pipeline: Pipeline) -> Iterator[Result]:
 def _read_requests(bus: Bus, pipeline: Pipeline) -> Iterator[Request]:
     for topic in pipeline.input_topics("prefill").values():
         for message in bus.read_all(topic):
-            with suppress(PenstockError):  # what no worker can read has no answer with tokens either
+            with suppress(PenstockError):  # an unreadable request has no answer with tokens
                 yield decode_message(Request, message.value)
 
 

@@ -62,7 +62,7 @@ class Outcome:
         return (self.end_s - self.first_s) / max(1, self.request.output_tokens - 1)
 
     def make_timing(self) -> Timing:
-        """Return what its class has limits for."""
+        """Return the latencies that the limits of its class are about."""
         return Timing(self.request.klass, self.ttft_s, self.itl_s)
 
 
@@ -253,7 +253,7 @@ class Simulation:
             context=(outcome, view),
         )
         if is_job:
-            # What nobody shares is fetched by names all the same. The last, partial block comes with the job.
+            # Blocks that no other request shares are fetched by keys, too. The last, partial block comes with the job.
             num_full, num_rest = divmod(request.prompt_tokens, size)
             seq.block_keys = seq.block_keys or [f"{request.id} {index}".encode() for index in range(num_full)]
             seq.tail_payload = b"" if num_rest else None
@@ -281,7 +281,7 @@ class Simulation:
         for seq, load in messages:
             if seq.num_output_tokens or self._has_first_block(worker, seq):
                 loads.append(load)
-            else:  # nothing is looked for
+            else:  # no tier is asked
                 worker.add_sequence(seq)
         self._begin_step(worker)
         for load in loads:

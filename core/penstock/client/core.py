@@ -1,7 +1,7 @@
 """The part of both clients that does no I/O: settings, requests and their messages, the reading of a stream, errors.
 
-`Client` and `AsyncClient` do the I/O between these steps: they send what `prepare_message` returns, and do what
-`read_stream` asks for: take from the live channel, read the log, read the record.
+`Client` and `AsyncClient` do the I/O between these steps. They send the message that `prepare_message` returns, and
+answer the questions of `read_stream`: take from the live channel, read the log, read the record.
 """
 
 import time
@@ -436,10 +436,10 @@ def read_stream(
 ) -> Generator[StreamStep, Any, None]:
     """Read a stream: yield questions, to which the caller sends the replies, and the events that follow from them.
 
-    The caller listens to the live channel from the first `TakeLive` on, whose reply says that events may be missing:
-    the log is read then, again at a gap, and after a silence, which is longer each time, `max_silence_s` at most. With
-    `begins_with_log` it is read before that, so that nobody listens to a stream that has ended. Into a read that fails
-    because Redis is away `BusUnavailable` is to be thrown; it is done again after the next silence.
+    The caller listens to the live channel from the first `TakeLive` on. Its reply says that events may be missing, so
+    the log is read then. The log is read again at a gap, and after each silence; silences grow up to `max_silence_s`.
+    With `begins_with_log` the log is read first, so that nobody listens to a stream that has ended. If Redis is away,
+    the caller throws `BusUnavailable` into the generator, which repeats the read after the next silence.
 
     Events come in lists of those that came together; an empty list comes after each wait without any. An end with an
     error is an event as any other. With `body`, the hash of a request's body, `IdConflict` is raised before the first

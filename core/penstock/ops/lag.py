@@ -171,8 +171,9 @@ class _StageWorkers:
         return max(0, messages - self.sum_field(klass, self._held))
 
     def count_messages(self, klass: PriorityClass, unsettled: int) -> int:
-        """Return how many of a class's messages are this stage's work, of those that are not settled in its topic: a
-        request that is decoded by the worker that read it is decode's work from its first token on.
+        """Return how many of a class's messages are this stage's work, of `unsettled` ones in its topic.
+
+        A request that is decoded by the worker that read it is decode's work from its first token on.
         """
         return max(0, unsettled + self._in_place * self.sum_field(klass, "in_place"))
 

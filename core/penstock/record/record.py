@@ -35,16 +35,17 @@ Args = list[str | int | bytes]
 
 @dataclass(frozen=True)
 class UnclaimedMessage:
-    """A message that no worker has claimed yet: the request's id, its body's hash (empty of a job), the name that is
-    bound to the request if this message settles its result, the delivery as a worker needs it that takes the request
-    over, and how long after the newest result of its id it was sent, as far as that is known.
-    """
+    """A message that no worker has claimed yet. `id` is the request's."""
 
     id: str
     body_hash: str
+    """The hash of the request's body; empty for a job."""
     name: str
+    """The name that is bound to the request if this message settles its result."""
     message: bytes
+    """The delivery, as a worker needs it that takes the request over."""
     since_result_s: float = math.inf
+    """Seconds between the newest result of this id and the message; infinite if no result is known."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Record:
         """
         if not waiting:
             return []
-        # A second claim of the session that holds a request would find it busy for as long as that lives.
+        # Calls must not run twice: a second claim by the same session would find the request busy while that lives.
         commands: list[Sequence[Any]] = []
         for one in waiting:
             call = self._claim_call(stage, session, one)
@@ -157,7 +158,7 @@ class Record:
         return [found.get(name, ()) for name, _ in claims]
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
-        if self._note_refusal(request_id, reply):  # the holder of its delivery ends it, as if it had claimed it
+        if self._note_refusal(request_id, reply):  # the holder of the delivery ends the request, as with a claim
             return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0, 1), reply)
         match reply[0]:
             case b"busy":
@@ -208,7 +209,7 @@ class Record:
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
-        except (StreamError, UnicodeDecodeError) as error:  # this request's: the others that were claimed go on
+        except (StreamError, UnicodeDecodeError) as error:  # only this request is damaged: the other claims go on
             rolling_hash, damage = START_HASH, f"its record or log cannot be read ({type(error).__name__})"
         return Claim(
             id=request_id,
@@ -265,9 +266,8 @@ class Record:
         result: it is bound to the request.
 
         The number of events in the log becomes the usage's `completion_tokens`, or the end's `pieces` where it has any:
-        readers rely on it. The record is kept
-        for `keep_s` and for as long as the request took since it was published, as a second message of its id may wait
-        for as long.
+        readers rely on it. The record is kept for `keep_s`, and for the time that the request took since it was
+        published, because a second message of its id may wait for as long.
         """
         return self.finish_all([(claim, end, name)])[0]
 

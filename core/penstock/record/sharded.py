@@ -3,8 +3,8 @@
 A server that is away is an outage of its own requests alone. These steps follow when a server does not answer:
 
     1  the thread that notices it, the loop's or the session's, marks the server as away. From then on no calls are sent
-       to it: claims are postponed, and all other calls return what they return for lost claims
-    2  the worker learns that its claims there are lost, lets go of them, and keeps their deliveries
+       to it: claims are postponed, and all other calls return the value for a lost claim
+    2  the worker learns that its claims there are lost, drops them, and keeps their deliveries
     3  the session's thread retries. When the server answers, the thread opens a new session and ends the one before,
        with all claims that it held. From then on requests are claimed again
 
@@ -186,7 +186,7 @@ class _ShardedRecord(Record):
         return outcomes
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Return whether each server that is not away has an answer, or none to give, within a time for each."""
+        """Return whether each server that is not away has sent a reply within a time, or owes none."""
         return all(
             server.call_or_default(partial(server.record.wait_for_outcome, timeout_s), True)
             for server in self.servers.parts

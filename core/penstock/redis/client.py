@@ -149,8 +149,8 @@ def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionP
 def _keep_cancellation(connection_class: Any) -> Any:
     """Return the class, with commands that raise `CancelledError` whenever their task is cancelled meanwhile."""
 
-    # redis-py sends commands in `asyncio.wait_for`, which returns as if nothing were the matter on Python 3.11 when
-    # its task is cancelled just as the command was sent. The task would then go on, for a stream until its end.
+    # redis-py sends commands in `asyncio.wait_for`. On Python 3.11 that swallows a cancellation which comes just as the
+    # command was sent. The task would then go on, for a stream until its end.
     class Connection(connection_class):  # type: ignore[misc]
         async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             task = asyncio.current_task()
@@ -238,7 +238,7 @@ def execute_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> li
     pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:
-        # What redis-py does before it asks hiredis is for words that may be several in one, and for buffers.
+        # hiredis packs the words directly: redis-py would first look for words with blanks in them, and for buffers.
         packed = b"".join(hiredis.pack_command(tuple(command)) for command in commands)
         connection.send_packed_command([packed], check_health=False)
         replies = [_read_reply(connection) for _ in commands]

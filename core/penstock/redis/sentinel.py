@@ -126,7 +126,7 @@ def _parse_host(host: str) -> HostPort:
 
 
 def find_masters(url: str) -> dict[HostPort, HostPort | redis.RedisError | None]:
-    """Return what each Sentinel answers about the master.
+    """Return each Sentinel's answer about the master.
 
     An answer is the master's host and port, None if the Sentinel does not know the service, or the error.
     """

@@ -1,4 +1,4 @@
-"""Several Redis servers for requests, and the choice of the server for each request.
+"""Several Redis servers for requests, and the rule that chooses the server of a request.
 
 The record, log, live channel and spans of a request are on one server, chosen by its id. All else is on the first
 server.

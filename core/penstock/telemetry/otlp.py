@@ -69,7 +69,7 @@ def push_metrics(meters: Meters, resource: Resource) -> Iterator[None]:
             is_last = over.wait(interval_s)
             try:
                 exporter.export(build_metrics_data(meters, resource))
-            except Exception:  # what receives figures is no reason to fail
+            except Exception:  # a fault of the receiver must not end this process
                 log.exception("sending metrics by OTLP failed")
 
     thread = threading.Thread(target=run, name="otlp-metrics", daemon=True)

@@ -58,7 +58,7 @@ class PoolLayout(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what layers without KV keep of a sequence; 0 if there are none."""
+        """Bytes of the recurrent state of one sequence; 0 if the model has none."""
 
     @property
     def scan_chunk_tokens(self) -> int:
@@ -99,7 +99,7 @@ class StoreLayout:
     has_separate_answer_keys: bool = False
     """Whether a token's KV depends on whether it is the prompt's or the answer's."""
     num_state_parts: int = 0
-    """Parts, as large as blocks, in which a state is stored that layers without KV keep; 0 if there are none."""
+    """Block-sized parts in which the recurrent state is stored; 0 if the model has none."""
     scan_chunk_tokens: int = 0
     """How many tokens of a prompt the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
 

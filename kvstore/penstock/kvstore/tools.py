@@ -158,7 +158,7 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
     for arena in find_arenas(directory):
         try:
             tier = HostTier.attach_shared(arena.path)
-        except KVStoreError as error:  # incomplete, as its maker died, or of another version
+        except KVStoreError as error:  # incomplete, because its process died, or of another version
             tell(f"left out: {error}")
             continue
         used = "" if arena.is_in_use else ", in no process"
@@ -172,7 +172,7 @@ def _open_disk_tiers(settings: KVSettings, tell: Callable[[str], None]) -> Itera
     for path in find_slot_files(settings.disk_path):
         try:
             yield TierLocation(HostTier.attach_disk(path, settings.shared_dir), str(path))
-        except KVStoreError as error:  # no worker has opened it since the host began, or it is another user's
+        except KVStoreError as error:  # no worker has opened it since the host's boot, or it is another user's
             tell(f"left out: {error}")
 
 

@@ -1,7 +1,7 @@
 """Moving KV while the engine computes: up to three threads between the pool's memory and the tiers.
 
-    in       reads blocks into staged blocks of the pool; the sequence that wants them is computed when they are there
-    out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
+    in       reads KV blocks into staged blocks of the pool; their sequence is computed when they have been read
+    out      writes blocks of the pool to the hand-off tier and those above it; a job is settled after its own blocks
     behind   writes blocks to the tiers below the hand-off tier; nothing waits for that
 
 Each thread does interactive work before batch work, and work that no job waits for last. A load for which the pool has
@@ -77,9 +77,9 @@ class StateSearch:
 
     blocks: PromptBlocks
     positions: Sequence[int]
-    """After how many tokens states may be stored, the last first."""
+    """The numbers of tokens after which states may be stored, the largest first."""
     num_pool_tokens: int
-    """After how many tokens the last one is that the engine has; 0 if none."""
+    """The number of tokens before the last state that the engine has; 0 if it has none."""
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class LoadOperation:
     """For each leading block that is in the pool now: the tiers to which it is to be written."""
     tail_payload: memoryview | None = None
     state: tuple[int, memoryview] | None = None
-    """After how many tokens a state is that was read, and its bytes, those of all parts."""
+    """The state that was read: the number of tokens before it, and the bytes of all its parts."""
     started_s: float = 0.0
     finished_s: float = 0.0
     """When the blocks were read, in seconds since the epoch."""
@@ -124,7 +124,7 @@ class StoreOperation:
     states: Sequence["StateWrite"] = ()
     """Parts of states to write to all tiers."""
     leased: Sequence[BlockKey] = ()
-    """Blocks that the hand-off tier has, and that are leased as those are that are written."""
+    """Blocks that the hand-off tier has already. They are leased together with the written blocks."""
     is_written: "Future[float]" = field(default_factory=Future)
     """Resolves to `finished_s` once the blocks are written or cannot be. It never does after `Transfers.abandon`."""
     started_s: float = 0.0
@@ -247,7 +247,7 @@ class Transfers:
             else:
                 self._pool.unpin_block(pinned)
         self._num_open += 1
-        # What is leased alone comes behind the writes that were begun without a lease: some of them may be waiting.
+        # A store that only leases blocks comes after all writes: an earlier write of such a block may still wait.
         rank = CLASSES.index(store.klass) if store.lease_owner and not store.leased else LOWEST_RANK
         self._out.submit(rank, partial(self._run_store, store, writes))
 
@@ -290,7 +290,7 @@ class Transfers:
     def abandon(self) -> None:
         """Drop all work, and stop: no job may be settled here any more."""
         self._is_abandoned = True
-        self._shut_down()  # waits for blocks that are being copied, as their memory is the pool's
+        self._shut_down()  # waits for blocks that are being copied: their memory is the pool's
 
     def _shut_down(self) -> None:
         self._is_closing = True

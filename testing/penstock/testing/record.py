@@ -83,7 +83,7 @@ class MemoryRecords:
 class MemoryRecord(Record):
     """The records of one pipeline's requests, in memory."""
 
-    # `Record`'s own constructor wants a client. What is inherited does without one: `tests/record/test_double.py`.
+    # `Record`'s own constructor needs a client. The inherited methods need none: `tests/record/test_double.py`.
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
         self._records, self._settings = records, settings
         self._lock: AbstractContextManager[object] = records.lock
@@ -201,7 +201,7 @@ class MemoryRecord(Record):
 
     def _finish(self, claim: Claim, end: EndEvent, name: str) -> AppendOutcome:
         before, (end, keep_ms) = self._records.find(claim.id) or NEW, self._complete_end(claim, end)
-        end.encode()  # raises for what cannot be written, as the record in Redis does
+        end.encode()  # raises for text that cannot be encoded, as the record in Redis does
         rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end, name)
         if rec is not before:
             self._records.put(claim.id, rec, keep_ms)

@@ -109,11 +109,11 @@ class Endpoint:
             self.paused_until_s = max(self.paused_until_s, now_s + wait_s)
 
     def is_resting(self, now_s: float) -> bool:
-        """Return whether it is left alone, or tried with one request."""
+        """Return whether the endpoint rests, or is tried with one request."""
         return now_s < self.paused_until_s or self.num_failures > 0
 
     def describe_rest(self, now_s: float) -> dict[str, object]:
-        """Return its address, and if it rests why, and for how many seconds more; 0 of one that is being tried."""
+        """Return the address, and for a resting endpoint the cause and the seconds left; 0 while it is being tried."""
         if not self.is_resting(now_s):
             return {"url": self.url, "cause": "", "problem": "", "rests_s": 0.0}
         problem, rests_s = self.problem[:MAX_TOLD_CHARS], max(0.0, self.paused_until_s - now_s)
@@ -144,7 +144,7 @@ class Endpoints:
 
     @property
     def current_problem(self) -> str:
-        """Why no endpoint can be asked now; empty where one can, or has only as much to do as it may."""
+        """The reason why no endpoint can be asked now; empty if one can, or if one is only fully loaded."""
         rests = self.describe_rests()
         told = [f"{one['url']}: {one['problem']}" for one in rests if one["cause"]]
         return "; ".join(told) if len(told) == len(rests) else ""

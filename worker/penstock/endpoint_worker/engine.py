@@ -60,11 +60,11 @@ class Refusal:
     """Whether it may still be counted against the request."""
 
     def counts(self, endpoint: Endpoint, now_s: float) -> bool:
-        """Return whether it is known by now to be the request's fault.
+        """Return whether the refusal is known by now to be the request's fault.
 
-        It is once the endpoint has answered another request that was asked for later. To be busy says nothing of a
-        request that was asked for among others. Alone it counts after a pause, if the endpoint does not fail at others
-        as well; a refusal for the key, and being busy, never do.
+        It is known once the endpoint has answered another request that was sent later. A busy endpoint proves nothing
+        about a request that was sent among others. A refusal alone counts after a pause, if the endpoint does not fail
+        at other requests as well. Refusals for the key, and of a busy endpoint, never count alone.
         """
         if self.asked_s < endpoint.answered_s:
             return not (self.failed.is_busy and self.was_crowded)
@@ -73,7 +73,7 @@ class Refusal:
 
 @dataclass(eq=False)
 class EndpointSequence:
-    """A request that endpoints are asked for. Its prompt counts as no work: how it is computed is not known here."""
+    """A request that endpoints are asked for. Its prompt counts as no work, because the endpoint computes it."""
 
     request: Request
     klass: PriorityClass
@@ -84,7 +84,7 @@ class EndpointSequence:
     answer: EndpointReply | None = None
     """The answer that is being read; None while the request waits for an endpoint."""
     asked_s: float = 0.0
-    """When that was asked for, or the last one was."""
+    """The time at which this answer was asked for, or else the last one."""
     num_pieces_before: int = 0
     """Pieces so far when the answer was asked for: they were a part of its prompt."""
     num_failures: int = 0
@@ -167,8 +167,8 @@ class EndpointEngine:
     def count_free(self) -> int:
         """Return how many more requests can be asked for now.
 
-        Those in a pause of their own take no place from others. Where an endpoint refuses all that are here, a further
-        one is taken in for each try: it may be the first good one.
+        Requests in a pause of their own take no place from others. If an endpoint refuses all requests that are here,
+        one further request is claimed for each try: it may be the first good one.
         """
         now_s, waiting = self.endpoints.clock(), [seq for seq in self._sequences.values() if seq.is_waiting]
         num_ready = sum(any(one not in seq.list_paused(now_s) for one in self.endpoints.all) for seq in waiting)
@@ -265,8 +265,8 @@ class EndpointEngine:
     # Asking
 
     def _ask_endpoints(self) -> None:
-        """Ask for all requests that wait, as far as endpoints can be asked: interactive ones first, and those at which
-        endpoints failed behind all others, so that each try is of another one.
+        """Ask for all waiting requests, as far as endpoints can be asked. Interactive requests come first, and requests
+        at which endpoints failed come last, so that each try is of another request.
         """
         now_s = self.endpoints.clock()
         waiting = [seq for seq in self._sequences.values() if seq.is_waiting]
@@ -288,7 +288,7 @@ class EndpointEngine:
                 failpoint("endpoint.2.asked")
 
     def _build_question(self, seq: EndpointSequence) -> Question:
-        """Return what to ask. Raises `AnswerInterrupted` for text that is not to be, or cannot be, gone on with."""
+        """Return the question. Raises `AnswerInterrupted` if its text must not or cannot be continued."""
         if seq.pieces and self.settings.interrupted != "continue":
             raise AnswerInterrupted("it was cut when readers had seen a part of it")
         return build_question(seq.request, self.settings.model, "".join(seq.pieces), len(seq.pieces))

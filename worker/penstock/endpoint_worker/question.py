@@ -31,7 +31,7 @@ class Question(NamedTuple):
 
 
 def check_request(request: Request, klass: PriorityClass, model: str) -> None:
-    """Raise `InvalidRequest` for what no endpoint can be asked, and `UnknownModel` for another model than `model`."""
+    """Raise `InvalidRequest` for a request that no endpoint could answer, and `UnknownModel` for another model."""
     sampling, variables = request.sampling, request.chat_template_kwargs or {}
     if request.klass not in (None, klass):
         raise InvalidRequest(f"class {request.klass!r} in the topic of class {klass!r}")
@@ -50,10 +50,9 @@ def check_request(request: Request, klass: PriorityClass, model: str) -> None:
 
 
 def build_question(request: Request, model: str, text: str = "", num_pieces: int = 0) -> Question:
-    """Return what to ask for a request of which `text` was said, in `num_pieces` pieces.
+    """Return the question for a request whose answer so far is `text`, in `num_pieces` pieces.
 
-    Raises `AnswerInterrupted` where nobody can be asked to go on behind the text. A piece counts as a token of
-    `max_tokens` then.
+    Each piece counts as a token of `max_tokens`. Raises `AnswerInterrupted` if no endpoint can continue the text.
     """
     if num_pieces:
         _check_continuable(request)

@@ -1,7 +1,7 @@
 """The answer of an endpoint to one question, read on a thread and handed to the loop piece by piece.
 
-An answer ends in exactly one of: `Finished`; `Refused`, which is certainly about the request; `Failed`, of which it is
-not known whether it is about the request or the endpoint. Once `cut` was called nothing more of it is used.
+An answer ends in exactly one of three events: `Finished`; `Refused`, which is the request's fault; and `Failed`, which
+may be the fault of the request or of the endpoint. After `cut` was called no further event is used.
 """
 
 import codecs
@@ -42,7 +42,7 @@ MAX_TOLD_TOKENS = 2**53
 MAX_INTERIM_ANSWERS = 16
 """How many interim answers (HTTP 100 to 199) may come before the answer itself."""
 INVALID_STATUSES = (400, 403, 413, 415, 422, 451)
-"""HTTP statuses that say that the request is not as it should be, if it is the request's fault."""
+"""HTTP statuses that mean an invalid request, if the refusal is the request's fault."""
 BUSY_STATUSES = (429, 503)
 CONTINUING_OWNERS = ("vllm", "sglang")
 """`owned_by` of the models of servers that have `continue_final_message`."""
@@ -208,7 +208,7 @@ class EndpointReply:
         stop: str | None = None
         for event in events:
             usage = read_usage(event) or usage
-            # One answer was asked for: a choice with another number is none of ours.
+            # The question asked for one answer: a choice with another number is ignored.
             for choice in (one for one in event.get("choices") or () if one.get("index") in (None, 0)):
                 if text := read_text(choice):
                     self._report(self, Piece(text))

@@ -52,7 +52,7 @@ def arena_directory(directory: str = "") -> Path:
         return Path(directory or shared)
     with suppress(OSError):
         return Path(tempfile.gettempdir())
-    return shared  # there is none of all these
+    return shared  # the system has no such directory: opening the arena will say so
 
 
 def arena_path(directory: str, pipeline: str, form: BlockFormat, geometry: Geometry) -> Path:

@@ -50,9 +50,9 @@ class ArenaAllocator:
         self._one_at_a_time = threading.Lock()
         self._stopped = threading.Event()
         self._retry_at_s = 0.0
-        """Until then no more is allocated: there is no room, or this opening is closed."""
+        """The time before which no more is allocated: there is no room, or this opening is closed."""
         self._problem: OSError | None = None
-        """Why there was no room."""
+        """The error for which slots got no space; None if they did."""
         self._warned = False
         self._thread = threading.Thread(target=self._map_and_allocate, name="kv arena", daemon=True)
 
@@ -155,7 +155,7 @@ class ArenaAllocator:
             try:
                 count, self._problem = self._medium.reserve_slots(first, count), None
                 break
-            except OSError as error:  # less may fit: in memory one slot surely does at first, opening has reserved it
+            except OSError as error:  # fewer slots may fit; in memory the first one does, opening has reserved it
                 count, self._problem = count // 2, error
         return count
 

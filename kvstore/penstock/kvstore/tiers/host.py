@@ -133,7 +133,7 @@ class HostTier:
         """Implement `Tier.remove_blocks`."""
         failed = self._medium.num_failed
         num_removed = self.arena.remove_blocks(keys)
-        if self._medium.num_failed > failed:  # they are gone, but may come back when tables are made anew
+        if self._medium.num_failed > failed:  # their blocks may come back when the tables are built again
             self._count_error()
         return num_removed
 

@@ -72,7 +72,7 @@ class KVServer:
                 wires.append(self._get_connection())
             result = call(wires)
         except (OSError, redis.RedisError, UnexpectedReply, ErrorReply) as error:
-            self._close_connections(wires + self._take_idle())  # what broke one connection may have broken all
+            self._close_connections(wires + self._take_idle())  # the other connections may be broken, too
             counters.errors += 1
             self._retry_at_s = time.monotonic() + RETRY_AFTER_S
             log.warning("KV server %s did not answer, its blocks are treated as missing: %r", self._name, error)
