@@ -73,7 +73,7 @@ def reword_validation(message: str) -> str:
 
 
 class PenstockError(Exception):
-    """The root of the tree."""
+    """The base class of all errors that Penstock raises."""
 
     exit_status: ClassVar[int] = 1
     """The exit status of a command that ends with this error."""
@@ -161,7 +161,7 @@ class UnsupportedSchema(RequestError):
 
 
 class GrammarFailed(RequestError):
-    """A grammar cannot go on: a token of the log is not allowed by it, or computing a mask exceeds its limits."""
+    """A grammar cannot continue: it does not allow a token of the log, or computing a mask exceeds its limits."""
 
     code = "grammar_failed"
 

@@ -335,7 +335,7 @@ def _encode_body(request: Request) -> bytes:
 
 
 def _encode_beside_body(request: Request) -> tuple[bytes, bytes]:
-    """Return the parts of a request's canonical JSON in front of the body, and behind it."""
+    """Return the parts of a request's canonical JSON before and after the body."""
     beside = {
         "v": request.v,
         "class": request.klass,

@@ -149,8 +149,8 @@ class Pipeline:
     def consumer_group(self, kind: WorkerKind) -> str:
         """Return the name of the consumer group of workers of a kind.
 
-        All that read requests have one: a pipeline that changes from one kind to another goes on where it was. An
-        `auto` worker is in the group of `decode` as well.
+        All kinds that read requests share one group, so a pipeline that changes its kind of workers continues where it
+        was. An `auto` worker is in the group of `decode` as well.
         """
         return f"penstock.{self.name}.{'decode' if kind == 'decode' else 'prefill'}"
 

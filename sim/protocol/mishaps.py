@@ -85,8 +85,9 @@ def _generate_session_ends(state: State, rules: Rules) -> Steps:
 def _generate_redeliveries(state: State, rules: Rules) -> Steps:
     """Generate the steps in which the bus takes a message from its holder.
 
-    It finds a dead member at any time, before the end of its session or after it, and may take a living one for dead.
-    So nothing rests on what tells the bus that a member lives: on Redis Streams its session, on Kafka another one.
+    The bus finds a dead member at any time, before the end of its session or after it, and may take a living one for
+    dead. No promise depends on how the bus knows that a member lives: by the worker's session on Redis Streams, by a
+    session of its own on Kafka.
     """
     left = state.left
     for place, (message, at) in enumerate(state.bus):

@@ -113,7 +113,7 @@ class Stack:
         url = redis or (self._server.url if self._server else "")
         self.addresses = load_settings(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
         self.stop_asked: Callable[[], object] = lambda: False
-        """Says whether a start of the server is to be given up while it waits, as for its port."""
+        """Returns a true value to stop a start of the server while it waits, for example for its port."""
         self._bus_settings = load_settings(BusSettings)
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks

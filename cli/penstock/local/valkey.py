@@ -52,7 +52,7 @@ class ValkeyServer:
         self._replica_of = replica_of
         self._child: Child | None = None
         self.stop_asked: Callable[[], object] = lambda: False
-        """Says whether a start is to be given up while it waits."""
+        """Returns a true value to stop a start while it waits."""
         self._lock: int | None = None
         """The descriptor of the file by which this process has the directory."""
 

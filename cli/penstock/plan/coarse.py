@@ -213,7 +213,7 @@ class CoarseSimulation:
             self._left[:, workers] = waiting + self._sent[:, workers] - sent
 
     def _queue_requests(self, requests: Ints) -> None:
-        """Put requests behind those that wait for their workers."""
+        """Append requests to the queues of their workers."""
         order = requests[np.argsort(self._worker[requests], kind="stable")]
         workers = self._worker[order]
         is_first = np.diff(workers, prepend=-1) != 0
@@ -229,9 +229,9 @@ class CoarseSimulation:
     # Steps
 
     def _take_steps(self, until_s: float) -> None:
-        """Let all workers take steps, until each one's last ends behind this time or it has nothing to do.
+        """Let all workers take steps, until each has passed this time or has no work.
 
-        A few may be late, and go on with the next tick's steps.
+        A few workers may be late, and continue with the steps of the next tick.
         """
         while True:
             is_busy = self._num_rows + self._num_prompts > 0

@@ -116,7 +116,7 @@ class Answer:
     id: str
     text: str
     token_ids: list[int]
-    """Empty where an endpoint was asked, which tells only text."""
+    """The ids of the answer's tokens; empty if an endpoint answered, which sends only text."""
     finish_reason: FinishReason
     usage: Usage
     timings: Timings

@@ -109,4 +109,4 @@ class GrammarState:
 
     def _make_error(self, matcher: "LLMatcher", what: str) -> GrammarFailed:
         reason = matcher.get_error().split("\n<")[0] or matcher.stop_reason()
-        return GrammarFailed(f"the answer cannot go on in its grammar: {what}: {reason} ({ENGINE_VERSION})")
+        return GrammarFailed(f"the answer cannot continue in its grammar: {what}: {reason} ({ENGINE_VERSION})")

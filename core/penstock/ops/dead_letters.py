@@ -98,7 +98,7 @@ def _parse_body(letter: DeadLetter) -> dict[str, Any]:
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or letter.id.startswith("#"):
-        raise DeadLetterError(f"{letter.id} is no message with an id: it has to be sent anew")
+        raise DeadLetterError(f"{letter.id} is not a message with an id: the sender has to send it again")
     return body
 
 

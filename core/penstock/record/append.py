@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 APPEND = load_script("penstock.record", "append")
 NUM_HEAD_WORDS = 9
-"""Words of an append that are the same for all of a claim."""
+"""Number of words of an append that are the same for all appends of a claim."""
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
 
@@ -145,7 +145,7 @@ class TokenAppender:
 
 
 def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int, num_found: int) -> bytes:
-    """Return the wire bytes of a claim's appends behind the number of words, up to position, hash and events."""
+    """Return the wire bytes of a claim's appends between the number of words and the position."""
     words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch, num_found
     assert len(words) == NUM_HEAD_WORDS
     return _encode_bulk_strings(*(str(word).encode() for word in words))

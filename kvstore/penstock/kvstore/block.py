@@ -254,7 +254,7 @@ class PromptBlocks:
     """The keys of the blocks of one prompt, and of the tokens after it."""
 
     hasher: BlockHasher
-    """Has the keys of the full blocks. It goes on with the output."""
+    """Has the keys of the full blocks, and adds those of the output."""
     tail_key: BlockKey | None
     """Key of the prompt's last block, if that is partial."""
     num_full_blocks: int

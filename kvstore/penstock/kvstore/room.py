@@ -20,8 +20,8 @@ from penstock.kvstore.arena.file import arena_directory, find_arenas
 class FittedTiers(NamedTuple):
     """Settings with which the tiers of this host can be opened, as far as that is known now.
 
-    `told` has a line for each tier that nobody asked for and that is smaller or left out, `refused` for each that was
-    asked for and cannot be.
+    `told` has a line for each tier without a setting of its own that is smaller or left out. `refused` has a line for
+    each tier that was asked for and cannot be opened.
     """
 
     settings: KVSettings
@@ -30,7 +30,7 @@ class FittedTiers(NamedTuple):
 
 
 def fit_tiers(settings: KVSettings, pipeline: str) -> FittedTiers:
-    """Return the settings with the sizes of tiers that nobody asked for fitted to what this host has."""
+    """Return the settings, with the sizes of tiers that were not set explicitly fitted to this host's memory."""
     told, refused, sizes = list[str](), list[str](), dict[str, int]()
     given, directory = settings.model_fields_set, arena_directory(settings.shared_dir)
     no_directory = _find_directory_problem(directory)

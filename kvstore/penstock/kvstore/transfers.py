@@ -73,7 +73,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class StateSearch:
-    """The states from which a sequence can go on. KV behind the last one that is found is of no use to it."""
+    """The states from which a sequence can continue. KV after the last state found is of no use to the sequence."""
 
     blocks: PromptBlocks
     positions: Sequence[int]
@@ -214,8 +214,9 @@ class Transfers:
                     self._in.submit(rank, partial(self._run_load, load, staged))
 
     def _is_nowhere(self, load: LoadOperation, staged: StagedBlocks) -> bool:
-        """Return whether it is known without waiting that there is nothing to read: no thread is woken for that, as a
-        first token would wait for it. A tail is read behind all full blocks alone.
+        """Return whether it is known without waiting that no tier has a block to read.
+
+        No thread is woken then, because the first token would wait for it. A tail is read only after all full blocks.
         """
         is_simple = bool(load.keys) and load.states is None and not staged.num_cached
         is_nowhere = is_simple and self._store.lacks_block(load.keys[0])

@@ -1,4 +1,4 @@
-"""An engine that answers by a formula: any worker that goes on with a request gives the same tokens.
+"""An engine that answers by a formula: any worker that continues a request gives the same tokens.
 
 It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV. Its blocks
 are numbers: where they are too few for all requests, the last ones wait.

@@ -179,7 +179,7 @@ class EndpointEngine:
     def add_request(
         self, request: Request, klass: PriorityClass, pieces: Iterable[str], context: Any
     ) -> EndpointSequence:
-        """Have a request answered behind the `pieces` of its text so far."""
+        """Have a request answered, after the `pieces` of its text so far."""
         seq = self._sequences[request.id] = EndpointSequence(request, klass, context, list(pieces))
         return seq
 
@@ -385,7 +385,7 @@ class EndpointEngine:
         self._end(seq, Outcome.of_error(error))
 
     def _end(self, seq: EndpointSequence, outcome: Outcome) -> None:
-        """Drop a request, and report its end behind the text that was handed over."""
+        """Drop a request, and report its end after the text that was handed over."""
         self.remove_request(seq.id)
         self._ended.append(Ended(seq.context, outcome))
 

@@ -27,7 +27,7 @@ class Question(NamedTuple):
     """The path below the endpoint's base address."""
     body: bytes
     continues_chat: bool = False
-    """Whether the answer is to go on with the last turn of a chat, which not every server can do."""
+    """Whether the answer must continue the last turn of a chat, which not every server can do."""
 
 
 def check_request(request: Request, klass: PriorityClass, model: str) -> None:
@@ -74,9 +74,9 @@ def build_question(request: Request, model: str, text: str = "", num_pieces: int
 
 def _check_continuable(request: Request) -> None:
     if request.token_ids is not None:
-        raise AnswerInterrupted("its prompt is token ids, behind which no text can be put")
+        raise AnswerInterrupted("its prompt is token ids, and text cannot be appended to these")
     if request.sampling.grammar is not None:
-        raise AnswerInterrupted("a grammar begins anew behind the text so far")
+        raise AnswerInterrupted("a grammar would start again after the text so far")
 
 
 def map_sampling(sampling: Sampling, num_pieces: int, *, is_chat: bool) -> dict[str, Any]:

@@ -61,9 +61,9 @@ class Finished:
 
     reason: FinishReason
     usage: Usage | None
-    """The tokens that the endpoint has counted, if it tells."""
+    """The tokens that the endpoint has counted, if it reports them."""
     stop: str | None = None
-    """The stop string that ended it, if the endpoint tells: vLLM does."""
+    """The stop string that ended the answer, if the endpoint reports it, as vLLM does."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _check_leases(tables: Tables) -> list[str]:
     if len(set(zip(slots.tolist(), tables.lease_owner_array[rows].tolist(), strict=True))) != len(rows):
         wrong.append("an owner has two leases on a slot")
     if len(rows) and rows[-1] >= tables.words[W_LEASE_TOP]:
-        wrong.append("a lease behind the end of the table")
+        wrong.append("a lease is beyond the end of the table")
     ends = tables.lease_end_array[rows]
     if len(rows) and ends.min() < tables.words[W_NEXT_LEASE_END]:
         wrong.append("a lease ends before the next end")

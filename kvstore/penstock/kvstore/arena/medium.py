@@ -28,7 +28,7 @@ _NO_HEADER = bytes(HEADER_BYTES)
 
 
 class SlotMemory:
-    """Slots behind the tables, in the same file."""
+    """Slots after the tables, in the same file."""
 
     setting, retry_s = "PENSTOCK_KV_STORE_SHARED_MB", float("inf")
     num_present = num_failed = 0
@@ -200,7 +200,7 @@ class SlotFile:
             self.num_failed += 1
 
     def close(self) -> None:
-        """Give up the file's locks. Reads that go on end."""
+        """Release the file's locks. Reads under way end by themselves."""
         with suppress(OSError):
             ByteLocks(self.fd).unlock_all()
         self._directory.close()
