@@ -376,7 +376,7 @@ class Usage(Wire):
 
 
 class Timings(Wire):
-    """When a request reached each stage of its life, in seconds since the epoch (0: not reached, or left out)."""
+    """The times at which a request reached each stage, in seconds since the epoch (0: not reached, or left out)."""
 
     published: float = 0.0
     prefill_started: float = 0.0

@@ -11,7 +11,7 @@ from urllib.request import ProxyHandler, build_opener
 log = logging.getLogger(__name__)
 
 PORT_PATIENCE_S = 150.0
-"""How long a server waits for its port while nobody listens on it. The system keeps it 60 s after a client left."""
+"""Seconds that a server waits for its port while nobody listens on it. The system keeps it 60 s after a client left."""
 TAKEN_BY_CLIENT = "is taken by a connection that goes out from it"
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 """The address to ask a server at that listens on all addresses, by the address that it listens on."""

@@ -18,7 +18,7 @@ __all__ = ["cancel_request", "note_handed_off"]
 NOBODY, GHOST = None, -2
 """In place of a worker's number: nobody, or a dead worker that the others still believe to be alive."""
 NEVER, DUE, LATER = 0, 1, 2
-"""When any worker of a stage may take the request over. The time now is `DUE`."""
+"""The time from which any worker of a stage may take the request over. The time now is `DUE`."""
 LIVING = dict.fromkeys((GHOST, 0, 1, 2, 3), LATER)
 MAX_ATTEMPTS = 2
 Reply = tuple[Any, ...]

@@ -25,12 +25,12 @@ class Rules(NamedTuple):
     bus_knows: bool = True
     """Whether the bus notices dead members. If not, each request must still get its end in the log."""
     stays: tuple[bool, bool] = (False, False)
-    """Which of the two workers that read requests may decode them too. The other hands everything off."""
+    """Flags of the two workers that read requests: True for one that may decode them too. Others hand them off."""
     flaw: str = ""
 
 
 class Budget(NamedTuple):
-    """How often each mishap may still happen."""
+    """The number of times that each mishap may still happen."""
 
     crashes: int = 0
     pauses: int = 0

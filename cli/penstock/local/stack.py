@@ -44,7 +44,7 @@ RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 MIN_STEADY_S = 20.0
 """A worker that lived for this time counts as started: its failures are counted from 0 again."""
 GATEWAY_TIMEOUT_S = 1.0
-"""How long the gateway may take to say that it is ready."""
+"""The longest time in seconds in which the gateway must answer that it is ready."""
 
 
 @dataclass

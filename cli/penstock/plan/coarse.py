@@ -44,11 +44,11 @@ class CoarseLoad:
     chat: Ints
     """Its number, from 0 on: all turns of a chat have one."""
     earlier_tokens: Ints
-    """How many leading tokens of the prompt are those of the chat's turn before, with its answer."""
+    """The number of leading prompt tokens that the chat's turn before and its answer had."""
     system: Ints
     """The number of the beginning that it has in common with other chats, from 0 on."""
     system_tokens: Ints
-    """How long that is; 0 without one."""
+    """The number of tokens of that beginning; 0 without one."""
 
     @classmethod
     def without_chats(cls, at_s: Floats, prompt_tokens: Ints, output_tokens: Ints) -> "CoarseLoad":

@@ -22,7 +22,7 @@ class Slo:
 
 
 class Timing(NamedTuple):
-    """How long a request took."""
+    """The latencies of a request."""
 
     klass: PriorityClass
     ttft_s: float

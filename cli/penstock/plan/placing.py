@@ -1,4 +1,4 @@
-"""Where requests go: what a placer knows of the workers, and the rule by which it chooses one.
+"""Placement of requests: a placer's knowledge of the workers, and the rule by which it chooses one.
 
 A placer is a gateway, or another producer. It sees heartbeats, which are late, and its own requests: when it sent them,
 their first tokens and their ends. It does not see what other placers send. A worker stands for the partition it reads.
@@ -14,7 +14,7 @@ from penstock.engine.scheduling.cost import StepCost
 from penstock.names import PriorityClass
 
 MAX_REMEMBERED_BLOCKS = 2**17
-"""How many blocks a placer remembers; beyond that it forgets those that were not sent for longest."""
+"""The most blocks that a placer remembers; beyond that it forgets the blocks that were not sent for longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class OwnLoad:
     num_blocks: int = 0
     """Blocks of all prompts."""
     sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """When requests were sent since the last heartbeat, and those tokens of each."""
+    """The requests sent since the last heartbeat: the time of each, and its uncached prompt tokens."""
 
 
 class View:

@@ -46,9 +46,9 @@ class Goals:
     window_s: float = 10.0
     """The peak rate is the highest over a window of this length."""
     keep_s: float = 3600.0
-    """How long ended streams can be read."""
+    """Seconds for which ended streams can be read."""
     slos: Slos = field(default_factory=lambda: read_slos(SloSettings()))
-    """When requests are in time, for the goodput."""
+    """The latency targets of the goodput."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Plan:
     decode: int
     waits: Waits
     auto_busy: float
-    """How many workers prompts and answers would keep busy together, in the peak."""
+    """The number of workers that prompts and answers together keep busy in the peak."""
     auto_by_rate: int
     auto: int
     """Workers of kind `auto` that do the same in place of these."""
@@ -94,7 +94,7 @@ class Plan:
     mean_rate: float
     """Requests a second."""
     met_share: float
-    """How many requests of the trace are in time; of two classes, of the one where these are fewer."""
+    """The share of the trace's requests that are in time; of two classes, the lower share."""
     goodput: float
     """The highest rate at which `MET_SHARE` of the requests would be in time, if they came faster or more slowly."""
     goals: Goals

@@ -1,4 +1,4 @@
-"""How fast one worker of each stage is, as measured."""
+"""The measured speed of one worker of each stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

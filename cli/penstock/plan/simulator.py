@@ -44,7 +44,7 @@ class Outcome:
     worker: int = -1
     """The number of the worker that computed the prompt; -1 if none has."""
     first_s: float = 0.0
-    """When its first token was there."""
+    """The time of its first token, in seconds."""
     end_s: float = 0.0
     pool_tokens: int = 0
     """Prompt tokens that were found in that worker's pool."""
@@ -76,7 +76,7 @@ class SimulatedWorker:
         self.busy_s = 0.0
         """Seconds in steps."""
         self.link_free_s = 0.0
-        """When its last fetch from the tiers ends."""
+        """The time at which its last fetch from the tiers ends, in seconds."""
         self.sequences: dict[EngineSequence, None] = {}
         """Those that are not done."""
         self.messages: list[tuple[EngineSequence, Callable[[], None]]] = []

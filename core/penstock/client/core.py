@@ -152,7 +152,7 @@ class BaseClient(ABC):
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
         self._places: dict[str, str] = {}
-        """Where the bus has the messages of the requests that were submitted last, by id."""
+        """The places of the messages of the newest requests, by request id."""
         self.is_let_in = False
         """Redis has answered: from now on a refusal may be over soon, and streams wait for that."""
         self._open_logs()

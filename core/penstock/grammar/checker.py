@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.grammar.engine import GrammarTokenizer
 
 START_TIMEOUT_S = 60.0
-"""How long the child may take to start, on a machine that does other things."""
+"""The longest start of the child in seconds, on a busy machine."""
 CHECK_S = 5.0
 """The most processor time of a check."""
 ANSWER_TIMEOUT_S = 60.0

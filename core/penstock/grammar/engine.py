@@ -30,7 +30,7 @@ MAX_GRAMMAR_ERROR_CHARS = 300
 MAX_CACHED_GRAMMARS = 256
 _SHAPE = ("type", "properties", "required", "items", "additionalProperties")
 MAX_LOCATE_S = 0.25
-"""How long it is looked for the keyword that the engine refuses; the schema as a whole is refused after that."""
+"""The longest search in seconds for the keyword that the engine refuses. After that the whole schema is refused."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # about 10 ms
     step_lexer_fuel=200_000,  # about 15 ms

@@ -112,7 +112,7 @@ class _Translator:
         self._pattern = pattern
         self._at = 0
         self._sizes: list[list[int]] = [[]]
-        """How many characters each part stands for, of the open groups from the outermost."""
+        """The number of characters that each part stands for, by open group from the outermost."""
 
     def translate_pattern(self) -> str:
         out: list[str] = []

@@ -93,7 +93,7 @@ class PreparedSchema:
 
     schema: dict[str, Any]
     paths: Mapping[int, str]
-    """Where each schema inside of it, by its `id()`, comes from: a JSON pointer into the given schema."""
+    """The source of each schema inside of it, by the schema's `id()`: a JSON pointer into the given schema."""
 
 
 def prepare_schema(schema: Any) -> PreparedSchema:

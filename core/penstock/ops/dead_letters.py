@@ -48,7 +48,7 @@ class DeadLetter:
 
     @property
     def dead_since_s(self) -> float | None:
-        """When it became a dead letter, in seconds since the epoch; None where no header says so."""
+        """The time at which it became a dead letter, in seconds since the epoch; None if no header has it."""
         text = self.get_header(names.BURIED_HEADER)
         return int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else None
 

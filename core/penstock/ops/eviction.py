@@ -1,5 +1,6 @@
-"""Whether a stream server evicts: at its limit of memory it deletes records and logs of accepted requests. How near it
-is to that limit.
+"""Checks whether a stream server evicts: at its memory limit it then deletes records and logs of accepted requests.
+
+Measures the share of that limit that is used, too.
 """
 
 import logging
@@ -18,7 +19,7 @@ from penstock.redis.urls import server_name, split_urls
 log = logging.getLogger(__name__)
 
 LOOK_S = 60.0
-"""How often servers are asked: their settings may be changed while they run."""
+"""Seconds between two questions to the servers: their settings may be changed while they run."""
 
 
 def find_policy(client: "redis.Redis") -> str:

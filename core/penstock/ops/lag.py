@@ -1,4 +1,4 @@
-"""How much work waits, in tokens, and how long a new request would have to wait for its turn.
+"""The work that waits, in tokens, and the time that a new request would wait for its turn.
 
 The topics know how many messages are not settled (`Bus.count_unsettled`). Each worker's heartbeat has what it holds of
 them in tokens, the mean tokens of a message, and how fast the worker is (`penstock.worker.load`). So
@@ -27,7 +27,7 @@ from penstock.redis.client import redis_client
 T = TypeVar("T")
 HeartbeatStatus = Mapping[str, Any]
 MAX_AGE_S = 0.5
-"""How long an answer is used: heartbeats come every second."""
+"""Seconds for which an answer is used: heartbeats come every second."""
 SERVING_STATES = ("ready", "degraded")
 RATE_FIELDS: Mapping[Stage, str] = {"prefill": "prompt_tokens_per_s", "decode": "output_tokens_per_s"}
 """The heartbeat's field with the rate of each stage's work."""
@@ -55,7 +55,7 @@ class PipelineLag:
     waits: Mapping[PriorityClass, float | None]
     """By class, what `estimated_wait_s` returns."""
     queued_batch_s: float | None
-    """How long decode takes for the batch jobs that no worker holds; None where not known."""
+    """Seconds that decode takes for the batch jobs that no worker holds; None if that is not known."""
     mean_output_tokens: Mapping[PriorityClass, float | None]
     """Mean tokens of an answer; until one is complete, the mean limit of the requests. None where not known."""
 

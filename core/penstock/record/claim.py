@@ -43,7 +43,7 @@ class Claim:
     is_read_raw: bool = False
     """A worker of an older version began the log: control tokens in the prompt's texts of users are control tokens."""
     num_found_tokens: int = field(init=False)
-    """How many tokens the log had when the request was claimed."""
+    """The number of tokens in the log when the request was claimed."""
 
     def __post_init__(self) -> None:
         self.num_found_tokens = self.num_tokens
@@ -59,7 +59,7 @@ class Claim:
 
     @property
     def attempts_in_vain(self) -> int:
-        """How many claims there were since one made more tokens than each before it; 0 if this claim does."""
+        """The number of claims since one that made more tokens than each before it; 0 if this claim does."""
         return self.attempts if self.num_tokens - self.num_found_tokens <= self.most_tokens else 0
 
     def next_event(

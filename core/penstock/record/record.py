@@ -69,7 +69,7 @@ class Record:
         self._pipeline = pipeline
         self._settings = settings
         self.pace = find_pace(client)
-        """How late the server answers."""
+        """The pace at which the server answers."""
         self._longest_ms = round((settings.retry_cap_s + settings.lease_s) * 1000)
         """No request has to wait for longer than this."""
         self._keep_ms = round(settings.keep_s * 1000)
@@ -85,7 +85,7 @@ class Record:
 
     @property
     def lease_s(self) -> float:
-        """How long a session lasts without a renewal: longer where the server is slow to answer one."""
+        """Seconds that a session lasts without a renewal: more if the server is slow to answer."""
         return self.pace.stretch(self._settings.lease_s)
 
     @property
@@ -94,7 +94,7 @@ class Record:
 
     @property
     def current_problem(self) -> str:
-        """Which of several servers are away, and why; empty where none is."""
+        """The servers of several that are away, and the reasons; empty if none is."""
         return ""
 
     # Requests.

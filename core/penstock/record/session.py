@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_CLOCK_ERROR_S = 5.0
 """A worker whose clock differs from the server's by more says so in its log."""
 STOP_TIMEOUT_S = 2.0
-"""How long a worker that leaves waits for a server that does not answer."""
+"""Seconds that a leaving worker waits for a server that does not answer."""
 UNLIMITED_GRACE_S = 1e6
 
 
@@ -70,7 +70,7 @@ class Session:
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
         self.num_free: dict[Stage, int] = dict.fromkeys(STAGES, 0)
-        """How many requests of each stage any worker may take over. The loop lowers it when it takes some."""
+        """The number of requests of each stage that any worker may take over. The loop lowers it when it takes some."""
         self._server_offset_s = 0.0
         self.clock_ahead_s = 0.0
         """Seconds by which this process's clock is ahead of the server's (negative: behind), at the last renewal."""
@@ -94,7 +94,7 @@ class Session:
         self._stop = threading.Event()
         self._open_session()
         self.due_s = time.monotonic() + self.interval_s
-        """When the next renewal is due, by the monotonic clock."""
+        """The time of the next renewal, by the monotonic clock."""
         keep(self)
 
     @property

@@ -130,7 +130,7 @@ class _ShardedRecord(Record):
 
         self.servers = Sharded(clients.names, list(map(server, clients.names, clients.parts)))
         self._sent_to: deque[str] = deque()
-        """Where each token was sent whose outcome was not returned."""
+        """The server of each sent token whose outcome was not returned yet."""
         self._arrived: dict[str, deque[AppendOutcome]] = {name: deque() for name in clients.names}
         self._turn = 0
 

@@ -37,7 +37,7 @@ LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 MAX_ASYNC_CONNECTIONS = 16
 """The most connections that one asyncio client opens."""
 CONNECTION_WAIT_S = 30.0
-"""How long a command waits for a free connection of an asyncio client."""
+"""Seconds that a command waits for a free connection of an asyncio client."""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 
 _AWAY_ERRORS = (
@@ -50,10 +50,10 @@ _AWAY_ERRORS = (
 )
 _REFUSED_ERRORS = (redis.AuthenticationError, AuthorizationError)
 REPEAT_S = 60.0
-"""How long a line about an outage is not repeated."""
+"""Seconds within which a line about an outage is not repeated."""
 _said_at: dict[str, float] = {}
 _paces: dict[str, ServerPace] = {}
-"""How late each server answers, by its address."""
+"""The pace of each server, by its address."""
 _AWAY_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
 """Outages for which redis-py has no class: the disk is full, replicas are gone, all data is gone, a script does not
 end, the server became a replica while we waited."""

@@ -28,7 +28,7 @@ SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 """The scheme of the servers for each scheme of a Sentinel address."""
 SENTINEL_PORT = 26379
 SENTINEL_TIMEOUT_S = 0.5
-"""How long one Sentinel may take to answer: the next one must be asked before the caller's own time limit is over."""
+"""Seconds that one Sentinel may take to answer: the next one must be asked within the caller's own time limit."""
 SENTINEL_URL_FORM = "redis+sentinel://user:password@host1:26379,host2:26379/service/0"
 
 HostPort = tuple[str, int]

@@ -26,7 +26,7 @@ S = TypeVar("S")
 SINGLE_SERVER = "*"
 """The stored list where there is one server, whatever its name."""
 MAX_CACHED_CHOICES = 65536
-"""How many choices of a server a process keeps."""
+"""The most choices of a server that a process keeps."""
 
 
 @lru_cache(maxsize=MAX_CACHED_CHOICES)

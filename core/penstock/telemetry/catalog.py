@@ -36,7 +36,7 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     source: Source
-    """Which process has it."""
+    """The process that has the metric."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets; one more bucket is for all that is larger."""
 

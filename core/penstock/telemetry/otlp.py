@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Signal = Literal["traces", "metrics"]
 DEFAULT_INTERVAL_MS = 60_000
 FLUSH_TIMEOUT_S = 3.0
-"""How long a process that ends waits until everything is sent."""
+"""Seconds that an ending process waits until everything is sent."""
 
 
 def is_configured(signal: Signal) -> bool:

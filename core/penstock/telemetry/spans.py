@@ -24,10 +24,10 @@ from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 log = logging.getLogger(__name__)
 
 MAX_SPANS_PER_REQUEST = 512
-"""How many spans of a request are kept: the first ones."""
+"""The most spans of a request that are kept: the first ones."""
 _WHOSE = (PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE)
 OUTAGE_PAUSE_S = 5.0
-"""How long a Redis that was away is not written to."""
+"""Seconds for which no spans are written to a Redis that was away."""
 
 
 class RedisSpanExporter(SpanExporter):

@@ -45,7 +45,7 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the request began: the producer's span, or the message's publication."""
+        """The beginning of the request: that of the producer's span, or the message's publication."""
         return min(float(span["start_s"]) for span in self.spans)
 
     @property

@@ -101,7 +101,7 @@ class StoreLayout:
     num_state_parts: int = 0
     """Block-sized parts in which the recurrent state is stored; 0 if the model has none."""
     scan_chunk_tokens: int = 0
-    """How many tokens of a prompt the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
+    """Tokens of a prompt's scan chunk, if the model's KV depends on scan chunks (see `BlockHasher`); else 0."""
 
     @classmethod
     def from_model(cls, model: PooledModel) -> Self:

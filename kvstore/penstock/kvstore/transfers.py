@@ -97,7 +97,7 @@ class LoadOperation:
     """The job for which blocks that are in the hand-off tier are leased; empty: no lease."""
     klass: PriorityClass = "interactive"
     states: StateSearch | None = None
-    """Which state is wanted; None if no layer keeps one."""
+    """The wanted recurrent state; None if the model has none."""
     num_pool_blocks: int = 0
     """Blocks that the pool had already."""
     missing_tiers: list[MissingTiers] = field(default_factory=list)
@@ -107,7 +107,7 @@ class LoadOperation:
     """The state that was read: the number of tokens before it, and the bytes of all its parts."""
     started_s: float = 0.0
     finished_s: float = 0.0
-    """When the blocks were read, in seconds since the epoch."""
+    """The time at which the blocks were read, in seconds since the epoch."""
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class StoreOperation:
     """Resolves to `finished_s` once the blocks are written or cannot be. It never does after `Transfers.abandon`."""
     started_s: float = 0.0
     finished_s: float = 0.0
-    """When the blocks were written down to the hand-off tier, in seconds since the epoch."""
+    """The time at which the blocks were in the hand-off tier, in seconds since the epoch."""
 
 
 class StateWrite(NamedTuple):

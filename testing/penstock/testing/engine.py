@@ -84,7 +84,7 @@ class FormulaEngine:
     choose_token: Callable[[Sequence[int], int, int], int] = compute_token
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
     num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
-    """How many blocks its requests may have together."""
+    """The most blocks that its requests may have together."""
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:

@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 from penstock.errors import SettingsError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
-"""How long an endpoint is left alone after its first failure, and at most after many."""
+"""Seconds that an endpoint rests after its first failure, and at most after many."""
 MAX_DOUBLINGS = 10
-"""How often the pause doubles at most: by then it is `MAX_PAUSE_S`, and `2**n` of many failures fits no float."""
+"""The most doublings of the pause: by then it is `MAX_PAUSE_S`, and `2**n` of more failures would fit no float."""
 MIN_REFUSED_REQUESTS = 3
 """The number of different requests, refused alike without an answer in between, that make it the endpoint's fault."""
 MAX_TOLD_PAUSE_S = 3600.0
 """The longest time that an endpoint may ask to be left alone."""
 MAX_TOLD_CHARS = 500
-"""How much of an endpoint's words the heartbeat repeats."""
+"""The most characters of an endpoint's message that the heartbeat repeats."""
 UNREACHABLE = "unreachable"
 """The cause of a rest where no connection could be made."""
 VARIABLE = "PENSTOCK_ENDPOINT_URLS"
@@ -47,10 +47,10 @@ class Endpoint:
     num_failures: int = 0
     """Failures since it last answered."""
     failed_at_s: float = -math.inf
-    """When the last failure was counted."""
+    """The time at which the last failure was counted."""
     paused_until_s: float = -math.inf
     cause: str = ""
-    """Why it rests, or last did, in one word: `unreachable`, or the cause of a refusal."""
+    """The cause of its rest now, or of the last one, in one word: `unreachable`, or the cause of a refusal."""
     problem: str = ""
     """The cause in words, the endpoint's own if it gave any."""
     continues_chats: bool | None = None

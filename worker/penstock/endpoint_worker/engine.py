@@ -35,9 +35,9 @@ from penstock.worker.confine import confine_error
 log = logging.getLogger(__name__)
 
 EVENT_WAIT_S = 0.02
-"""How long the loop waits for text while it works on requests: also how soon it polls for further ones."""
+"""Seconds that the loop waits for text while it has requests. After that it polls for further ones."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long a worker that leaves waits for the threads of its answers."""
+"""Seconds that a leaving worker waits for the threads of its answers."""
 NEVER_ALONE = ("401", "407", "429", "503")
 """Refusals for the key, or because the endpoint is busy: they count only beside others that were answered."""
 MAX_HELD_REQUESTS = 1000
@@ -88,7 +88,7 @@ class EndpointSequence:
     num_pieces_before: int = 0
     """Pieces so far when the answer was asked for: they were a part of its prompt."""
     num_failures: int = 0
-    """How often endpoints failed at this request since an answer brought more pieces than any that failed before."""
+    """Failures of endpoints at this request since an answer brought more pieces than each that failed before."""
     most_pieces: int = 0
     """The most pieces that an answer brought before it failed, and no more than `GOOD_PROGRESS`."""
     refusals: dict[Endpoint, Refusal] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class EndpointSequence:
 
     @property
     def num_left(self) -> int:
-        """How many pieces may follow, if each is a token."""
+        """The most pieces that may follow, if each is a token."""
         return max(0, self.request.sampling.max_tokens - len(self.pieces))
 
     def list_paused(self, now_s: float) -> list[Endpoint]:

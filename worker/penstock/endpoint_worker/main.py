@@ -1,4 +1,4 @@
-"""How an endpoint worker is composed and started: `penstock worker endpoint`."""
+"""Composes and starts an endpoint worker: `penstock worker endpoint`."""
 
 import logging
 

@@ -33,14 +33,14 @@ from penstock.messages import FinishReason, Usage, now_s, replace_surrogates
 
 CONNECT_TIMEOUT_S = 5.0
 MODELS_TIMEOUT_S = 5.0
-"""How long an endpoint may take to connect, and to list its models."""
+"""Seconds that an endpoint may take to connect, and to list its models."""
 MAX_ERROR_BYTES = 65_536
 """The number of bytes that are read of an endpoint's error."""
 MAX_LINE_BYTES = 2**24
 MAX_TOLD_TOKENS = 2**53
 """The largest token count that is believed: readers of JSON in other languages hold no larger integer exactly."""
 MAX_INTERIM_ANSWERS = 16
-"""How many interim answers (HTTP 100 to 199) may come before the answer itself."""
+"""The most interim responses (HTTP 100 to 199) before the final one."""
 INVALID_STATUSES = (400, 403, 413, 415, 422, 451)
 """HTTP statuses that mean an invalid request, if the refusal is the request's fault."""
 BUSY_STATUSES = (429, 503)

@@ -31,7 +31,7 @@ CHUNK_BYTES = 4 * 2**20
 ADOPTED_CHUNK = 256
 """Slots whose headers are read at a time."""
 _ALLOCATION_POLL_S = 0.02
-"""How often a thread checks whether another process has allocated memory."""
+"""Seconds between two checks whether another process has allocated memory."""
 
 
 class ArenaAllocator:

@@ -1,4 +1,4 @@
-"""Where an arena has its slots: in memory that is mapped, or in a file on disk that is read and written.
+"""The slots of an arena: in memory that is mapped, or in a file on disk that is read and written.
 
 A slot begins with the block's header; the payload follows. The content of a slot on disk outlives the tables: its
 header says which block it is, and a slot without a valid header is free. So a header is written after its payload and

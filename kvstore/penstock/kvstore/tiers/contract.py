@@ -53,7 +53,7 @@ class TierEntry:
     key: bytes
     bytes: int
     used_s: float
-    """When the block was last used, in seconds since the epoch."""
+    """The time of the last use, in seconds since the epoch."""
     leases: int
 
 

@@ -39,7 +39,7 @@ from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
 """A batch of this size is allocated and published together; at most a quarter of the arena."""
 WRITE_PAUSE_S = 1.0
-"""How long nothing is written after the disk failed."""
+"""Seconds for which nothing is written after the disk failed."""
 
 
 class HostTier:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 RETRY_AFTER_S = 1.0
-"""How long a server that failed is not called. One that hangs must not hold up every request."""
+"""Seconds for which a failed server is not called. A server that hangs must not hold up every request."""
 NUM_SOCKET_LANES = 4
 """Connections over which large values are read from a unix socket at once."""
 # A unix socket buffers at most 200 KB, and the server sleeps until most of it was read: over one connection, server and
