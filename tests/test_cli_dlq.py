@@ -114,7 +114,7 @@ def test_what_cannot_be_put_back_is_told_in_one_line(
     ]  # fmt: skip
     nameless = DeadLetter.from_message(letters[0]).id
     for part in (
-        f"penstock: {nameless} is no message with an id",
+        f"penstock: {nameless} is not a message with an id",
         "penstock: cut is only the beginning of its message",
         "penstock: lost came from 'nowhere'",
         "penstock: bad would be refused again: invalid_request",

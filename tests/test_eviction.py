@@ -35,7 +35,7 @@ def test_nothing_starts_with_it(
     given = {"PENSTOCK_STREAM_URL": evicting[0].stream_url, "PENSTOCK_ENDPOINT_URLS": "http://127.0.0.1:1"}
     done = terminal(*command, **given, PENSTOCK_ENGINE_KIND="openai")
     assert done.returncode == 1
-    assert "evicts at its limit of memory (volatile-lru): logs must not be evicted" in done.stderr
+    assert "evicts keys at its memory limit (volatile-lru): token logs must not be evicted" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -654,7 +654,7 @@ def test_a_worker_that_python_is_told_to_keep_no_bytecode_for_keeps_it_in_the_ca
         is_kept = (cache / "bytecode").exists() or (code / "transformers" / "__pycache__").exists()
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert "up to here" in done.stderr
-        is_told = "torch and transformers are not compiled, and PYTHONDONTWRITEBYTECODE is set: " in done.stderr
+        is_told = "torch and transformers have no bytecode, and PYTHONDONTWRITEBYTECODE is set: " in done.stderr
         assert is_told == (given.get("PYTHONDONTWRITEBYTECODE", "1") == "1" and not is_kept)
         return f" matches {source}" in done.stderr
 

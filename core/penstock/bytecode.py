@@ -1,4 +1,4 @@
-"""Python code that would be compiled anew at each start of a worker: torch and transformers take longest."""
+"""Bytecode of packages that Python would compile again at each start: torch and transformers take longest."""
 
 import importlib.util
 import logging
@@ -12,21 +12,21 @@ PACKAGES = ("torch", "transformers")
 
 
 def describe_lost_bytecode(cache: Path) -> str:
-    """Return what to do where the packages are not compiled, and nothing was kept in a cache yet; empty otherwise."""
+    """Return advice if the packages have no bytecode, and the cache has none yet; empty otherwise."""
     if not is_bytecode_lost() or (cache / "bytecode").is_dir():
         return ""
     why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their directory cannot be written to"
     return (
-        f"{' and '.join(PACKAGES)} are not compiled, and {why}: a worker's start takes twice the processor time, once "
-        f"if {cache} lasts, else each time. `python -m compileall` compiles them where they are installed"
+        f"{' and '.join(PACKAGES)} have no bytecode, and {why}: this start takes twice the processor time, and so does "
+        f"each later one if {cache} is deleted. Run `python -m compileall` where the packages are installed"
     )
 
 
 def keep_bytecode(cache: Path) -> None:
-    """Have what is imported from now on compiled once, in a cache, where Python would keep nothing.
+    """Keep the bytecode of later imports in a cache, if Python would keep none beside the sources.
 
-    Many images set PYTHONDONTWRITEBYTECODE, or have packages of another user that nobody compiled. What lies compiled
-    beside its source is taken from there.
+    Many images set PYTHONDONTWRITEBYTECODE, or have packages of another user that nobody compiled. Bytecode that lies
+    beside its source is still used.
     """
     if line := describe_lost_bytecode(cache):
         log.warning(line)

@@ -62,7 +62,7 @@ _VALIDATION_WORDS = (
     (re.compile(r"^Unable to extract tag using discriminator (.*)$"), r"\1 is missing"),
     (re.compile(r" after validation(, not more)?"), ""),
 )
-"""How pydantic says what is wrong with a value, and how we say it to users."""
+"""Pydantic's words for a bad value, and the words that users read instead."""
 
 
 def reword_validation(message: str) -> str:
@@ -73,10 +73,10 @@ def reword_validation(message: str) -> str:
 
 
 class PenstockError(Exception):
-    """The root of the tree."""
+    """The base class of all errors that Penstock raises."""
 
     exit_status: ClassVar[int] = 1
-    """That of a command which ends with this error."""
+    """The exit status of a command that ends with this error."""
 
 
 class RequestError(PenstockError):
@@ -161,7 +161,7 @@ class UnsupportedSchema(RequestError):
 
 
 class GrammarFailed(RequestError):
-    """A grammar cannot go on: a token of the log is not allowed by it, or computing a mask exceeds its limits."""
+    """A grammar cannot continue: it does not allow a token of the log, or computing a mask exceeds its limits."""
 
     code = "grammar_failed"
 
@@ -241,7 +241,7 @@ class DeliveryLost(BusError):
 
 
 class MemberFenced(BusError):
-    """A newer member has this one's name, or it was away too long. A worker that still has its name joins anew."""
+    """A newer member has this one's name, or it was away too long. A worker that still has its name joins again."""
 
 
 class NameShared(MemberFenced):
@@ -264,14 +264,14 @@ _LASTING_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
 _DEVICE_WORDS = re.compile("CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|[Mm]emory|Engine core init")
-"""What torch and vLLM say of a device or of memory, for most of which they have no class of their own."""
+"""Words of torch's and vLLM's errors about a device or memory, most of which have no class of their own."""
 
 
 def choose_load_error(error: BaseException | None) -> type[ModelLoadError]:
-    """Return the class in which a load raises an error of the system or of a library, by its causes, too.
+    """Return the class in which a load raises an error of the system or of a library. Causes of the error count too.
 
-    What a disk, a network, a device or the memory says is about now. What else a library says of files is the same at
-    the next start.
+    An error of a disk, a network, a device or the memory may be over at the next start. Any other error of a library
+    about a file comes again at the next start.
     """
     while error is not None:
         if (
@@ -359,8 +359,8 @@ class DependencyMissing(PenstockError):
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an exception is a failure of what was called, as a panic of a library in Rust is, too.
+    """Return whether an exception is a failure of the called code. A panic of a library in Rust is one.
 
-    Such a panic is no `Exception`, as little as what ends a process.
+    Such a panic is not an `Exception`, like the exceptions that end a process.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

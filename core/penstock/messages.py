@@ -44,7 +44,7 @@ LogitBias = Annotated[
     AfterValidator(lambda bias: dict(sorted(bias.items()))),
 ]
 MAX_VALIDATION_ERRORS = 100
-"""Of a message with more validation errors, only their number is reported."""
+"""The most validation errors of a message that are listed. If there are more, only their number is reported."""
 MAX_LENIENT_BYTES = 2**20
 """A message that is not valid JSON is parsed a second time for its id, if it is not larger than this."""
 DEFAULT_MAX_TOKENS = 256
@@ -152,7 +152,7 @@ class GrammarSpec(Wire):
     @model_validator(mode="after")
     def _source_fits(self) -> Self:
         if len(self.source.encode()) > MAX_SOURCE_BYTES:
-            raise ValueError(f"a grammar may have {MAX_SOURCE_BYTES:,} bytes")
+            raise ValueError(f"a grammar may have at most {MAX_SOURCE_BYTES:,} bytes")
         if (self.kind == "json_object") != (not self.source):
             raise ValueError(f"the source of a grammar of kind {self.kind} is wrong")
         return self
@@ -227,7 +227,7 @@ class Sampling(Wire):
     @model_validator(mode="after")
     def _grammar_may_end(self) -> Self:
         if self.grammar is not None and self.ignore_eos:
-            raise ValueError("ignore_eos and a grammar cannot both be given: after the grammar's end nothing follows")
+            raise ValueError("ignore_eos and a grammar exclude each other: no token follows the grammar's end")
         return self
 
     @model_validator(mode="after")
@@ -302,8 +302,8 @@ _BESIDE_BODY: dict[str, Any] = {
 def encode_request(request: Request) -> EncodedRequest:
     """Return a request's canonical JSON, and the hash of its body: both from one dump.
 
-    In the canonical JSON stand first the fields that are not of the body, then the body without what has its default,
-    then `chat_template_kwargs`. Raises `RequestTooLarge`, or `InvalidRequest` for what JSON cannot say.
+    The canonical JSON begins with the fields outside of the body. The body without default values follows, then
+    `chat_template_kwargs`. Raises `RequestTooLarge`, or `InvalidRequest` for a value that JSON does not have.
     """
     try:
         body = _encode_body(request)
@@ -335,7 +335,7 @@ def _encode_body(request: Request) -> bytes:
 
 
 def _encode_beside_body(request: Request) -> tuple[bytes, bytes]:
-    """Return the parts of a request's canonical JSON in front of the body, and behind it."""
+    """Return the parts of a request's canonical JSON before and after the body."""
     beside = {
         "v": request.v,
         "class": request.klass,
@@ -376,7 +376,7 @@ class Usage(Wire):
 
 
 class Timings(Wire):
-    """When a request reached each stage of its life, in seconds since the epoch (0: not reached, or left out)."""
+    """The times at which a request reached each stage, in seconds since the epoch (0: not reached, or left out)."""
 
     published: float = 0.0
     prefill_started: float = 0.0
@@ -527,8 +527,8 @@ class EndEvent(Wire):
     error: ErrorInfo | None = None
     # Not on the wire where it is not set, like `fit_context`.
     pieces: int | None = None
-    """Of an answer that came from an endpoint, the number of its events before the end. Each is a piece of text, with a
-    number made of it in place of a token id (`piece_token`), and `usage` has the tokens that the endpoint counted."""
+    """The number of events before the end, if an endpoint answered. Each event is a piece of text, with a number made
+    of it in place of a token id (`piece_token`). `usage` has the tokens that the endpoint counted."""
 
     @property
     def num_events(self) -> int:
@@ -630,7 +630,7 @@ def _parse_request_id(value: bytes) -> object:
 def estimate_open_answer_tokens(mean_tokens: float | None) -> int:
     """Return how long an answer without a limit of its own is expected to get.
 
-    That is as long as answers lately were, or `DEFAULT_MAX_TOKENS` where that is not known yet (None).
+    The estimate is the mean length of recent answers, or `DEFAULT_MAX_TOKENS` if that is not known yet (None).
     """
     return DEFAULT_MAX_TOKENS if mean_tokens is None else round(mean_tokens)
 

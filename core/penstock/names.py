@@ -19,34 +19,34 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:trace`     | list   | a set time after the last span            | `telemetry`    |
 | `penstock:<pipeline>:sessions`         | zset   | while any lives: session ids, by their time | `record`     |
 | `penstock:<pipeline>:held:<session>`   | set    | as its session: ids that it holds         | `record`       |
-| `penstock:<pipeline>:news:<session>`   | list   | until its session hears them              | `record`       |
+| `penstock:<pipeline>:news:<session>`   | list   | until its session reads them              | `record`       |
 | `penstock:<pipeline>:free:<stage>`     | zset   | until taken: ids, by when anybody may take them | `record` |
 | `penstock:<pipeline>:partition_readers` | hash  | while any is read: partitions and sessions | `record`      |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
-| `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
+| `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker shut down normally  | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:<pipeline>:servers`          | string | for good: the names of all stream servers, a line each | `servers` |
-| `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
+| `penstock:workers`                     | set    | while they last: the keys of all heartbeats | each worker |
 | `penstock:<pipeline>:responses`        | hash   | until in the object store: kept responses | gateway        |
-| `penstock:<pipeline>:responses:lease`  | string | three rounds: who moves them              | gateway        |
+| `penstock:<pipeline>:responses:lease`  | string | three rounds: the gateway that moves them | gateway        |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
 | `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
-| `penstock:card:<id>:readers`           | hash   | as that, from the first leaving on        | gateway        |
+| `penstock:card:<id>:readers`           | hash   | as the card, once a reader has left       | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
-| `penstock:batch:{<id>}:lease`          | string | a few seconds: who works on a batch       | `ingest/batch` |
+| `penstock:batch:{<id>}:lease`          | string | a few seconds: the gateway that runs it   | `ingest/batch` |
 | `penstock:shares:{<pipeline>}:tickets` | zset   | until settled: what is admitted, by end | `ingest/tenant_shares` |
 | `penstock:shares:{<pipeline>}:tokens`, `:weights` | hash | as the tickets: sums by tenant   | `ingest/tenant_shares` |
 | `penstock:meter:{<pipeline>}:places`   | hash   | for good: how far each part is counted    | `ingest/metering` |
 | `penstock:meter:{<pipeline>}:seen`     | zset   | the ids counted last                      | `ingest/metering` |
 | `penstock:meter:{<pipeline>}:day:<day>`| hash   | for good: sums by tenant                  | `ingest/metering` |
-| `penstock:meter:{<pipeline>}:reader`   | string | a few seconds: who counts now             | `ingest/metering` |
+| `penstock:meter:{<pipeline>}:reader`   | string | a few seconds: the gateway that counts    | `ingest/metering` |
 | `penstock:kv:<block key, hex>`         | string | a set time after the last use             | `kvstore`      |
 | `penstock:{kv}:used`                   | zset   | as the blocks: their order of use         | `kvstore`      |
-| `penstock:{kv}:held`                   | zset   | the same of those that are leased         | `kvstore`      |
+| `penstock:{kv}:held`                   | zset   | the same for leased blocks                | `kvstore`      |
 | `penstock:{kv}:sizes`                  | hash   | as the blocks: the bytes of each          | `kvstore`      |
 | `penstock:{kv}:leases`                 | hash   | as the leases: owners and ends, by block  | `kvstore`      |
 | `penstock:{kv}:ends`                   | zset   | as the leases: the last end, by block     | `kvstore`      |
@@ -68,7 +68,7 @@ PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
 WorkerKind = Stage | Literal["auto", "endpoint"]
-"""What a worker does with a request: one of the two stages, both (`auto`), or all of it, by asking an endpoint."""
+"""A worker's part of a request: one of the two stages, both (`auto`), or all of it, by asking an endpoint."""
 Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
@@ -149,8 +149,8 @@ class Pipeline:
     def consumer_group(self, kind: WorkerKind) -> str:
         """Return the name of the consumer group of workers of a kind.
 
-        All that read requests have one: a pipeline that changes from one kind to another goes on where it was. An
-        `auto` worker is in the group of `decode` as well.
+        All kinds that read requests share one group, so a pipeline that changes its kind of workers continues where it
+        was. An `auto` worker is in the group of `decode` as well.
         """
         return f"penstock.{self.name}.{'decode' if kind == 'decode' else 'prefill'}"
 
@@ -328,8 +328,8 @@ KV_INDEX = tuple(f"penstock:{{kv}}:{part}" for part in ("used", "held", "sizes",
 """The keys of the index of stored blocks on one server, in the order in which scripts take them."""
 
 
-# Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position, so a
-# reader that resumes names what it has seen, and a log that says something else is noticed.
+# Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position. A reader that
+# resumes names the last id that it saw, so a log with other tokens is detected.
 
 START_HASH = "0" * 16
 

@@ -11,10 +11,10 @@ from urllib.request import ProxyHandler, build_opener
 log = logging.getLogger(__name__)
 
 PORT_PATIENCE_S = 150.0
-"""How long a server waits for its port while nobody listens on it. The system keeps it 60 s after a client left."""
+"""Seconds that a server waits for its port while nobody listens on it. The system keeps it 60 s after a client left."""
 TAKEN_BY_CLIENT = "is taken by a connection that goes out from it"
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-"""What servers that listen on all addresses are asked at, by what they listen on."""
+"""The address to ask a server at that listens on all addresses, by the address that it listens on."""
 
 
 def format_place(host: str, port: int | str) -> str:
@@ -62,8 +62,8 @@ def wait_until_free(host: str, port: int, stop_asked: Callable[[], object] = lam
     """Wait for a port that is taken though nobody listens on it, for `PORT_PATIENCE_S` at most, and say so. Return at
     once where `stop_asked()` is true.
 
-    A client of this machine that connects again and again to a port on which nobody listens is given the same port for
-    its own end sooner or later, where it is among the outgoing ones, and is then connected with itself.
+    A client of this machine may connect again and again to a port on which nobody listens. If the port is in the range
+    for outgoing connections, the client sooner or later gets it for its own end, and is connected with itself.
     """
     until_s = 0.0
     while not stop_asked() and describe_port_problem(host, port) == TAKEN_BY_CLIENT:
@@ -72,7 +72,7 @@ def wait_until_free(host: str, port: int, stop_asked: Callable[[], object] = lam
         if not until_s:
             until_s = time.monotonic() + PORT_PATIENCE_S
             log.warning(
-                f"port {port} is taken though nobody listens on it, as a connection goes out from it: waiting for "
-                f"{PORT_PATIENCE_S:.0f} s at most. Ports below net.ipv4.ip_local_port_range are not taken like that"
+                f"port {port} is taken though nobody listens on it: it is the source port of an outgoing connection. "
+                f"Waiting up to {PORT_PATIENCE_S:.0f} s. Ports below net.ipv4.ip_local_port_range avoid this"
             )
         time.sleep(0.1)

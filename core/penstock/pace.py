@@ -1,4 +1,4 @@
-"""How late servers answer, and by how much longer than usual they are waited for: who is slow is not away."""
+"""Measures how late servers answer, and stretches time limits by that: a slow server does not count as away."""
 
 import threading
 import time
@@ -16,13 +16,13 @@ MAX_UNMEASURED = 4
 brokers with slow disks answer questions at once. One of several brokers that stands still makes transactions fail too.
 """
 NUM_STEADY = 3
-"""Brokers are slow when so many answers in a row were late: a single one may be the fault of a busy machine."""
+"""Brokers count as slow after this many late answers in a row: a busy machine may delay a single one."""
 QUICK_S = 60.0
-"""How long all answers have to be quick until limits become shorter by half."""
+"""Seconds of quick answers only after which limits become shorter by half."""
 AWAY_S = 5.0
 """Brokers that have answered no question for this time count as away."""
 MAX_ANSWER_S = 15.0
-"""Whatever was seen, servers that do not answer within this time count as away."""
+"""The longest time limit: servers that do not answer within this time count as away, however slow they were before."""
 NUM_KEPT = 64
 
 
@@ -39,13 +39,13 @@ class ServerPace:
         self._usual_timeout_s = transaction_timeout_s
         self._lock = threading.Lock()
         self._answers: deque[tuple[float, float]] = deque(maxlen=NUM_KEPT)
-        """When the last answers came, and how long each took."""
+        """The last answers: the time of each, and the seconds that it took."""
         self._changed_s = self._heard_s = time.monotonic()
         self._num_unanswered = 0
 
     @property
     def transaction_timeout_s(self) -> float:
-        """How long a transaction may last, and so how long that of a dead worker may hold up readers."""
+        """Seconds that a transaction may last, and so that a dead worker's one may hold up readers."""
         longer_s = 20 * USUAL_ANSWER_S * self.slowness if self.slowness > 1 else 0.0
         return max(self._usual_timeout_s, longer_s)
 

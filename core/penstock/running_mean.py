@@ -4,7 +4,7 @@ import math
 
 
 class RunningMean:
-    """A weighted mean: what was added before keeps its share of the weight, or loses part of it, with each addition.
+    """A weighted mean: each addition keeps the weight of the earlier values, or reduces it.
 
     One thread adds, any thread may read. The owner's attribute says the unit, such as `mean_prompt_tokens` or
     `tokens_per_s`, where seconds are the weight.
@@ -13,12 +13,12 @@ class RunningMean:
     __slots__ = ("_max_weight", "total", "weight")
 
     def __init__(self, max_weight: float = math.inf) -> None:
-        """`max_weight`: once all values together weigh this much, older ones lose what each new one brings."""
+        """`max_weight`: the most weight of all values; beyond it, older values lose the weight of each new one."""
         self._max_weight = max_weight
         self.total = self.weight = 0.0
 
     def add(self, amount: float, weight: float = 1.0, *, kept: float = 1.0) -> None:
-        """Add `amount`, a value times its weight. What was added before keeps the share `kept` (0 to 1)."""
+        """Add `amount`, a value times its weight. Earlier amounts are first multiplied by `kept` (0 to 1)."""
         if self.weight and self.weight * kept + weight > self._max_weight:
             kept = max(0.0, self._max_weight - weight) / self.weight
         self.total, self.weight = self.total * kept + amount, self.weight * kept + weight

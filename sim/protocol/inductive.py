@@ -3,9 +3,10 @@
 An invariant is inductive if it holds at first, and after each step from any state in which it holds. A solver shows
 both, for states of any size. Needs the package `z3-solver`; `docs/decisions.md` says what this proves and what not.
 
-What limits a step in reality and is not needed for safety is left out: any worker may claim at any time, as if all
-sessions could be over at any moment and clocks show anything; ask with any claim that it ever had; be given any
-message. Workers that crashed are among those who could still ask. A record and what its server wrote is not lost.
+The model leaves out limits of a real step that safety does not need. Any worker may claim at any time, as if all
+sessions could end at any moment and clocks could show any time. Any worker may call with any claim that it ever had,
+and receive any message. Crashed workers are among those that may still call. A record and its server's writes are not
+lost.
 """
 
 import sys
@@ -35,9 +36,9 @@ class Rec(NamedTuple):
 
 
 class State(NamedTuple):
-    """The record; by worker and epoch whether it got that claim, and with which message; by position who wrote a token;
-    by worker and message whether it may publish the result once it holds the delivery; and by message whether it is
-    settled, and how many results were published with that.
+    """The record. By worker and epoch: whether it got that claim, and with which message. By position: the writer of
+    the token. By worker and message: whether it may publish the result once it holds the delivery. By message: whether
+    it is settled, and the number of results published with it.
     """
 
     rec: Rec
@@ -70,13 +71,13 @@ u, v = z3.Consts("u v", WORKER)
 e, m, k, p, q = z3.Ints("e m k p q")
 """Bound by quantifiers, as are `u` and `v`."""
 actor, (epoch, message, position, count) = z3.Const("actor", WORKER), z3.Ints("epoch message position count")
-"""Who takes a step, and with what. Messages have names above 0: a job its id, a request that of its place."""
+"""The worker that takes a step, and the step's values. Messages have names above 0: a job's id, a request's place."""
 is_job, has_delivery = z3.Function("is_job", z3.IntSort(), z3.BoolSort()), z3.Bool("has_delivery")
-"""Which names are jobs'; and whether who ends a request has the delivery of the request's own message."""
+"""Whether a name is a job's; and whether the worker that ends a request has its own message's delivery."""
 
 
 def list_invariants(s: State) -> dict[str, Any]:
-    """Return what holds in every state that can be reached. The promises are among it."""
+    """Return the invariants of every reachable state. The promises are among them."""
     r, both = s.rec, And(s.claimed(u, e), s.claimed(v, e))
     p_in_log, has_job = And(p >= 0, p < r.num_tokens), And(s.claimed(u, e), is_job(s.by(u, e)))
     is_settled = And(s.settled(m), m == r.bound, m > 0, r.stage == END)
@@ -101,7 +102,7 @@ def list_invariants(s: State) -> dict[str, Any]:
 
 
 def list_step_promises(s: State, t: State) -> dict[str, Any]:
-    """Return what holds of each step from `s` to `t`."""
+    """Return the promises about each step from `s` to `t`."""
     a, b = s.rec, t.rec
     kept = ForAll([p], Implies(And(p >= 0, p < a.num_tokens), b.written_by(p) == a.written_by(p)))
     by_holder = And(a.stage != END, s.claimed(actor, a.epoch), b.written_by(a.num_tokens) == a.epoch)
@@ -171,7 +172,7 @@ def list_steps(s: State, t: State, flaw: str = "") -> Iterator[tuple[str, Any]]:
         settles, asks, is_asked = kind not in steps, kind in ("append", "finish", "finish again", "hand off"), True
         if asks:  # with a claim
             is_asked = And(s.claimed(actor, epoch), s.by(actor, epoch) == message)
-        elif settles:  # what the bus does at once: the message, and with it the result or none
+        elif settles:  # the bus settles the message and publishes a result, or none, in one step
             is_there = Or(Not(s.settled(message)), flaw == "settles what it does not hold")
             is_asked = And(is_there, Or(s.may_settle(actor, message), kind != "settle"))
         mine, is_this = And(u == actor, e == t.rec.epoch, claims), m == message

@@ -1,4 +1,4 @@
-"""Where a replay finds a request's record: on a real server, or in the double of one."""
+"""Keeps a replay's record of a request: on a real server, or in the double of one."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _FIELDS = [
 
 @dataclass(frozen=True)
 class RequestState:
-    """What is kept of a request: its record, its places among the free requests, and its log as JSON by entry."""
+    """A request's state in Redis: its record, its places among the free requests, and its log as JSON by entry."""
 
     epoch: int
     session: str
@@ -38,7 +38,7 @@ class RequestState:
 
 
 class Keeper(Protocol):
-    """Where the record of one request is kept: what a replay has to see or to change beside the record's methods."""
+    """Keeps the record of one request: a replay reads and changes it here beside the record's methods."""
 
     def clear_free(self) -> None:
         """Remove all requests from the free ones of both stages: those of earlier replays, too."""

@@ -49,7 +49,7 @@ def generate_mishaps(state: State, rules: Rules) -> Steps:
 
 
 def _forget_commits(state: State, rules: Rules) -> Steps:
-    """Generate what happens to a pipeline that is off for long: what was settled and is not noted comes again, and the
+    """Generate the steps of a pipeline that is off for long: settled messages without a note come again, and the
     record of the request may have expired. A worker that reads a message then knows whether the request is among the
     last results.
     """
@@ -85,8 +85,9 @@ def _generate_session_ends(state: State, rules: Rules) -> Steps:
 def _generate_redeliveries(state: State, rules: Rules) -> Steps:
     """Generate the steps in which the bus takes a message from its holder.
 
-    It finds a dead member at any time, before the end of its session or after it, and may take a living one for dead.
-    So nothing rests on what tells the bus that a member lives: on Redis Streams its session, on Kafka another one.
+    The bus finds a dead member at any time, before the end of its session or after it, and may take a living one for
+    dead. No promise depends on how the bus knows that a member lives: by the worker's session on Redis Streams, by a
+    session of its own on Kafka.
     """
     left = state.left
     for place, (message, at) in enumerate(state.bus):
@@ -124,8 +125,8 @@ def release_request(
 def _restore_saved_record(state: State) -> State:
     """Return the state after Redis lost everything since the last save.
 
-    Each worker finds its session missing or older than it should be and opens another one. What the old session seems
-    to hold becomes free when it is over.
+    Each worker finds its session missing, or older than it should be, and opens another one. Requests that the old
+    session seems to hold become free when it ends.
     """
     saved: RequestRecord = state.saved._replace(session=NOBODY if state.saved.session == NOBODY else GHOST)
 

@@ -94,7 +94,7 @@ class _StateGraph:
             self.faults["stuck"] = self._build_trace(stuck)
 
     def summarize_exploration(self) -> Exploration:
-        """Return what was found."""
+        """Return the verdict of the exploration."""
         return Exploration(len(self.order), self.faults, frozenset(self._kinds))
 
     def _build_trace(self, number: int) -> list[Step]:
@@ -120,7 +120,7 @@ def describe_step(step: Step) -> str:
 
 
 def main() -> None:
-    """Explore all scenarios, and print what is found."""
+    """Explore all scenarios, and print the verdicts."""
     flawed = {f"flaw: {flaw}": Scenario(left, rules._replace(flaw=flaw)) for (flaw, _), (left, rules) in FLAWS.items()}
     for name, scenario in (QUICK | flawed | DEEP).items():
         begun_s = time.process_time()

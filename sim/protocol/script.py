@@ -1,7 +1,7 @@
-"""The record of the model: what its names, times and tokens are, and the rules that a flaw leaves out.
+"""The record of the model: its names, times and tokens, and the rules that a flaw leaves out.
 
-What the scripts do is in `penstock.testing.transitions`. `clock` grows with each claim, and gives the epochs; the time
-for all else stands still. A token is the epoch of the claim that sampled it, as if tokens of two attempts always
+`penstock.testing.transitions` has the scripts' transitions. `clock` grows with each claim, and gives the epochs; all
+other time stands still. A token is the epoch of the claim that sampled it, as if tokens of two attempts always
 differed. A session is the number of its worker; `GHOST` stands for all sessions that still last though their workers
 are dead or have another one. A session ends by a step of its own, until then it lives.
 """
@@ -18,7 +18,7 @@ __all__ = ["cancel_request", "note_handed_off"]
 NOBODY, GHOST = None, -2
 """In place of a worker's number: nobody, or a dead worker that the others still believe to be alive."""
 NEVER, DUE, LATER = 0, 1, 2
-"""When any worker of a stage may take the request over. The time now is `DUE`."""
+"""The time from which any worker of a stage may take the request over. The time now is `DUE`."""
 LIVING = dict.fromkeys((GHOST, 0, 1, 2, 3), LATER)
 MAX_ATTEMPTS = 2
 Reply = tuple[Any, ...]
@@ -49,7 +49,7 @@ NEW: RequestRecord = RequestRecord(bound=0, body=0)
 
 
 def park_message(rec: RequestRecord, stage: Stage, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
-    """Put a message down."""
+    """Park a message. Return the record after that, and the script's reply."""
     asked = message.job or message.name, _get_body(stage, message), message
     rec, reply = transitions.claim_request(
         rec, stage, None, asked, LIVING, _tell_times(clock), is_answered=message.is_answered

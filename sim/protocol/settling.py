@@ -102,7 +102,7 @@ def _publish_output(state: State, rules: Rules, out: PendingOutput) -> tuple[Sta
             bus = (*state.bus, (message._replace(name=name, attempt=message.attempt + 1), FREE))
         case "result":
             assert out.end is not None
-            letters = out.end.error in POISONOUS and not message.error  # what ended in prefill has its letter
+            letters = out.end.error in POISONOUS and not message.error  # prefill has written the letter of its own end
             return state._replace(results=state.results + 1, letters=state.letters + letters), out
         case _:
             return state, out

@@ -25,12 +25,12 @@ class Rules(NamedTuple):
     bus_knows: bool = True
     """Whether the bus notices dead members. If not, each request must still get its end in the log."""
     stays: tuple[bool, bool] = (False, False)
-    """Which of the two workers that read requests may decode them too. The other hands everything off."""
+    """Flags of the two workers that read requests: True for one that may decode them too. Others hand them off."""
     flaw: str = ""
 
 
 class Budget(NamedTuple):
-    """How often each mishap may still happen."""
+    """The number of times that each mishap may still happen."""
 
     crashes: int = 0
     pauses: int = 0
@@ -38,7 +38,7 @@ class Budget(NamedTuple):
     moves: int = 0
     """The bus takes a delivery from a living worker."""
     losses: int = 0
-    """Redis falls back to what it last saved, at first nothing."""
+    """Redis falls back to its last saved state, which is empty at first."""
     syncs: int = 0
     cancels: int = 0
     lates: int = 0
@@ -53,9 +53,9 @@ class Budget(NamedTuple):
     blinds: int = 0
     """A living member owns a partition and does not read it."""
     delays: int = 0
-    """A worker claims with a delivery that it does not hold any more, as it is told later."""
+    """A worker claims with a delivery that it does not hold any more, because it learns of the loss later."""
     forgets: int = 0
-    """While no worker is there, the brokers forget what was committed, and the record expires."""
+    """While no worker is there, the brokers forget committed offsets, and the record expires."""
     deletes: int = 0
     """The bus deletes a request that no living worker has."""
 
@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 class PendingOutput(NamedTuple):
-    """What the settler has yet to settle. Kinds: job, result, drop, retry."""
+    """An output that the settler has not settled yet. Kinds: job, result, drop, retry."""
 
     kind: str
     epoch: int

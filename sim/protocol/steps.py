@@ -81,7 +81,7 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
         yield Step("forget", index), replace_worker(state, index, rest)
         if not state.left.delays:
             return
-        state = state._replace(left=state.left._replace(delays=state.left.delays - 1))  # it is told later
+        state = state._replace(left=state.left._replace(delays=state.left.delays - 1))  # the worker learns of it later
     lives = worker.lives or rules.flaw == "claims without a session"
     rec, reply = script.claim_request(state.rec, stage, index, message, state.clock + 1, rules.flaw, lives=lives)
     if worker.out is not None and (reply[0] in ("bound", "conflict") or rec.stage == "end"):
@@ -109,7 +109,7 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
 
 
 def _park_messages(state: State, rules: Rules, index: int) -> Steps:
-    """Put down waiting messages: those that a worker has no capacity for, and those of a dead member."""
+    """Park waiting messages: those that a worker has no capacity for, and those of a dead member."""
     for message, at in state.bus:
         is_orphan = at == GHOST and rules.flaw != "nobody reads for the dead"
         if (message.job == 0) == (index < 2) and (is_orphan or (at != GHOST and state.left.waits)):
@@ -291,7 +291,7 @@ def _append_tokens(state: State, rules: Rules, index: int, run: Run, count: int)
 
 def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker, end = state.workers[index], End(run.tokens, run.cause)
-    # Behind another claim the request's own message may be settled, and the bus slow to say so: a job is bound instead.
+    # After another claim the request's own message may be settled, and the bus slow to say so: a job is bound instead.
     follows = run.follows and rules.flaw != "binds behind another claim"
     hands_off = index < 2 and (not rules.stays[index] or follows)
     whose = run.message if rules.flaw == "binds without the delivery" else run.delivery
@@ -301,7 +301,7 @@ def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     if reply == 0:
         worker = _drop_run(worker, run)
     else:
-        # An end whose message is elsewhere is settled by who has that: nobody has to hand it off.
+        # The worker with the message settles the end: nobody has to hand the request off.
         is_job = hands_off and run.delivery is not None
         worker = ask_for_hand_off(worker, rules, run, end) if is_job else ask_for_result(worker, run, end)
     yield step, replace_worker(state, index, worker, rec=rec)

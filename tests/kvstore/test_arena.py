@@ -112,7 +112,7 @@ def test_a_link_and_a_file_that_others_may_write_are_refused(open_tier: Open, tm
     path = (tier := open_tier()).arena.path
     tier.close()
     path.chmod(0o666)
-    with pytest.raises(KVStoreError, match="not this user's alone"):
+    with pytest.raises(KVStoreError, match="is not a private file of this user"):
         open_tier()
     path.chmod(0o600)
     path.rename(tmp_path / "elsewhere")

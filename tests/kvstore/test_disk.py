@@ -126,14 +126,14 @@ def test_who_has_other_shared_memory_is_refused(open_tier: Open, tmp_path: Path)
     """As in another container. When the others are gone it may, and theirs are not taken for current later."""
     first, (kept, gone) = open_tier(), new_names(2)
     put(first, [kept, gone])
-    with pytest.raises(KVStoreError, match=r"PENSTOCK_KV_STORE_DISK_DIR.*other shared memory"):
+    with pytest.raises(KVStoreError, match=r"PENSTOCK_KV_STORE_DISK_DIR.*another shared memory"):
         open_tier(tables="elsewhere")
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert read(first, [kept]) == [content(kept)]
     first.close()
     other = open_tier(tables="elsewhere")
     assert other.remove_blocks(keys_of([gone])) == 1
-    with pytest.raises(KVStoreError, match="other shared memory"):
+    with pytest.raises(KVStoreError, match="another shared memory"):
         open_tier()
     other.close()
     again = open_tier()

@@ -272,12 +272,12 @@ NOT_HERE = "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one
     ("given", "refused", "told"),
     [
         ({"shared_mb": 1, "disk_mb": 1}, "", ""),
-        ({"shared_mb": HUGE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 does", "shared memory"),
-        ({"shared_mb": IDLE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 does", "shared memory"),
-        ({"shared_mb": 1, "shared_dir": "{}/none"}, NOT_HERE, f"kept in shared memory: .*{NOT_HERE}"),
-        ({"shared_mb": 0, "shared_dir": "{}/none", "disk_mb": 1}, NOT_HERE, f"kept on disk: .*{NOT_HERE}"),
-        ({"disk_mb": 1, "disk_dir": "{}/file/kv"}, "file cannot be written to: PENSTOCK_KV_STORE_DISK", "no KV bl"),
-        ({"disk_mb": 1, "disk_dir": "{}/used"}, "processes that have other shared memory use", "no KV blocks"),
+        ({"shared_mb": HUGE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 turns", "shared memory"),
+        ({"shared_mb": IDLE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 turns", "shared memory"),
+        ({"shared_mb": 1, "shared_dir": "{}/none"}, NOT_HERE, f"without shared memory: .*{NOT_HERE}"),
+        ({"shared_mb": 0, "shared_dir": "{}/none", "disk_mb": 1}, NOT_HERE, f"without a disk tier: .*{NOT_HERE}"),
+        ({"disk_mb": 1, "disk_dir": "{}/file/kv"}, "file cannot be written to: PENSTOCK_KV_STORE_DISK", "the KV store runs"),
+        ({"disk_mb": 1, "disk_dir": "{}/used"}, "processes with another shared memory use", "the KV store runs"),
     ],
 )  # fmt: skip
 def test_tiers_are_looked_at_before_they_are_opened(
@@ -316,10 +316,10 @@ def test_shared_memory_that_holds_no_block_is_left_out_if_nobody_asked_for_it(
     for given in ({"shared_mb", "disk_mb"}, {"disk_mb"}):
         wanted = settings.model_construct(_fields_set=given, **{**dict(settings), "disk_mb": 8, "redis_mb": 0})
         if "shared_mb" in given:
-            with pytest.raises(KVStoreError, match="hold no block"):
+            with pytest.raises(KVStoreError, match="do not hold one KV block"):
                 KVStore.open(layout, wanted, "", "demo")
         else:
             store = KVStore.open(layout, wanted, "", "demo")
             assert [tier.name for tier in store.tiers] == ["disk"]
             store.close()
-    assert "no KV blocks are kept in shared memory: PENSTOCK_KV_STORE_SHARED_MB" in caplog.text
+    assert "the KV store runs without shared memory: PENSTOCK_KV_STORE_SHARED_MB" in caplog.text

@@ -81,11 +81,11 @@ def test_a_pool_or_a_batch_that_is_full_makes_requests_wait() -> None:
     ("rows", "num_workers", "message"),
     [
         ([(0.0, 1, 1, 0, 0)], 0, "at least one worker"),
-        ([(0.0, 0, 1, 0, 0)], 1, "at least one token"),
-        ([(0.0, 1, 0, 0, 0)], 1, "at least one token"),
+        ([(0.0, 0, 1, 0, 0)], 1, "at least one prompt token"),
+        ([(0.0, 1, 0, 0, 0)], 1, "at least one prompt token"),
         ([(1.0, 1, 1, 0, 0), (0.0, 1, 1, 0, 0)], 1, "in the order of their times"),
         ([(float("nan"), 1, 1, 0, 0)], 1, "in the order of their times"),
-        ([(0.0, 1, 1, -1, 0)], 1, "numbered from 0 on"),
+        ([(0.0, 1, 1, -1, 0)], 1, "must be numbered from 0"),
         ([(0.0, 1000, 26, 0, 0)], 1, "needs 65 KV blocks, and the pool has 64"),
     ],
 )

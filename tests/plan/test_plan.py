@@ -79,7 +79,7 @@ def test_a_goal_for_first_tokens_adds_workers_until_the_simulation_meets_it() ->
 
 
 def test_what_no_number_of_workers_can_do_is_an_error_that_says_so() -> None:
-    with pytest.raises(PlanError, match=r"the quickest takes 0\.02 s"):
+    with pytest.raises(PlanError, match=r"the fastest takes 0\.02 s"):
         make_plan(STEADY, RATES, replace(GOALS, itl_s=0.01))
     with pytest.raises(PlanError, match=r"99% of the first tokens within 1\.5 s: prompts alone take 2 s; a faster dev"):
         make_plan(STEADY, RATES, replace(GOALS, ttft_s=1.5))

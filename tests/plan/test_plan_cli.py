@@ -49,7 +49,7 @@ def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: s
     asked = ("plan", "--model", "demo", "--trace", trace, "--utilisation", "0.8")
     slow = terminal(*asked, **beating)
     assert (slow.returncode, slow.stdout) == (1, "")
-    assert "no measured batch keeps to 0.2 s between tokens, the quickest takes 0.4 s" in slow.stderr, "by default"
+    assert "no measured batch keeps to 0.2 s between tokens, the fastest takes 0.4 s" in slow.stderr, "by default"
     limits = {"PENSTOCK_SLO_INTERACTIVE_TTFT_S": "4.2", "PENSTOCK_SLO_INTERACTIVE_ITL_S": "9"}
     done = terminal(*asked, **beating, **limits)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
     assert (other.returncode, other.stdout) == (1, "")
     assert "serve demo, not other: measure it with --measure" in other.stderr
     itl = terminal("plan", "--trace", trace, "--itl-s", "0.1", **beating)
-    assert "the quickest takes 0.4 s" in itl.stderr
+    assert "the fastest takes 0.4 s" in itl.stderr
     idle = terminal("plan", "--trace", trace, **beating | {"PENSTOCK_PIPELINE": f"{pipeline.name}-idle"})
     assert "no running prefill worker has measured its rate: send some requests, or use --measure" in idle.stderr
     assert "Redis" in terminal("plan", "--trace", trace).stderr, "there is none"
@@ -84,7 +84,7 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
     assert (negative.returncode, negative.stdout) == (1, "")
     assert "PENSTOCK_SLO_BATCH_ITL_S" in negative.stderr
     unanswered = terminal("topics", "record", f"{trace}.recorded", **beating)
-    assert f"no request of the pipeline {pipeline.name} has an answer" in unanswered.stderr
+    assert f"the pipeline {pipeline.name} has no answered request to plan from" in unanswered.stderr
 
 
 @pytest.mark.proof
@@ -110,16 +110,16 @@ def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no request in it"),
+        ("", "has no request"),
         (
             '{"at_s": 1, "prompt_tokens": 2, "output_tokens": 3}\n{"at_s": 1}',
             "line 2: no prompt_tokens or input_length",
         ),
         ('{"prompt_tokens": 2, "output_tokens": 3}', "line 1: no at_s or timestamp"),
-        ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 3}', "line 1: a time, and at least one token"),
+        ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 3}', "line 1: it needs a time, a prompt token and"),
         ('{"at_s": 1, "prompt_tokens": 2, "output_tokens": 3, "class": "high"}', "line 1: "),
-        ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 3}', "line 1: a time, and at least one token"),
-        ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 3}', "line 1: a time, and at least one token"),
+        ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 3}', "line 1: it needs a time, a prompt token and"),
+        ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 3}', "line 1: it needs a time, a prompt token and"),
         ('{"at_s": [], "prompt_tokens": 1, "output_tokens": 3}', "line 1: "),
         ("[1]", "line 1: "),
         ("7", "line 1: "),

@@ -13,7 +13,7 @@ from tests.draws import WHOLE, draw_cases
 REPLIES = {
     "claim": "claim ended unbound busy bound conflict",
     "attach": "busy",
-    "park": "down bound conflict",
+    "park": "parked bound conflict",
     "take": "claim gone",
     "renew": "lost",
     "append": "0 1 2",

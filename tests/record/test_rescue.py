@@ -167,17 +167,17 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
             rescuer.run_once()
 
 
-def test_where_nothing_can_be_adopted_the_loop_puts_down_what_waits(hasty: Record, session: Session) -> None:
+def test_where_nothing_can_be_adopted_the_loop_parks_what_waits(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1")], {})
     member.readers = []
     with start_rescuer(hasty, session, member) as rescuer:
 
-        def has_put_down() -> bool:
+        def has_parked() -> bool:
             rescuer.run_once()
             return hasty.count_free("prefill") == 1
 
         assert rescuer._thread is None
-        wait_for(has_put_down, "it is free")
+        wait_for(has_parked, "it is free")
 
 
 def test_requests_and_jobs_are_parked_each_in_their_stage(hasty: Record, session: Session) -> None:

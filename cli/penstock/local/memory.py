@@ -13,7 +13,7 @@ from pathlib import Path
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 USUAL_BYTES = 2**28
-"""What workers take of it where nothing else is set, or half of what there is."""
+"""Bytes of shared memory that workers use by default; half of the filesystem if that is less."""
 _DIRECTORY_PREFIX = f"penstock-stack-{os.geteuid()}-"
 
 

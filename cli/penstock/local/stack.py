@@ -42,9 +42,9 @@ SECRET_FILE_VARIABLES = ("PENSTOCK_STREAM_URL_FILE", "PENSTOCK_KV_URL_FILE")
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Pauses before a worker that died is started again; they grow with each death soon after a start."""
 MIN_STEADY_S = 20.0
-"""A worker that lived this long counts as started: its failures are counted anew."""
+"""A worker that lived for this time counts as started: its failures are counted from 0 again."""
 GATEWAY_TIMEOUT_S = 1.0
-"""How long the gateway may take to say that it is ready."""
+"""The longest time in seconds in which the gateway must answer that it is ready."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class ProcessSlot:
     started_at: float = 0.0
     was_ready: bool = field(default=False)
     taken_name: str = ""
-    """The name that its process took: the next free one, if another stack has `name`. It is asked for again."""
+    """The name that its process took: the next free one if another stack has `name`. A restart asks for it again."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Stack:
         url = redis or (self._server.url if self._server else "")
         self.addresses = load_settings(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
         self.stop_asked: Callable[[], object] = lambda: False
-        """Says whether a start of the server is to be given up while it waits, as for its port."""
+        """Returns a true value to stop a start of the server while it waits, for example for its port."""
         self._bus_settings = load_settings(BusSettings)
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
@@ -195,7 +195,7 @@ class Stack:
                 status = worker.last_status = worker.child.returncode or 0
                 is_final = status == ModelLoadError.exit_status
                 delay_s = RESTART_DELAYS_S[-1 if is_final else min(worker.failures, len(RESTART_DELAYS_S) - 1)]
-                cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # no signal's
+                cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # not for a signal
                 died.append(
                     f"{worker.name} ended with status {status} and is started again; "
                     f"its log: {self._log_path(worker)}{cause}"
@@ -219,7 +219,7 @@ class Stack:
         no start would load.
         """
         end, last_line = time.monotonic() + timeout_s, ""
-        # Not its failures in a row: on a busy machine one that cannot start lives for long before it says so.
+        # Deaths, not failures in a row: on a busy machine a worker that cannot start may live for long before it ends.
         deaths_before = {worker.name: worker.num_deaths for worker in self._all_slots()}
         with redis_client(self.addresses.first_url) as client:
             while not stop() and not all(worker.was_ready for worker in self._all_slots()):

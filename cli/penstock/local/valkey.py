@@ -52,7 +52,7 @@ class ValkeyServer:
         self._replica_of = replica_of
         self._child: Child | None = None
         self.stop_asked: Callable[[], object] = lambda: False
-        """Says whether a start is to be given up while it waits."""
+        """Returns a true value to stop a start while it waits."""
         self._lock: int | None = None
         """The descriptor of the file by which this process has the directory."""
 
@@ -82,7 +82,7 @@ class ValkeyServer:
         if self.stop_asked():
             return self
         if describe_port_problem("127.0.0.1", self.port):
-            raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
+            raise PenstockError(f"port {self.port} is taken: perhaps another `penstock up` is running")
         held = self.lock_directory()
         command, log = self._build_command(), self.directory / "valkey.log"
         self._child = start_child(command, name="Valkey", log=log, directory=self.directory, inherited=[held])

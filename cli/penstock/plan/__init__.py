@@ -1,3 +1,3 @@
-"""How many workers a load needs: `trace`, `recording` (the load), `rates` (how fast a worker is), `plan`, `goodput`;
+"""The number of workers for a load: `trace`, `recording` (the load), `rates` (a worker's speed), `plan`, `goodput`;
 `simulator`, `placing`, `coarse`.
 """

@@ -1,10 +1,10 @@
 """A coarse model of the pipeline in virtual time, for a thousand workers and an hour of requests: arrays of numpy.
 
-All workers take their steps at once, each by its own clock: a step takes as long as `StepCost` says, and shares its
-tokens between prompts as the scheduler does. What is coarse: requests of `TICK_S` are placed together, each by
-heartbeats and by what its placer has sent, as producers do; a pool is a number of tokens, of which a request reserves
-all that it will need; what chats leave in it is forgotten in the order of the writing; and equal steps that follow each
-other are one. `LEFT_OUT` says what the simulation has beside that.
+All workers take their steps at once, each by its own clock. A step takes as long as `StepCost` says, and shares its
+tokens between prompts as the scheduler does. The model is coarse in four ways. Requests of one `TICK_S` are placed
+together, each by heartbeats and by what its placer has sent, as producers do. A pool is a number of tokens, and a
+request reserves all tokens that it will need. Blocks of chats are evicted in the order in which they were written.
+Equal consecutive steps are one step. `LEFT_OUT` lists what the simulation leaves out beside that.
 """
 
 import math
@@ -30,7 +30,7 @@ NUM_PLACERS = 2
 MAX_PROMPTS = 16
 """Prompts of a worker that share its steps; the others wait in the order of their arrival."""
 LATE_PART, LATE_S = 4, 1.0
-"""So few of all workers, one of so many, need not be waited for, and so late they may be."""
+"""The simulation does not wait for one worker in `LATE_PART`, if these are at most `LATE_S` seconds late."""
 NEVER = np.iinfo(np.int64).max
 
 
@@ -44,11 +44,11 @@ class CoarseLoad:
     chat: Ints
     """Its number, from 0 on: all turns of a chat have one."""
     earlier_tokens: Ints
-    """How many leading tokens of the prompt are those of the chat's turn before, with its answer."""
+    """The number of leading prompt tokens that the chat's turn before and its answer had."""
     system: Ints
     """The number of the beginning that it has in common with other chats, from 0 on."""
     system_tokens: Ints
-    """How long that is; 0 without one."""
+    """The number of tokens of that beginning; 0 without one."""
 
     @classmethod
     def without_chats(cls, at_s: Floats, prompt_tokens: Ints, output_tokens: Ints) -> "CoarseLoad":
@@ -59,18 +59,18 @@ class CoarseLoad:
     def check_values(self) -> None:
         """Raise `PlanError` if these are no requests."""
         if not len(self.at_s):
-            raise PlanError("no request to play")
+            raise PlanError("the trace has no request")
         if not np.isfinite(self.at_s).all() or (np.diff(self.at_s) < 0).any():
-            raise PlanError("requests have to be in the order of their times")
+            raise PlanError("requests must be in the order of their times")
         if min(self.prompt_tokens.min(), self.output_tokens.min()) < 1:
-            raise PlanError("at least one token of prompt and answer is needed")
+            raise PlanError("each request needs at least one prompt token and one answer token")
         if min(self.chat.min(), self.system.min()) < 0:
-            raise PlanError("chats and their common beginnings are numbered from 0 on")
+            raise PlanError("chats and their common prefixes must be numbered from 0")
 
 
 @dataclass(frozen=True)
 class CoarseOutcome:
-    """What became of the requests, in their order."""
+    """The outcomes of the requests, in the order of the requests."""
 
     load: CoarseLoad
     worker: Ints
@@ -91,10 +91,10 @@ class CoarseOutcome:
 
 
 class CoarseSimulation:
-    """Plays requests against workers of one kind, which answer what they read.
+    """Plays requests against workers of one kind, which answer the requests that they read.
 
-    Without `workers`, which are those of each request, they are placed by the product's rule. Of `are_jobs` the prompts
-    are computed elsewhere, and the first token is one of the answer's later ones.
+    `workers` has the worker of each request; without it, the product's rule places the requests. `are_jobs` marks
+    requests whose prompts were computed elsewhere: their first token here is not the first token of the answer.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class CoarseSimulation:
         self._worker = np.zeros(num_requests, np.int64) if workers is None else workers
         self._first_s, self._end_s = np.zeros(num_requests), np.zeros(num_requests)
         self._hits = np.zeros(num_requests, np.int64)
-        # Of workers. A step counts from `_steps`, and an answer ends when as many are done as its row says.
+        # Workers. `_steps` counts each worker's steps; an answer ends at the step that its row of `_row_end` says.
         self._clock, self._begun = np.zeros(num_workers), np.zeros(num_workers)
         self._head, self._tail, self._queued, self._num_prompts, self._num_rows, self._context, self._reserved = (
             np.zeros((7, num_workers), np.int64)
@@ -138,13 +138,13 @@ class CoarseSimulation:
         self._pending, self._done, self._prompt = np.zeros((3, num_workers, MAX_PROMPTS), np.int64)
         self._row_end = np.full((num_workers, spec.max_batch), NEVER)
         self._row = np.zeros((num_workers, spec.max_batch), np.int64)
-        # Of pools: tokens that were ever written, and how many there were when a chat or a beginning was last used.
+        # Pools: tokens that were ever written, and their number when a chat or a common prefix was last used.
         self._written = np.zeros(num_workers, np.int64)
         self._chat_worker = np.full(num_chats, -1)
         self._chat_written, self._chat_tokens = np.zeros((2, num_chats), np.int64)
         num_systems = int(load.system.max()) + 1
         self._system_written = np.full((num_workers, num_systems), -NEVER // 2)
-        # Of placers: the tokens that each takes to be left, all that it has sent, and where it sent what and when.
+        # Placers: the tokens that each believes to be left, all tokens that it has sent, and each chat's last worker.
         self._left, self._sent = np.zeros((2, NUM_PLACERS, num_workers), np.int64)
         self._beats: list[tuple[slice, Ints, Ints]] = []
         self._sent_worker, self._sent_tokens = np.zeros((2, NUM_PLACERS, num_chats), np.int64)
@@ -153,9 +153,9 @@ class CoarseSimulation:
         self._turns = rng.integers(2**31, size=num_requests)
 
     def run(self) -> CoarseOutcome:
-        """Return what becomes of the requests."""
+        """Return the outcomes of the requests."""
         tick = first = 0
-        if self._workers is not None:  # nothing depends on heartbeats: each worker goes on by itself
+        if self._workers is not None:  # no request waits for a heartbeat: each worker runs by itself
             self._queue_requests(np.arange(len(self._at_s)))
         while self._workers is None and first < len(self._at_s):
             until_s = (tick + 1) * TICK_S
@@ -213,7 +213,7 @@ class CoarseSimulation:
             self._left[:, workers] = waiting + self._sent[:, workers] - sent
 
     def _queue_requests(self, requests: Ints) -> None:
-        """Put requests behind those that wait for their workers."""
+        """Append requests to the queues of their workers."""
         order = requests[np.argsort(self._worker[requests], kind="stable")]
         workers = self._worker[order]
         is_first = np.diff(workers, prepend=-1) != 0
@@ -229,9 +229,9 @@ class CoarseSimulation:
     # Steps
 
     def _take_steps(self, until_s: float) -> None:
-        """Let all workers take steps, until each one's last ends behind this time or it has nothing to do.
+        """Let all workers take steps, until each has passed this time or has no work.
 
-        A few may be late, and go on with the next tick's steps.
+        A few workers may be late, and continue with the steps of the next tick.
         """
         while True:
             is_busy = self._num_rows + self._num_prompts > 0
@@ -261,9 +261,9 @@ class CoarseSimulation:
         return np.minimum(hits, load.prompt_tokens[requests] - 1) // size * size
 
     def _admit_prompts(self, workers: Ints, now_s: Floats, is_idle: NDArray[np.bool_]) -> None:
-        """Admit what waits, in its order, while the batch and the pool have room.
+        """Admit waiting prompts in their order, while the batch and the pool have room.
 
-        What is found in the pool is loaded during a step, and admitted at its end.
+        Prompt tokens found in the pool are loaded during a step, and admitted at its end.
         """
         while True:
             heads = self._head[workers]
@@ -366,7 +366,7 @@ class CoarseSimulation:
         self._keep_tokens(ended, requests, tokens)
 
     def _keep_tokens(self, workers: Ints, requests: Ints, num_tokens: Ints) -> None:
-        """Note what is in pools from now on, until others need the place."""
+        """Note the tokens that requests leave in the pools. Later requests evict them."""
         chat, written = self._load.chat[requests], self._written[workers]
         self._chat_worker[chat], self._chat_written[chat], self._chat_tokens[chat] = workers, written, num_tokens
         self._system_written[workers, self._load.system[requests]] = written
@@ -375,7 +375,8 @@ class CoarseSimulation:
 def share_tokens(pending: Ints, budget: Ints) -> Ints:
     """Return how many of each worker's pending tokens [workers, prompts] a step computes.
 
-    Prompts are in their order. The first that does not fit shares what is left with those at most half as long.
+    Prompts are in their order. The first prompt that does not fit shares the rest of the budget with later prompts at
+    most half as long.
     """
     ends, budget = np.cumsum(pending, axis=1), budget[:, None]
     fits = ends <= budget

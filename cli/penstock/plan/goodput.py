@@ -13,7 +13,7 @@ MET_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Slo:
-    """Until when a request is in time."""
+    """Latency targets: a request that meets them is in time."""
 
     ttft_s: float
     """The longest time to its first token."""
@@ -22,7 +22,7 @@ class Slo:
 
 
 class Timing(NamedTuple):
-    """How long a request took."""
+    """The latencies of a request."""
 
     klass: PriorityClass
     ttft_s: float

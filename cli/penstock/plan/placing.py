@@ -1,4 +1,4 @@
-"""Where requests go: what a placer knows of the workers, and the rule by which it chooses one.
+"""Placement of requests: a placer's knowledge of the workers, and the rule by which it chooses one.
 
 A placer is a gateway, or another producer. It sees heartbeats, which are late, and its own requests: when it sent them,
 their first tokens and their ends. It does not see what other placers send. A worker stands for the partition it reads.
@@ -14,7 +14,7 @@ from penstock.engine.scheduling.cost import StepCost
 from penstock.names import PriorityClass
 
 MAX_REMEMBERED_BLOCKS = 2**17
-"""How many blocks a placer remembers; beyond that it forgets those that were not sent for longest."""
+"""The most blocks that a placer remembers; beyond that it forgets the blocks that were not sent for longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,17 +26,17 @@ class PlacedRequest:
     prompt_tokens: int
     output_tokens: int
     keys: tuple[bytes, ...] = ()
-    """Of the full blocks of prompt and answer, each a hash over all tokens up to the block's end. Empty: it shares no
-    block with another request."""
+    """Hashes of the full blocks of prompt and answer, each over all tokens up to the block's end. Empty: the request
+    shares no block with another request."""
     session: str = ""
     chain: PromptChain | None = None
-    """What a producer sees of its prompt; None where it is placed by no rule that looks at it."""
+    """The prompt as a producer sees it; None if the rule that places the request ignores prompts."""
     klass: PriorityClass = "interactive"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker can do."""
+    """A worker's speed and limits."""
 
     cost: StepCost
     num_blocks: int
@@ -46,7 +46,7 @@ class WorkerSpec:
     max_step_tokens: int = 256
 
     def prompt_seconds(self, num_tokens: int, num_before: int = 0) -> float:
-        """Return how long a worker without other work computes `num_tokens` tokens of a prompt behind others."""
+        """Return the seconds that an idle worker takes for `num_tokens` prompt tokens after `num_before` others."""
         num_steps = -(-num_tokens // self.max_step_tokens)
         return num_steps * self.cost.fixed_s + self.cost.prompt_seconds(num_tokens, num_before, self.max_step_tokens)
 
@@ -61,17 +61,17 @@ class Tier:
     num_blocks: int
     """Blocks of a store."""
     workers_of_host: int = 0
-    """So many workers, by their numbers, share a store; 0: all of them do."""
+    """The number of consecutive workers that share a store; 0: all workers share one."""
     _stores: defaultdict[int, OrderedDict[bytes, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
 
     def fetch_seconds(self, num_blocks: int) -> float:
-        """Return how long a worker fetches so many blocks."""
+        """Return how many seconds a worker takes to fetch `num_blocks` blocks."""
         return self.fixed_s + num_blocks * self.block_bytes / self.bytes_per_s if num_blocks > 0 else 0.0
 
     def store_blocks(self, worker: int, keys: Sequence[bytes]) -> None:
         """Store blocks of a worker, in the place of those that were not used for longest."""
         blocks = self._find_store(worker)
-        for key in reversed(keys):  # the first ones are used last: others are worth nothing without them
+        for key in reversed(keys):  # the first blocks are evicted last: later ones are useless without them
             blocks[key] = None
             blocks.move_to_end(key)
         while len(blocks) > self.num_blocks:
@@ -114,7 +114,7 @@ class Beat:
 
 @dataclass
 class OwnLoad:
-    """What a placer has sent to a worker and has seen no end of."""
+    """Requests that a placer has sent to a worker and whose end it has not seen."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -122,11 +122,11 @@ class OwnLoad:
     num_blocks: int = 0
     """Blocks of all prompts."""
     sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """When requests were sent since the last heartbeat, and those tokens of each."""
+    """The requests sent since the last heartbeat: the time of each, and its uncached prompt tokens."""
 
 
 class View:
-    """What one placer knows of the workers that read requests. They are numbered."""
+    """One placer's knowledge of the workers that read requests. Workers are numbered."""
 
     def __init__(self, num_workers: int, spec: WorkerSpec, tier: Tier | None, memory_s: float) -> None:
         self.num_workers, self.spec, self.tier = num_workers, spec, tier
@@ -181,7 +181,7 @@ class View:
         self.own[worker].num_blocks -= -(-request.prompt_tokens // self.spec.block_size)
 
     def record_beat(self, worker: int, beat: Beat) -> None:
-        """Note a heartbeat. It has what was sent before it."""
+        """Note a heartbeat. It counts the requests that were sent before it."""
         self.beats[worker] = beat
         sent = self.own[worker].sent
         while sent and sent[0][0] <= beat.at_s:
@@ -196,7 +196,7 @@ class Rule(Protocol):
     """A rule of one placer. It may remember what it chose."""
 
     memory_s: float
-    """For how long it counts on what was sent to a worker; 0 if it does not look at that."""
+    """Seconds for which the rule remembers a request that it sent to a worker; 0 if it does not use these requests."""
 
     def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the number of the worker for a request."""

@@ -21,14 +21,14 @@ from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
 NOT_SIMULATED = f"prefix hits, and sessions, which go to one worker; the transfer of KV; {LEFT_OUT}"
 GOODPUT_STEP, GOODPUT_STEPS = 1.2, 8
-"""Goodput is looked for among rates that differ by this factor: so many above the trace's own, and as many below."""
+"""The factor between the rates at which goodput is tried, and the number of rates above and below the trace's own."""
 STEPS_TO_DOUBLE = 8
-"""In about so many steps the number of prefill workers that are tried doubles; few workers are tried one by one."""
+"""The tried number of prefill workers doubles in about this many steps; small numbers are tried one by one."""
 MAX_POOL_BLOCKS = 2**16
 """The pool of a simulated worker whose own is not known."""
 MAX_SIMULATED_TOKENS = 2_000_000
-"""A trace with more tokens in its answers is played by the coarse model: the simulation takes some minutes for so many,
-and a plan plays a trace several times."""
+"""The coarse model plays a trace with more answer tokens than this. The simulation takes some minutes for as many, and
+a plan plays a trace several times."""
 LOG_REQUEST_BYTES, LOG_TOKEN_BYTES = 6_000, 80
 """Bytes of an ended request in the stream Redis, and of each of its tokens: measured, and rounded up."""
 
@@ -46,9 +46,9 @@ class Goals:
     window_s: float = 10.0
     """The peak rate is the highest over a window of this length."""
     keep_s: float = 3600.0
-    """How long ended streams can be read."""
+    """Seconds for which ended streams can be read."""
     slos: Slos = field(default_factory=lambda: read_slos(SloSettings()))
-    """When requests are in time, for the goodput."""
+    """The latency targets of the goodput."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Waits:
     ttft_p50_s: float
     ttft_p99_s: float
     itl_p50_s: float
-    """Of the mean time between the tokens of an answer."""
+    """Median over the answers of the mean time between an answer's tokens."""
     itl_p99_s: float
 
 
@@ -85,7 +85,7 @@ class Plan:
     decode: int
     waits: Waits
     auto_busy: float
-    """How many workers prompts and answers would keep busy together, in the peak."""
+    """The number of workers that prompts and answers together keep busy in the peak."""
     auto_by_rate: int
     auto: int
     """Workers of kind `auto` that do the same in place of these."""
@@ -94,7 +94,7 @@ class Plan:
     mean_rate: float
     """Requests a second."""
     met_share: float
-    """How many requests of the trace are in time; of two classes, of the one where these are fewer."""
+    """The share of the trace's requests that are in time; of two classes, the lower share."""
     goodput: float
     """The highest rate at which `MET_SHARE` of the requests would be in time, if they came faster or more slowly."""
     goals: Goals
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def left_out(self) -> str:
-        """What the figures leave out."""
+        """The costs that the figures leave out."""
         return f"{NOT_SIMULATED}; {coarse.LEFT_OUT}" if self.is_coarse else NOT_SIMULATED
 
     def as_json(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def is_long(trace: Sequence[Arrival]) -> bool:
 def play_trace(
     trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
 ) -> list[Timing]:
-    """Return what becomes of the requests with these numbers of workers, to which they go in turn.
+    """Return the latencies of the requests with these numbers of workers, which get them in turn.
 
     Without decode workers all answers have one token. A long trace is played by the coarse model.
     """
@@ -238,9 +238,9 @@ def play_trace(
 
 
 def play_auto(trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_auto: int) -> list[Timing]:
-    """Return what becomes of the requests with so many `auto` workers, to which they go in turn."""
+    """Return the latencies of the requests with `num_auto` workers of kind `auto`, which get them in turn."""
     spec = _make_spec(rates, batch, rates.fit_cost())
-    # The rate of prompts has in it what a step takes by itself, which a step with answers and prompts takes once.
+    # The rate of prompts includes the fixed cost of a step. A step with answers and prompts has that cost only once.
     token_s = max(0.0, spec.cost.token_s - spec.cost.fixed_s / spec.max_step_tokens)
     spec = replace(spec, cost=replace(spec.cost, token_s=token_s))
     if is_long(trace):
@@ -256,7 +256,7 @@ def play_auto(trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, 
 
 
 def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> list[PlacedRequest]:
-    """Return the requests by time from the first one on, where told with so many tokens in each answer."""
+    """Return the requests by seconds since the first one. `num_output` replaces the tokens of each answer if given."""
     return [
         PlacedRequest(
             str(number),
@@ -272,7 +272,7 @@ def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> l
 def play_coarsely(
     trace: Sequence[Arrival], prefill: tuple[int, WorkerSpec], decode: tuple[int, WorkerSpec]
 ) -> list[Timing]:
-    """Return what the coarse model says of the requests with so many workers of each kind."""
+    """Return the latencies of the requests by the coarse model, for a number of workers of each kind."""
     at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
     prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
     numbers = np.arange(len(trace))

@@ -1,4 +1,4 @@
-"""How fast one worker of each stage is, as measured."""
+"""The measured speed of one worker of each stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from penstock.names import STAGES, find_stages
 from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
 
 CHANGES = "a faster device, more threads, a smaller model or a longer limit do"
-"""What helps where more workers do not."""
+"""Advice for a limit that more workers cannot meet."""
 
 
 class DecodeBatch(NamedTuple):
@@ -47,7 +47,7 @@ class WorkerRates:
         if not within:
             least = min(one.step_s for one in self.batches)
             raise PlanError(
-                f"no measured batch keeps to {itl_s:g} s between tokens, the quickest takes {least:.3g} s: "
+                f"no measured batch keeps to {itl_s:g} s between tokens, the fastest takes {least:.3g} s: "
                 f"more workers do not change that; {CHANGES} (--itl-s, PENSTOCK_SLO_…_ITL_S)"
             )
         return max(within, key=lambda one: one.tokens_per_s)

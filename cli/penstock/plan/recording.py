@@ -22,12 +22,12 @@ Row = dict[str, Any]
 def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
     """Return a line of a trace for each request whose answer has tokens, by time.
 
-    What prompts share is told of those that are still in the requests' topics. Raises `PlanError` where there is no
-    answer, and `BusUnavailable`.
+    Shared prefixes are known only for requests whose messages are still in the topics. Raises `PlanError` if there is
+    no answer, and `BusUnavailable`.
     """
     answered = [one for one in _read_results(bus, pipeline) if one.timings.published and one.usage.completion_tokens]
     if not answered:
-        raise PlanError(f"no request of the pipeline {pipeline.name} has an answer")
+        raise PlanError(f"the pipeline {pipeline.name} has no answered request to plan from")
     answered.sort(key=lambda one: one.timings.published)
     begun_s = answered[0].timings.published
     rows: dict[str, Row] = {
@@ -40,7 +40,7 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
         for one in answered
     }
     requests = [one for one in _read_requests(bus, pipeline) if one.id in rows]
-    chats = dict[bytes, int]()  # numbers: by a hash of its beginning a prompt could be told from others
+    chats = dict[bytes, int]()  # the trace has numbers: a hash of the beginning could reveal a prompt
     for request, hash_ids in zip(requests, _number_blocks(requests, rows), strict=True):
         chat = chats.setdefault(chain_prompt(request).home, len(chats))
         rows[request.id] |= {"hash_ids": hash_ids, "chat": str(chat)}
@@ -56,7 +56,7 @@ def _read_results(bus: Bus, pipeline: Pipeline) -> Iterator[Result]:
 def _read_requests(bus: Bus, pipeline: Pipeline) -> Iterator[Request]:
     for topic in pipeline.input_topics("prefill").values():
         for message in bus.read_all(topic):
-            with suppress(PenstockError):  # what no worker can read has no answer with tokens either
+            with suppress(PenstockError):  # an unreadable request has no answer with tokens
                 yield decode_message(Request, message.value)
 
 

@@ -2,10 +2,11 @@
 
 Each worker plans its steps with `penstock.engine.scheduling.scheduler`, and a step takes as long as `StepCost` says.
 Requests come at their times, whatever the pipeline does. A request goes to the worker that the rule of its placer
-chooses. That reads its messages between two steps, and loads the KV of prompts of which it has something during the
-next one, so they begin a step later where they meet other work. The beginning of a prompt is fetched from the tier
-where this is quicker than to compute it, one fetch after the other. A prefill worker's job goes to the decode worker
-that follows from its id; an `auto` worker answers what it reads. `LEFT_OUT` says what a real pipeline has beside that.
+chooses. The worker reads its messages between two steps, and loads cached KV of their prompts during the next step.
+Such a prompt therefore begins one step later on a busy worker. The beginning of a prompt is fetched from the tier if
+this is faster than to compute it, one fetch after the other. A prefill worker's job goes to the decode worker that
+follows from its id; an `auto` worker answers the requests that it reads. `LEFT_OUT` lists what the simulation leaves
+out.
 """
 
 import heapq
@@ -32,18 +33,18 @@ LEFT_OUT = (
 )
 GREEDY = Sampling(temperature=0.0)
 MAX_STANDSTILL_STEPS = 1000
-"""After so many steps in a row that compute nothing a simulation fails: the scheduler never needs more than a few."""
+"""A simulation fails after this many consecutive empty steps: the scheduler never needs more than a few."""
 
 
 @dataclass
 class Outcome:
-    """What became of a request."""
+    """The outcome of a request."""
 
     request: PlacedRequest
     worker: int = -1
-    """Who computed the prompt."""
+    """The number of the worker that computed the prompt; -1 if none has."""
     first_s: float = 0.0
-    """When its first token was there."""
+    """The time of its first token, in seconds."""
     end_s: float = 0.0
     pool_tokens: int = 0
     """Prompt tokens that were found in that worker's pool."""
@@ -61,7 +62,7 @@ class Outcome:
         return (self.end_s - self.first_s) / max(1, self.request.output_tokens - 1)
 
     def make_timing(self) -> Timing:
-        """Return what its class has limits for."""
+        """Return the latencies that the limits of its class are about."""
         return Timing(self.request.klass, self.ttft_s, self.itl_s)
 
 
@@ -75,11 +76,11 @@ class SimulatedWorker:
         self.busy_s = 0.0
         """Seconds in steps."""
         self.link_free_s = 0.0
-        """When its last fetch from the tiers ends."""
+        """The time at which its last fetch from the tiers ends, in seconds."""
         self.sequences: dict[EngineSequence, None] = {}
         """Those that are not done."""
         self.messages: list[tuple[EngineSequence, Callable[[], None]]] = []
-        """What came during the step that is under way, and what is done with it at the end."""
+        """Requests that arrived during the current step, each with the function to call when the step ends."""
         self.plan: Plan = []
         """The step that is under way."""
 
@@ -252,7 +253,7 @@ class Simulation:
             context=(outcome, view),
         )
         if is_job:
-            # What nobody shares is fetched by names all the same. The last, partial block comes with the job.
+            # Blocks that no other request shares are fetched by keys, too. The last, partial block comes with the job.
             num_full, num_rest = divmod(request.prompt_tokens, size)
             seq.block_keys = seq.block_keys or [f"{request.id} {index}".encode() for index in range(num_full)]
             seq.tail_payload = b"" if num_rest else None
@@ -280,7 +281,7 @@ class Simulation:
         for seq, load in messages:
             if seq.num_output_tokens or self._has_first_block(worker, seq):
                 loads.append(load)
-            else:  # nothing is looked for
+            else:  # no tier is asked
                 worker.add_sequence(seq)
         self._begin_step(worker)
         for load in loads:

@@ -26,7 +26,7 @@ class Arrival(NamedTuple):
     """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
     klass: PriorityClass = "interactive"
     chat: str = ""
-    """What turns of one chat have in common, where the trace tells it."""
+    """The id that all turns of one chat share; empty if the trace has none."""
 
 
 def read_trace(file: Path) -> list[Arrival]:
@@ -39,7 +39,7 @@ def read_trace(file: Path) -> list[Arrival]:
         raise PlanError(f"{file}: {error}") from None
     found = sorted(_parse_lines(file, lines))
     if not found:
-        raise PlanError(f"{file}: no request in it")
+        raise PlanError(f"{file} has no request")
     return found
 
 
@@ -53,13 +53,13 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
             lengths = (int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
             if (klass := row.get("class", "interactive")) not in CLASSES:
-                raise ValueError(f"its class is none of {', '.join(CLASSES)}")
+                raise ValueError(f"its class is not one of {', '.join(CLASSES)}")
             arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), klass, str(row.get("chat", "")))
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None
         if not math.isfinite(arrival.at_s) or arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
-            raise PlanError(f"{file}, line {number}: a time, and at least one token of prompt and answer, are needed")
+            raise PlanError(f"{file}, line {number}: it needs a time, a prompt token and an answer token")
         yield arrival
 
 

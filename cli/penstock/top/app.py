@@ -100,7 +100,7 @@ class TopApp(App[None]):
         self._draw_panels()
 
     def action_pause(self) -> None:
-        """Pause, or go on."""
+        """Pause the view, or resume it."""
         self.is_paused = not self.is_paused
         self._draw_panels()
 

@@ -10,7 +10,7 @@ from penstock.names import CLASSES, STAGES
 from penstock.top.formats import UNKNOWN, draw_bar, draw_sparkline, format_count, format_seconds, format_share
 
 Snapshot = Mapping[str, Any]
-"""What `penstock.ops.live` reports."""
+"""A report of `penstock.ops.live`."""
 
 RATE_TITLES = {
     "requests_per_s": "requests",
@@ -107,7 +107,7 @@ SORT_KEYS: Mapping[str, Callable[[Snapshot], Any]] = {
     "tok/s": lambda worker: -(worker["tokens_per_s"] or 0.0),
     "pool": lambda worker: -_used_pool_share(worker),
 }
-"""What workers are sorted by, before stage and name. The key `s` goes through these in order."""
+"""The columns that workers can be sorted by, before stage and name. The key `s` cycles through them in this order."""
 
 
 def build_worker_rows(snapshot: Snapshot | None, sort: str) -> list[tuple[Text, ...]]:

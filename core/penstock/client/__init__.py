@@ -12,7 +12,7 @@ _HOMES = {"Answer": "penstock.client.core", "AsyncClient": "penstock.client.aio"
 
 
 def __getattr__(name: str) -> Any:
-    """The clients are imported when they are asked for: who needs one of their modules does not load the others."""
+    """Import a client when a caller asks for it: an import of one submodule then does not load the others."""
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock.client' has no attribute {name!r}")
     import importlib

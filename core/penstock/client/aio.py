@@ -61,7 +61,7 @@ class AsyncClient(BaseClient):
         self._sending: asyncio.Task[None] | None = None
         self._live: Sharded[LiveFeed] | None = None
         self._mailboxes = set[AsyncMailbox]()
-        """Of those who read streams now."""
+        """The mailboxes of the streams that are being read."""
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request and return its id once it is durable. Raises as `Client.submit`."""
@@ -87,8 +87,9 @@ class AsyncClient(BaseClient):
         return place
 
     async def end_lost(self, places: Mapping[str, str]) -> None:
-        """End the requests among these, each with the place of its message, whose message is gone though no worker has
-        seen it. Raises `BusUnavailable`.
+        """End those requests whose message is gone and that no worker has seen. Raises `BusUnavailable`.
+
+        `places` has the place of each request's message.
         """
         gone = await asyncio.to_thread(self._watch.find_gone, list(places.values()))
         with translate_outages():
@@ -152,7 +153,7 @@ class AsyncClient(BaseClient):
             mailbox.close()
 
     def wake_readers(self) -> None:
-        """Let all who read streams look at the logs now; who finds nothing new gets an empty list."""
+        """Let all readers of streams read the logs now. A reader without new events gets an empty list."""
         for mailbox in self._mailboxes:
             mailbox.put_event(None)
 

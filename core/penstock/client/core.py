@@ -1,7 +1,7 @@
-"""What both clients share, without I/O: settings, requests and their messages, the reading of a stream, errors.
+"""The part of both clients that does no I/O: settings, requests and their messages, the reading of a stream, errors.
 
-`Client` and `AsyncClient` do the I/O between these steps: they send what `prepare_message` returns, and do what
-`read_stream` asks for: take from the live channel, read the log, read the record.
+`Client` and `AsyncClient` do the I/O between these steps. They send the message that `prepare_message` returns, and
+answer the questions of `read_stream`: take from the live channel, read the log, read the record.
 """
 
 import time
@@ -57,7 +57,7 @@ from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 Event = TokenEvent | EndEvent
 
 MAX_NOTED_PLACES = 10_000
-"""Of so many requests a client knows where their messages are."""
+"""The number of newest requests for which a client remembers the place of the message."""
 LOST_WORDS = "its message was deleted from its topic before a worker read it"
 MIN_KEPT_HASHES = 1024
 """Rolling hashes that a reader keeps at least, to recognise events it has seen. Bounds the memory of a long stream."""
@@ -106,7 +106,7 @@ class RequestFields(TypedDict, total=False):
     ignore_eos: bool
     grammar: GrammarSpec | None
     response_format: Mapping[str, Any] | None
-    """What the answer must be, as in OpenAI's chat completions; it stands for a `grammar`. The workers check it."""
+    """The form of the answer, as in OpenAI's chat completions; it stands for a `grammar`. The workers check it."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Answer:
     id: str
     text: str
     token_ids: list[int]
-    """Empty where an endpoint was asked, which tells only text."""
+    """The ids of the answer's tokens; empty if an endpoint answered, which sends only text."""
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
@@ -125,13 +125,13 @@ class Answer:
     prompt_tokens: list[PromptToken] = field(default_factory=list)
     """The prompt's tokens with their log probabilities; empty unless asked for."""
     token_texts: list[str] = field(default_factory=list)
-    """What each of `token_ids` added to the text. The rest of it was held back, and came with the end."""
+    """The text that each of `token_ids` added. The end event adds the rest of the text, which was held back."""
     stop: str | None = None
     """The stop string that ended it, if asked for."""
 
 
 class BaseClient(ABC):
-    """What both clients have before they connect to anything; `Client` says what its arguments mean."""
+    """The state of both clients before they open a connection; `Client` explains the arguments."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class BaseClient(ABC):
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
         self._places: dict[str, str] = {}
-        """Where the bus has the messages of the requests that were submitted last, by id."""
+        """The places of the messages of the newest requests, by request id."""
         self.is_let_in = False
         """Redis has answered: from now on a refusal may be over soon, and streams wait for that."""
         self._open_logs()
@@ -263,7 +263,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
 
 
 class StreamDeadline:
-    """When a reader gives up: after `timeout_s` seconds without a new event. How long it waits before it reads."""
+    """A reader's times: it gives up after `timeout_s` seconds without an event, and reads the log after a silence."""
 
     def __init__(self, request_id: str, timeout_s: float, max_silence_s: float) -> None:
         self._request_id, self._timeout_s, self._max_silence_s = request_id, timeout_s, max_silence_s
@@ -331,7 +331,7 @@ class StreamReader:
         return max(self.num_tokens - 2, -1)
 
     def feed_payload(self, payload: bytes) -> list[Event]:
-        """Return the event of a message of the live channel, as `feed_live`. What is no event counts as a gap."""
+        """Return the event of a message of the live channel, as `feed_live`. An unreadable message is a gap."""
         try:
             event = parse_event(payload)
             place = self._locate_event(event)
@@ -371,7 +371,7 @@ class StreamReader:
         try:
             return (event.num_events, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
         except InvalidName as error:
-            raise StreamError(f"the stream has an event without a place: {error}") from None
+            raise StreamError(f"the stream has an event without a valid id: {error}") from None
 
     def _accept_event(self, event: Event, position: int, rolled: str) -> list[Event]:
         """Return the event if it is the next one, nothing if it was seen. `position` is at most the next one."""
@@ -422,7 +422,7 @@ class IsGone:
 
 StreamQuestion = TakeLive | ReadLog | ReadStatus | IsGone
 StreamStep = StreamQuestion | list[Event]
-"""What `read_stream` asks for, or the next events of the stream."""
+"""A question of `read_stream` to its caller, or the next events of the stream."""
 
 
 def read_stream(
@@ -434,12 +434,12 @@ def read_stream(
     begins_with_log: bool = False,
     max_silence_s: float = MAX_SILENCE_S,
 ) -> Generator[StreamStep, Any, None]:
-    """Read a stream: yield what is to be done, which is sent its reply, and the events that come of it.
+    """Read a stream: yield questions, to which the caller sends the replies, and the events that follow from them.
 
-    The caller listens to the live channel from the first `TakeLive` on, whose reply says that events may be missing:
-    the log is read then, again at a gap, and after a silence, which is longer each time, `max_silence_s` at most. With
-    `begins_with_log` it is read before that, so that nobody listens to a stream that has ended. Into a read that fails
-    because Redis is away `BusUnavailable` is to be thrown; it is done again after the next silence.
+    The caller listens to the live channel from the first `TakeLive` on. Its reply says that events may be missing, so
+    the log is read then. The log is read again at a gap, and after each silence; silences grow up to `max_silence_s`.
+    With `begins_with_log` the log is read first, so that nobody listens to a stream that has ended. If Redis is away,
+    the caller throws `BusUnavailable` into the generator, which repeats the read after the next silence.
 
     Events come in lists of those that came together; an empty list comes after each wait without any. An end with an
     error is an event as any other. With `body`, the hash of a request's body, `IdConflict` is raised before the first

@@ -82,12 +82,12 @@ class Client(BaseClient):
         """Yield a request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.
 
         An end with an error raises the error instead. `timeout_s` is the longest time without a new event, also
-        before the first token and during an outage. Raises `StreamTimeout` after it; `RequestLost` where the message of
-        a request that this client submitted was deleted unread; `StreamExpired` when the log is gone; `StreamDiverged`
-        when it is not the one that was read.
+        before the first token and during an outage. Raises `StreamTimeout` after it, `StreamExpired` if the log is
+        gone, and `StreamDiverged` if the log is not the one that was read. Raises `RequestLost` if the message of a
+        request that this client submitted was deleted unread.
 
-        A log that vanishes while it is read was lost with its server, and is remade where the bus still has the
-        request. The stream waits for that.
+        A log that vanishes while it is read was lost with its server. A worker writes it again if the bus still has the
+        request, and the stream waits for that.
         """
         return self._read_stream(request_id, StreamReader(after), timeout_s, begins_with_log=True)
 

@@ -1,9 +1,9 @@
-"""Structured output: what an answer must match, and which tokens may come next.
+"""Structured output: the grammar that an answer must match, and the tokens that may come next.
 
 A grammar travels with its request and its job (`GrammarSpec` in `spec.py`), and is checked before it is published
 (`checker.py`). A worker compiles it (`engine.py`) and keeps a `GrammarState` (`state.py`) beside the sequence. A
-state is a function of the tokens alone: who takes a request over gives it the tokens of the log, and has the same
-masks.
+state is a function of the tokens alone: a worker that takes a request over gives it the tokens of the log, and gets the
+same masks.
 
 The order in which a token is chosen:
 
@@ -14,7 +14,7 @@ The order in which a token is chosen:
    the allowed tokens is chosen whatever its bias is.
 4. Before `min_tokens` tokens, end-of-answer tokens are masked as well, unless nothing else may follow: the grammar
    wins.
-5. Temperature, top-k, top-p and min-p work on what is left, so top-k counts allowed tokens; then the token is drawn.
+5. Temperature, top-k, top-p and min-p apply to the allowed tokens, so top-k counts these; then the token is drawn.
 
 How an answer ends:
 
@@ -26,5 +26,5 @@ How an answer ends:
   that has begun is written to its end, or to the limit. A token of `stop_token_ids` that the grammar does not allow
   is never chosen.
 - `ignore_eos` with a grammar is refused: after the end of a grammar there is nothing to generate.
-- With `n` above 1 each choice is a request of its own, with its own state; they share what is compiled.
+- With `n` above 1 each choice is a request of its own, with its own state; the choices share the compiled grammar.
 """

@@ -1,8 +1,8 @@
 """Checking a grammar before its request is published, in a process of its own.
 
-What is known to be hostile is refused before it is compiled (`schema.py`), and compiling has limits (`engine.py`).
-What is left is what nobody knows yet: a grammar on which the engine crashes, hangs or takes all memory. So it is
-compiled first in a child process, which is killed if it does not answer, and not in the gateway or the worker.
+A grammar that is known to be hostile is refused before it is compiled (`schema.py`), and compiling has limits
+(`engine.py`). An unknown grammar may still crash the engine, hang it or take all memory. A child process therefore
+compiles each grammar first, and is killed if it does not answer. The gateway and the worker compile only afterwards.
 
 A gateway knows no model and checks with a vocabulary of bytes. A prefill worker checks every grammar again, with its
 model's tokenizer: the masks of some grammars take too much work only where tokens are long.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.grammar.engine import GrammarTokenizer
 
 START_TIMEOUT_S = 60.0
-"""How long the child may take to start, on a machine that does other things."""
+"""The longest start of the child in seconds, on a busy machine."""
 CHECK_S = 5.0
 """The most processor time of a check."""
 ANSWER_TIMEOUT_S = 60.0
@@ -51,7 +51,7 @@ _NUM_PROBED_TOKENS = 32
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer of the grammar engine is made of (`GrammarTokenizer.from_json`)."""
+    """The data of a tokenizer of the grammar engine (`GrammarTokenizer.from_json`)."""
 
     tokenizer_json: str
     vocab_size: int

@@ -1,8 +1,8 @@
 """The grammar engine, llguidance: tokenizers, compiled grammars, and the limits within which it works.
 
-Compiling takes milliseconds, and computing a mask microseconds. What a hostile grammar could cost beyond that is
-bounded in three places: `schema.py` bounds what is compiled at all, `_LIMITS` bounds the engine's work for a grammar
-and for one mask, and `checker.py` compiles a grammar that nobody has checked yet in a process that may die.
+Compiling takes milliseconds, and computing a mask microseconds. Three places bound the higher cost of a hostile
+grammar: `schema.py` bounds the schemas that are compiled, `_LIMITS` bounds the engine's work for a grammar and for one
+mask, and `checker.py` compiles an unchecked grammar in a process that may die.
 """
 
 import json
@@ -30,7 +30,7 @@ MAX_GRAMMAR_ERROR_CHARS = 300
 MAX_CACHED_GRAMMARS = 256
 _SHAPE = ("type", "properties", "required", "items", "additionalProperties")
 MAX_LOCATE_S = 0.25
-"""How long it is looked for the keyword that the engine refuses; the schema as a whole is refused after that."""
+"""The longest search in seconds for the keyword that the engine refuses. After that the whole schema is refused."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # about 10 ms
     step_lexer_fuel=200_000,  # about 15 ms
@@ -52,9 +52,9 @@ _ADVICE = {
     "patternProperties": "write patterns of which a name matches only one",
     "maxProperties": "leave it out, or write the allowed combinations as 'anyOf'",
 }
-"""What to write instead of keywords that the engine refuses."""
+"""Advice by keyword that the engine refuses: the form to write instead."""
 _REFUSED_IN_LARK = ("%json", "%llguidance", "temperature=")
-"""Schemas that would not be checked, options of the engine, and what it ignores."""
+"""Refused parts of Lark grammars: unchecked schemas, options of the engine, and a parameter that it ignores."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def renew_matcher(self) -> LLMatcher:
-        """Compile again, and return a matcher at the start. It shares nothing with those that were made before.
+        """Compile again, and return a matcher at its start. The matcher shares nothing with earlier matchers.
 
-        What a lexer works out is kept, up to a limit: after that its matchers fail, and new ones are needed.
+        A lexer caches its states up to a limit. Beyond the limit its matchers fail, and new matchers are needed.
         """
         self._matcher = self._compile()
         return self.make_matcher()

@@ -1,4 +1,4 @@
-"""Formats of texts in JSON schemas: those that are enforced, with what they mean, and those that say nothing.
+"""Formats of texts in JSON schemas: enforced formats with their expressions, and formats that restrict nothing.
 
 An expression here is in the engine's form. It may allow less than its format, never more.
 """

@@ -16,7 +16,7 @@ _BLANKS = r"\t\n\x0b\x0c\r "
 _ALL_BLANKS = _BLANKS + r"\x1c-\x1f\x85\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": _BLANKS}
 _NEGATED = {"D": r"\p{Nd}", "W": r"\p{L}\p{M}\p{N}\p{Pc}", "S": _ALL_BLANKS}
-"""What must not match, for a negated class by itself."""
+"""The characters that each negated class excludes."""
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
 _CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
@@ -112,7 +112,7 @@ class _Translator:
         self._pattern = pattern
         self._at = 0
         self._sizes: list[list[int]] = [[]]
-        """How many characters each part stands for, of the open groups from the outermost."""
+        """The number of characters that each part stands for, by open group from the outermost."""
 
     def translate_pattern(self) -> str:
         out: list[str] = []
@@ -158,7 +158,7 @@ class _Translator:
     def _take(self) -> str:
         char = self._peek()
         if not char:
-            raise PatternRefused("it is not complete: write the rest")
+            raise PatternRefused("it is incomplete: write the rest")
         self._at += 1
         return char
 
@@ -195,7 +195,7 @@ class _Translator:
         low, comma, high = self._pattern[self._at : end].partition(",") if end >= 0 else ("", "", "")
         digits = (low, high) if high else (low,)
         if not all(one.isascii() and one.isdigit() and len(one) <= 5 for one in digits):
-            raise PatternRefused("a brace begins no count: write '\\{'")
+            raise PatternRefused("a brace does not begin a count: write '\\{'")
         if high and int(high) < int(low):
             raise PatternRefused("a count ends before it begins: write the smaller number first")
         self._at = end + 1
@@ -222,7 +222,7 @@ class _Translator:
         end = self._pattern.find("}", self._at)
         text = self._pattern[self._at : end + 1]
         if end < 0 or text[1:2] != "{" or not text[2:-1].replace("_", "").replace("=", "").isalnum():
-            raise PatternRefused("a class of characters is not complete: write it as '\\p{...}'")
+            raise PatternRefused("a character class is incomplete: write it as '\\p{...}'")
         self._at = end + 1
         if is_excluded:
             return f"\\{text}"

@@ -1,4 +1,4 @@
-"""Preparing JSON schemas for the grammar engine: what it cannot enforce exactly is refused, by keyword and path.
+"""Preparing JSON schemas for the grammar engine: a keyword that it cannot enforce exactly is refused, with its path.
 
 `prepare_schema` builds a new schema out of the keywords that are known to be enforced; no other reaches the engine:
 
@@ -39,18 +39,18 @@ MAX_DEPTH = 96
 MAX_SCHEMAS = 5000
 MAX_PROPERTIES = 1000
 MAX_OPTIONAL_PROPERTIES = 256
-"""Of one object. The engine's parser has four items for each in one row, and room for 2,000."""
+"""The most optional properties of one object. The engine's parser needs four items for each in one row, of 2,000."""
 MAX_ENUM_VALUES = 5000
 MAX_PATTERN_PROPERTIES = 16
-"""Of one object. Each pair of them is checked for names that match both."""
+"""The most pattern properties of one object. Each pair of them is checked for names that match both."""
 MAX_ITEM_ORDERS = 120
-"""Of different items in one array: any order of 5 values, or of 2 among 11."""
+"""The most orders of different items in one array: enough for any order of 5 values, or of 2 among 11."""
 MAX_COMPARED_ALTERNATIVES = 64
-"""Of one `oneOf`: each is compared with each."""
+"""The most alternatives of one `oneOf`: each is compared with each other one."""
 _MAX_MEETINGS = 50
-"""Of schemas in which several apply to the same value; above that all are taken to meet."""
+"""The most schemas in which several apply to one value; with more, all of them are assumed to apply to it."""
 MAX_PATTERNS_AT_ONCE = 4
-"""That one text has to match. Their intersection takes time exponential in their number."""
+"""The most patterns for one text. Their intersection takes time exponential in their number."""
 MAX_EXACT_INT = 2**53
 """The engine keeps bounds and constants as float64."""
 MAX_LENGTH = 2**31 - 1
@@ -61,7 +61,7 @@ Node = dict[str, Any] | bool
 """A prepared schema."""
 
 _APPLICATORS = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
-"""What applies to the same value, and what the engine intersects in the order in which it comes."""
+"""Keywords whose schemas apply to the same value. The engine intersects them in the order in which they are written."""
 _LENGTHS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -93,7 +93,7 @@ class PreparedSchema:
 
     schema: dict[str, Any]
     paths: Mapping[int, str]
-    """Where each schema inside of it, by its `id()`, comes from: a JSON pointer into the given schema."""
+    """The source of each schema inside of it, by the schema's `id()`: a JSON pointer into the given schema."""
 
 
 def prepare_schema(schema: Any) -> PreparedSchema:
@@ -721,4 +721,4 @@ _VALUE_CHECKS: Mapping[str, Callable[[Any, str, str], Any]] = {
     **dict.fromkeys(_LENGTHS, _check_length),
     **dict.fromkeys(_BOUNDS, _check_number),
 }
-"""What makes the prepared value of a keyword from its value, the keyword and its path."""
+"""Functions by keyword: each makes the prepared value from the keyword's value, the keyword and its path."""

@@ -1,4 +1,4 @@
-"""How a grammar is built from the fields of HTTP APIs."""
+"""Builds a grammar from the fields of HTTP APIs."""
 
 import json
 from collections.abc import Mapping

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ENDED = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
-"""How the engine stops when nothing is wrong."""
+"""The engine's reasons to stop that are not errors."""
 
 
 class GrammarState:
-    """Where a sequence stands in its grammar. One thread uses it at a time."""
+    """A sequence's position in its grammar. One thread uses it at a time."""
 
     def __init__(self, grammar: CompiledGrammar, *, token_ids: Sequence[int] = ()) -> None:
         """Begin after `token_ids`, the log of a sequence that is resumed. Raises `GrammarFailed` like `advance`."""
@@ -109,4 +109,4 @@ class GrammarState:
 
     def _make_error(self, matcher: "LLMatcher", what: str) -> GrammarFailed:
         reason = matcher.get_error().split("\n<")[0] or matcher.stop_reason()
-        return GrammarFailed(f"the answer cannot go on in its grammar: {what}: {reason} ({ENGINE_VERSION})")
+        return GrammarFailed(f"the answer cannot continue in its grammar: {what}: {reason} ({ENGINE_VERSION})")

@@ -19,7 +19,7 @@ from penstock.grammar.spec import make_spec
 from penstock.messages import GrammarSpec
 
 _PLAIN_CALL = {"type": "function", "function": "{content}"}
-"""How a template makes a call of JSON that has a name and arguments."""
+"""The form in which a template writes a call of JSON with a name and arguments."""
 _CANNOT_BE_HELD = (
     "the model writes calls in a form that cannot be held to a grammar: send its tools without 'strict', "
     "'parallel_tool_calls', a form of the answer, and a 'tool_choice' other than 'auto' and 'none'"
@@ -39,7 +39,7 @@ class ConstrainedTool:
 
 @dataclass(frozen=True)
 class ConstrainedCalls:
-    """What calls an answer may have."""
+    """The tool calls that an answer may have."""
 
     open: str
     close: str

@@ -156,7 +156,7 @@ def _find_denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tup
     """Yield the commands that the user may not send. They are queued in a transaction, which is then discarded."""
     connection: Any = client.connection_pool.get_connection()
     try:
-        for together in ([("MULTI",)], [*commands, ("DISCARD",)]):  # were MULTI refused, the others would be executed
+        for together in ([("MULTI",)], [*commands, ("DISCARD",)]):  # MULTI first: without it, the others would run
             connection.send_packed_command(connection.pack_commands(together))
             for command in together:
                 try:
@@ -164,14 +164,14 @@ def _find_denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tup
                 except redis.exceptions.NoPermissionError as error:
                     yield command, str(error)
                 except redis.ResponseError:
-                    continue  # of another kind: not a matter of rights
+                    continue  # an error that is not about rights
     finally:
         connection.disconnect()
         client.connection_pool.release(connection)
 
 
 def explain_refusal(error: BaseException, url: str, variable: str) -> str:
-    """Return what an error of a Redis client means, if it means that we are not let in; else an empty string."""
+    """Return the reason for which Redis refuses this client, if an error means that; else an empty string."""
     untrusted = _find_cause(error, ssl.SSLCertVerificationError)
     if isinstance(untrusted, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
@@ -194,7 +194,7 @@ def _explain_cut(error: BaseException, url: str, variable: str) -> str:
     is_tls = speaks_tls(parts.hostname or "", parts.port or 6379)
     if parts.scheme == "redis":
         return f"it speaks TLS, and the url does not: rediss:// in {variable}" if is_tls else ""
-    if is_tls:  # and we trust it: it cut us off for what we did not show
+    if is_tls:  # the server's certificate is trusted, so it refused a client without a certificate
         return "it wants a certificate of the client's: see PENSTOCK_REDIS_CERT_FILE and PENSTOCK_REDIS_KEY_FILE"
     return f"it does not speak TLS: redis:// in {variable}?" if _find_cause(error, ssl.SSLError) else ""
 

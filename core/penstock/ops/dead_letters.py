@@ -1,4 +1,4 @@
-"""Dead letters: what is known of each, and how one becomes a request again.
+"""Dead letters: the facts about each, and the way in which one becomes a request again.
 
 An id has one result for good, and the result of a dead request is its error. So it is sent again under a new id:
 `order-17` as `order-17.retry-1`, then `order-17.retry-2`. How often that was done is kept in Redis. A letter is sent
@@ -48,7 +48,7 @@ class DeadLetter:
 
     @property
     def dead_since_s(self) -> float | None:
-        """When it became a dead letter, in seconds since the epoch; None where no header says so."""
+        """The time at which it became a dead letter, in seconds since the epoch; None if no header has it."""
         text = self.get_header(names.BURIED_HEADER)
         return int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else None
 
@@ -98,7 +98,7 @@ def _parse_body(letter: DeadLetter) -> dict[str, Any]:
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or letter.id.startswith("#"):
-        raise DeadLetterError(f"{letter.id} is no message with an id: it has to be sent anew")
+        raise DeadLetterError(f"{letter.id} is not a message with an id: the sender has to send it again")
     return body
 
 

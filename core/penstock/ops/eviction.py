@@ -1,5 +1,6 @@
-"""Whether a stream server evicts: at its limit of memory it deletes records and logs of accepted requests. How near it
-is to that limit.
+"""Checks whether a stream server evicts: at its memory limit it then deletes records and logs of accepted requests.
+
+Measures the share of that limit that is used, too.
 """
 
 import logging
@@ -18,7 +19,7 @@ from penstock.redis.urls import server_name, split_urls
 log = logging.getLogger(__name__)
 
 LOOK_S = 60.0
-"""How often servers are asked: their settings may be changed while they run."""
+"""Seconds between two questions to the servers: their settings may be changed while they run."""
 
 
 def find_policy(client: "redis.Redis") -> str:
@@ -34,8 +35,8 @@ def describe_eviction(addresses: Addresses) -> str:
     for url in split_urls(addresses.stream_url):
         with suppress(redis.RedisError), redis_client(url) as client:
             if policy := find_policy(client):
-                found.append(f"Redis {server_name(url)} evicts at its limit of memory ({policy})")
-    return f"{', '.join(found)}: logs must not be evicted: set maxmemory-policy noeviction" if found else ""
+                found.append(f"Redis {server_name(url)} evicts keys at its memory limit ({policy})")
+    return f"{', '.join(found)}: token logs must not be evicted: set maxmemory-policy noeviction" if found else ""
 
 
 def measure_memory(addresses: Addresses) -> float | None:

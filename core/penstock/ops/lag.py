@@ -1,4 +1,4 @@
-"""How much work waits, in tokens, and how long a new request would have to wait for its turn.
+"""The work that waits, in tokens, and the time that a new request would wait for its turn.
 
 The topics know how many messages are not settled (`Bus.count_unsettled`). Each worker's heartbeat has what it holds of
 them in tokens, the mean tokens of a message, and how fast the worker is (`penstock.worker.load`). So
@@ -27,7 +27,7 @@ from penstock.redis.client import redis_client
 T = TypeVar("T")
 HeartbeatStatus = Mapping[str, Any]
 MAX_AGE_S = 0.5
-"""How long an answer is used: heartbeats come every second."""
+"""Seconds for which an answer is used: heartbeats come every second."""
 SERVING_STATES = ("ready", "degraded")
 RATE_FIELDS: Mapping[Stage, str] = {"prefill": "prompt_tokens_per_s", "decode": "output_tokens_per_s"}
 """The heartbeat's field with the rate of each stage's work."""
@@ -55,7 +55,7 @@ class PipelineLag:
     waits: Mapping[PriorityClass, float | None]
     """By class, what `estimated_wait_s` returns."""
     queued_batch_s: float | None
-    """How long decode takes for the batch jobs that no worker holds; None where not known."""
+    """Seconds that decode takes for the batch jobs that no worker holds; None if that is not known."""
     mean_output_tokens: Mapping[PriorityClass, float | None]
     """Mean tokens of an answer; until one is complete, the mean limit of the requests. None where not known."""
 
@@ -171,8 +171,9 @@ class _StageWorkers:
         return max(0, messages - self.sum_field(klass, self._held))
 
     def count_messages(self, klass: PriorityClass, unsettled: int) -> int:
-        """Return how many of a class's messages are this stage's work, of those that are not settled in its topic: a
-        request that is decoded by the worker that read it is decode's work from its first token on.
+        """Return how many of a class's messages are this stage's work, of `unsettled` ones in its topic.
+
+        A request that is decoded by the worker that read it is decode's work from its first token on.
         """
         return max(0, unsettled + self._in_place * self.sum_field(klass, "in_place"))
 

@@ -24,7 +24,7 @@ from penstock.telemetry.stage import TIER_LABELS
 
 Json = dict[str, Any]
 LOST_SHOWN_S = 60.0
-"""How long a worker is shown that is gone without a goodbye."""
+"""Seconds for which a worker is shown that vanished without a normal shutdown."""
 
 
 class LiveWatch(PipelineWatch[Json]):
@@ -37,13 +37,13 @@ class LiveWatch(PipelineWatch[Json]):
     def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
         super().__init__(addresses, settings)
         self.eviction, self._eviction_asked_at = "", -LOOK_S
-        """Which stream servers evict, as of a minute ago at most; empty where none does."""
+        """The stream servers that evict, as of a minute ago at most; empty if none does."""
         self.memory_share: float | None = None
-        """How much of its limit of memory the fullest stream server uses, as of a minute ago at most."""
+        """The share of its memory limit that the fullest stream server uses, as of a minute ago at most."""
         self.lost: dict[str, int] = {}
-        """How many messages of each topic were deleted before they were answered, within a week or so."""
+        """The number of messages of each topic that were deleted unanswered, within about a week."""
         self._seen: dict[tuple[str, str], float] = {}
-        """When each worker's heartbeat was last found."""
+        """The time at which each worker's heartbeat was last found."""
 
     def _read_now(self, bus: Bus) -> Json:
         if time.monotonic() >= self._eviction_asked_at + LOOK_S:
@@ -106,7 +106,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
 def estimate_prompts_s(worker: Mapping[str, Any]) -> float | None:
     """Return how long a worker will compute the prompts that wait for it; None where that is not known.
 
-    Those of messages in its partitions are counted, by the mean of what it computed.
+    Prompts of unread messages in its partitions count too, each with the mean length of the prompts that it computed.
     """
     load = worker.get("load", {})
     per_s = load.get(RATE_FIELDS["prefill"])

@@ -37,7 +37,7 @@ def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str,
     keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
     beats: dict[bytes, Any] = dict(zip(keys, client.mget(keys) if keys else [], strict=True))
     if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
-        with suppress(NoPermissionError):  # of who may only read
+        with suppress(NoPermissionError):  # the user may have the right to read only
             client.srem(WORKERS_KEY, *gone)
     return [json.loads(value) for value in beats.values() if value is not None]
 
@@ -56,7 +56,7 @@ def check_health(addresses: Addresses, settings: BusSettings) -> Health:
 
 
 def assess_health(workers: Iterable[dict[str, Any]], server_problem: str = "") -> Health:
-    """Return the pipeline's health by the heartbeats of its workers, and what is wrong with a server."""
+    """Return the pipeline's health, by the heartbeats of its workers and the problems of its servers."""
     reasons = (*([server_problem] if server_problem else []), *_list_problems(workers))
     return Health("degraded" if reasons else "ok", reasons)
 

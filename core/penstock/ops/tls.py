@@ -1,10 +1,10 @@
-"""Whether a server speaks TLS."""
+"""Checks whether a server speaks TLS."""
 
 import socket
 import ssl
 
 TLS_TIMEOUT_S = 2.0
-"""How long a server may take to begin TLS."""
+"""The longest time in seconds in which a server must begin TLS."""
 
 
 def speaks_tls(host: str, port: int) -> bool:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 APPEND = load_script("penstock.record", "append")
 NUM_HEAD_WORDS = 9
-"""Words of an append that are the same for all of a claim."""
+"""Number of words of an append that are the same for all appends of a claim."""
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
 
@@ -27,7 +27,7 @@ class _Sent:
     claim: Claim
     num_tokens: int
     position: int
-    """Of the first token."""
+    """The position of the first token."""
     hash_before: str
     packed: bytes
 
@@ -119,7 +119,7 @@ class TokenAppender:
             return AppendOutcome(self._read_reply())
         except redis.ResponseError as error:
             (refusal,) = raise_outage([error])
-            log.error("request %s: Redis refuses its tokens: %s", claim.id, refusal)
+            log.error("request %s: Redis refused to append its tokens: %s", claim.id, refusal)
             return AppendOutcome.REFUSED
 
     def _read_reply(self) -> Any:
@@ -145,7 +145,7 @@ class TokenAppender:
 
 
 def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int, num_found: int) -> bytes:
-    """Return the wire bytes of a claim's appends behind the number of words, up to position, hash and events."""
+    """Return the wire bytes of a claim's appends between the number of words and the position."""
     words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch, num_found
     assert len(words) == NUM_HEAD_WORDS
     return _encode_bulk_strings(*(str(word).encode() for word in words))

@@ -7,7 +7,7 @@ from penstock.messages import EndEvent, Logprobs, TokenEvent
 from penstock.names import Stage, roll_hash
 
 GOOD_PROGRESS = 256
-"""An attempt that makes more tokens (or pieces of text) than this makes good all that were in vain before it."""
+"""An attempt that makes more tokens (or pieces of text) than this resets the count of attempts."""
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Claim:
     num_tokens: int
     rolling_hash: str
     is_ended: bool
-    """The log has its end: who has the message that is bound settles the result from the log. No worker holds the
+    """The log has its end. The worker with the bound message settles the result from the log. No worker holds the
     request."""
     is_cancelled: bool
     attempts: int
@@ -35,7 +35,7 @@ class Claim:
     log: list[TokenEvent | EndEvent] = field(repr=False, default_factory=list)
     """In decode the events in the log when the request was claimed. From then on only this worker writes to it."""
     damage: str = ""
-    """Why its record or its log cannot be read; then `log` is empty, and the request is to be ended."""
+    """The reason why the record or the log cannot be read; then `log` is empty, and the worker ends the request."""
     is_unbound: bool = False
     """It has ended, and no message is bound: a job has to settle the result."""
     most_tokens: int = 0
@@ -43,23 +43,23 @@ class Claim:
     is_read_raw: bool = False
     """A worker of an older version began the log: control tokens in the prompt's texts of users are control tokens."""
     num_found_tokens: int = field(init=False)
-    """How many tokens the log had when the request was claimed."""
+    """The number of tokens in the log when the request was claimed."""
 
     def __post_init__(self) -> None:
         self.num_found_tokens = self.num_tokens
 
     @property
     def may_be_sent_on(self) -> bool:
-        """Whether a claim before this one may have sent the request on, as a job or to be tried again.
+        """Whether an earlier claim may have handed the request off, or sent it to be tried again.
 
-        Then the request's own message may be settled, and this worker's delivery of it one that the bus has taken back
-        and not said so.
+        The request's own message may then be settled already. This worker's delivery of it may be lost, without a
+        notice of the bus so far.
         """
         return self.num_found_tokens > 0 or self.attempts > 1
 
     @property
     def attempts_in_vain(self) -> int:
-        """How many claims there were since one made more tokens than each before it; 0 if this claim does."""
+        """The number of claims since one that made more tokens than each before it; 0 if this claim does."""
         return self.attempts if self.num_tokens - self.num_found_tokens <= self.most_tokens else 0
 
     def next_event(
@@ -67,7 +67,7 @@ class Claim:
     ) -> TokenEvent:
         """Return the event of the next token, at the next position and with the next rolling hash.
 
-        It follows `before`, an event that has not been sent yet, or what was sent last.
+        It follows `before`, an event that has not been sent yet, or else the event that was sent last.
         """
         position, rolling_hash = self.num_tokens, self.rolling_hash
         if before is not None:
@@ -112,13 +112,13 @@ class AppendOutcome(IntEnum):
     CANCELLED = 2
     """Not written: the request was cancelled. The claim holds; append the end."""
     REFUSED = 3
-    """Not written: the server says that this request's record or log is no record or log. End the request."""
+    """Not written: the key of this request's record or log holds another type. End the request."""
 
 
 class ClaimEvent(Enum):
-    """What happened to a request that a worker holds."""
+    """A change of a request that a worker holds, made by others."""
 
     LOST = "lost"
-    """The session with which it was claimed is over."""
+    """The session that claimed the request has ended."""
     CANCELLED = "cancelled"
     """The request was cancelled."""

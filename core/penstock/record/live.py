@@ -21,7 +21,7 @@ from penstock.redis.client import REDIS_TIMEOUT_S, async_connection_pool, backof
 Deliver = Callable[[bytes | None], None]
 """Called with each event's JSON, and with None when the subscription begins, or begins again: events may be missing."""
 MAX_MAILBOX_EVENTS = 128
-"""How many events are kept for a slow reader. If more come, all are dropped, and the reader has to read the log."""
+"""The most events that are kept for a slow reader. If more come, all are dropped, and the reader must read the log."""
 PING_AFTER_S = 5.0
 """After this time without a message a PING is sent. After as long again without a reply the connection is given up."""
 

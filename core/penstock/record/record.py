@@ -1,4 +1,4 @@
-"""The workers' side of the record. Each method runs one of the scripts under `lua/`, which explain what they do."""
+"""The workers' side of the record. Each method runs one of the scripts under `lua/`; their headers explain them."""
 
 import logging
 import math
@@ -35,16 +35,17 @@ Args = list[str | int | bytes]
 
 @dataclass(frozen=True)
 class UnclaimedMessage:
-    """A message that no worker has claimed yet: the request's id, its body's hash (empty of a job), the name that is
-    bound to the request if this message settles its result, the delivery as a worker needs it that takes the request
-    over, and how long after the newest result of its id it was sent, as far as that is known.
-    """
+    """A message that no worker has claimed yet. `id` is the request's."""
 
     id: str
     body_hash: str
+    """The hash of the request's body; empty for a job."""
     name: str
+    """The name that is bound to the request if this message settles its result."""
     message: bytes
+    """The delivery, as a worker needs it that takes the request over."""
     since_result_s: float = math.inf
+    """Seconds between the newest result of this id and the message; infinite if no result is known."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Record:
         self._pipeline = pipeline
         self._settings = settings
         self.pace = find_pace(client)
-        """How late the server answers."""
+        """The pace at which the server answers."""
         self._longest_ms = round((settings.retry_cap_s + settings.lease_s) * 1000)
         """No request has to wait for longer than this."""
         self._keep_ms = round(settings.keep_s * 1000)
@@ -84,7 +85,7 @@ class Record:
 
     @property
     def lease_s(self) -> float:
-        """How long a session lasts without a renewal: longer where the server is slow to answer one."""
+        """Seconds that a session lasts without a renewal: more if the server is slow to answer."""
         return self.pace.stretch(self._settings.lease_s)
 
     @property
@@ -93,7 +94,7 @@ class Record:
 
     @property
     def current_problem(self) -> str:
-        """Which of several servers are away, and why; empty where none is."""
+        """The servers of several that are away, and the reasons; empty if none is."""
         return ""
 
     # Requests.
@@ -128,7 +129,7 @@ class Record:
         """
         if not waiting:
             return []
-        # A second claim of the session that holds a request would find it busy for as long as that lives.
+        # Calls must not run twice: a second claim by the same session would find the request busy while that lives.
         commands: list[Sequence[Any]] = []
         for one in waiting:
             call = self._claim_call(stage, session, one)
@@ -157,7 +158,7 @@ class Record:
         return [found.get(name, ()) for name, _ in claims]
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
-        if self._note_refusal(request_id, reply):  # the holder of its delivery ends it, as if it had claimed it
+        if self._note_refusal(request_id, reply):  # the holder of the delivery ends the request, as with a claim
             return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0, 1), reply)
         match reply[0]:
             case b"busy":
@@ -176,10 +177,10 @@ class Record:
         return keys, [*who, *times, START_HASH, asked.message, self._held, int(is_answered)]
 
     def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
-        """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.
+        """Park messages of requests that no worker has claimed, in one round trip: any worker may take them over.
 
-        Any worker that read a message may park it; the one that holds its delivery settles it. Return the messages
-        that cannot be parked now, as their server of several is away.
+        Any worker that read a message may park it; the worker that holds its delivery settles it. Return the messages
+        that cannot be parked now, because their server of several is away.
         """
         calls = [self._claim_call(stage, "", one) for one in waiting]
         for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):
@@ -208,7 +209,7 @@ class Record:
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
-        except (StreamError, UnicodeDecodeError) as error:  # this request's: the others that were claimed go on
+        except (StreamError, UnicodeDecodeError) as error:  # only this request is damaged: the other claims go on
             rolling_hash, damage = START_HASH, f"its record or log cannot be read ({type(error).__name__})"
         return Claim(
             id=request_id,
@@ -265,9 +266,8 @@ class Record:
         result: it is bound to the request.
 
         The number of events in the log becomes the usage's `completion_tokens`, or the end's `pieces` where it has any:
-        readers rely on it. The record is kept
-        for `keep_s` and for as long as the request took since it was published, as a second message of its id may wait
-        for as long.
+        readers rely on it. The record is kept for `keep_s`, and for the time that the request took since it was
+        published, because a second message of its id may wait for as long.
         """
         return self.finish_all([(claim, end, name)])[0]
 
@@ -340,7 +340,7 @@ class Record:
         if not isinstance(reply, redis.ResponseError):
             return False
         check_server_key_types(self._client, self._pipeline.list_key_types())
-        log.error("request %s: Redis refuses a change of its record: %s", request_id, reply)
+        log.error("request %s: Redis refused to change its record: %s", request_id, reply)
         return True
 
     # Sessions, see `penstock.record.session`.
@@ -380,7 +380,7 @@ class Record:
         args: Args = [as_of_ms, self._lease_ms, session, *key_formats]
         *num_free, ended = REAP.run(self._client, keys, args)
         for one in ended:
-            log.info("the session %s is over", one.decode())
+            log.info("session %s has ended, its requests are free", one.decode())
         return dict(zip(STAGES, num_free, strict=True))
 
     def find_unnamed_partitions(self, partitions: Sequence[str]) -> list[str]:

@@ -1,14 +1,14 @@
 """A worker's session: one entry in Redis keeps all claims of a worker alive.
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
-    2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
-       are adopted by another worker (`penstock.worker.rescue`). Any worker ends it, after its own renewal.
-       A session is not renewed while its worker's loop stands still
-    3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
+    2  a session that is not renewed for a lease ends as a whole: its requests are free, and another worker adopts the
+       partitions that it read (`penstock.worker.rescue`). Any worker ends it, after its own renewal. A session is not
+       renewed while its worker's loop stands still
+    3  a worker that renews too late learns that its session has ended. It drops all its claims, and opens another one
 
-What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
-
-The thread that renews does nothing that can wait: each of its calls ends within the time limit of the server's client.
+A crash after 1 costs a lease, and a third of one until another worker ends the session. A crash inside 2 costs nothing,
+because 2 is one script. The thread that renews never waits for long: each of its calls ends within the time limit of
+the server's client.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_CLOCK_ERROR_S = 5.0
 """A worker whose clock differs from the server's by more says so in its log."""
 STOP_TIMEOUT_S = 2.0
-"""How long a worker that leaves waits for a server that does not answer."""
+"""Seconds that a leaving worker waits for a server that does not answer."""
 UNLIMITED_GRACE_S = 1e6
 
 
@@ -70,10 +70,10 @@ class Session:
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
         self.num_free: dict[Stage, int] = dict.fromkeys(STAGES, 0)
-        """How many requests of each stage any worker may take over. The loop lowers it when it takes some."""
+        """The number of requests of each stage that any worker may take over. The loop lowers it when it takes some."""
         self._server_offset_s = 0.0
         self.clock_ahead_s = 0.0
-        """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
+        """Seconds by which this process's clock is ahead of the server's (negative: behind), at the last renewal."""
         self.interval_s = record.lease_s / 3
         """The time between two renewals."""
         self._record, self._name, self._list_partitions = record, name, list_partitions
@@ -94,7 +94,7 @@ class Session:
         self._stop = threading.Event()
         self._open_session()
         self.due_s = time.monotonic() + self.interval_s
-        """When the next renewal is due, by the monotonic clock."""
+        """The time of the next renewal, by the monotonic clock."""
         keep(self)
 
     @property
@@ -215,8 +215,8 @@ class Session:
             self.clock_ahead_s = (before_s + now_s()) / 2 - renewed.now_ms / 1000
             if was_right and abs(self.clock_ahead_s) > MAX_CLOCK_ERROR_S:
                 log.warning(
-                    "this host's clock is %.1f s %s that of Redis. Deadlines go by the clock of Redis, but times in"
-                    " results and traces are wrong: set it by NTP",
+                    "this host's clock is %.1f s %s the clock of Redis. Deadlines use the clock of Redis, but times in"
+                    " results and traces are wrong: synchronise this host's clock with NTP",
                     abs(self.clock_ahead_s), "ahead of" if self.clock_ahead_s > 0 else "behind",
                 )  # fmt: skip
         return renewed

@@ -1,12 +1,12 @@
 """The records of requests that are spread over several servers: a worker has a `Record` and a `Session` on each.
 
-A server that is away is an outage of its own requests alone. What happens when a server does not answer:
+A server that is away is an outage of its own requests alone. These steps follow when a server does not answer:
 
     1  the thread that notices it, the loop's or the session's, marks the server as away. From then on no calls are sent
-       to it: claims are postponed, and all other calls return what they return for lost claims
-    2  the worker learns that its claims there are lost, lets go of them, and keeps their deliveries
-    3  the session's thread goes on trying. When the server answers, the thread opens a new session and ends the one
-       before, with all that it held. From then on requests are claimed again
+       to it: claims are postponed, and all other calls return the value for a lost claim
+    2  the worker learns that its claims there are lost, drops them, and keeps their deliveries
+    3  the session's thread retries. When the server answers, the thread opens a new session and ends the one before,
+       with all claims that it held. From then on requests are claimed again
 
 A crash at any of these steps costs what the death of a worker costs, on that server alone.
 """
@@ -70,13 +70,13 @@ class _Server:
         if not is_outage(error):
             raise error
         if not self.is_away:
-            log.warning("Redis %s is away, and its requests wait: %s", self.name, error)
+            log.warning("Redis %s is not reachable, its requests wait: %s", self.name, error)
         self.is_away, self.reason = True, str(error)
 
     def mark_back(self) -> None:
         """Note that the server answers."""
         if self.is_away:
-            log.info("Redis %s answers again", self.name)
+            log.info("Redis %s is reachable again", self.name)
         self.is_away, self.reason = False, ""
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
@@ -116,7 +116,7 @@ def _store_list(client: "redis.Redis", pipeline: Pipeline, names: Sequence[str])
 class _ShardedRecord(Record):
     """`Record` over several servers.
 
-    For requests of a server that is away, claims return `Busy`, and other methods return what they do for a lost claim.
+    For requests of a server that is away, claims return `Busy`, and other methods return the value for a lost claim.
 
     The argument `session` of its methods is a `ShardedSession.id`.
     """
@@ -130,7 +130,7 @@ class _ShardedRecord(Record):
 
         self.servers = Sharded(clients.names, list(map(server, clients.names, clients.parts)))
         self._sent_to: deque[str] = deque()
-        """Where each token was sent whose outcome was not returned."""
+        """The server of each sent token whose outcome was not returned yet."""
         self._arrived: dict[str, deque[AppendOutcome]] = {name: deque() for name in clients.names}
         self._turn = 0
 
@@ -186,7 +186,7 @@ class _ShardedRecord(Record):
         return outcomes
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Return whether each server that is not away has an answer, or none to give, within a time for each."""
+        """Return whether each server that is not away has sent a reply within a time, or owes none."""
         return all(
             server.call_or_default(partial(server.record.wait_for_outcome, timeout_s), True)
             for server in self.servers.parts
@@ -368,7 +368,7 @@ class ShardedSession:
         return sum(session.num_free[stage] for session in self._sessions.parts)
 
     def note_taken(self, stage: Stage, num_taken: int) -> None:
-        """Note that requests of a stage are not free any more, until the sessions hear what is."""
+        """Subtract taken requests from the counts of free ones, until the sessions read the counts again."""
         for session in self._sessions.parts:
             here = min(num_taken, session.num_free[stage])
             session.num_free[stage] -= here

@@ -37,7 +37,7 @@ LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 MAX_ASYNC_CONNECTIONS = 16
 """The most connections that one asyncio client opens."""
 CONNECTION_WAIT_S = 30.0
-"""How long a command waits for a free connection of an asyncio client."""
+"""Seconds that a command waits for a free connection of an asyncio client."""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 
 _AWAY_ERRORS = (
@@ -50,10 +50,10 @@ _AWAY_ERRORS = (
 )
 _REFUSED_ERRORS = (redis.AuthenticationError, AuthorizationError)
 REPEAT_S = 60.0
-"""How long a line about an outage is not repeated."""
+"""Seconds within which a line about an outage is not repeated."""
 _said_at: dict[str, float] = {}
 _paces: dict[str, ServerPace] = {}
-"""How late each server answers, by its address."""
+"""The pace of each server, by its address."""
 _AWAY_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
 """Outages for which redis-py has no class: the disk is full, replicas are gone, all data is gone, a script does not
 end, the server became a replica while we waited."""
@@ -86,10 +86,10 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     pace: ServerPace = pool.pace
 
     class PatientConnection(pool.connection_class):  # type: ignore[misc]
-        """A connection whose time limit is as long as the pace demands, from when it is opened or opened again.
+        """A connection whose time limit is set by the pace each time it is opened.
 
-        A large command, and its reply, have longer by what it takes over a slow link: with the usual limit it would be
-        sent again and again, and a worker made anew each time.
+        A large command and its reply have more time, for a slow link. With the usual limit the command would fail each
+        time, and the worker would be opened again each time.
         """
 
         is_patient = False
@@ -149,8 +149,8 @@ def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionP
 def _keep_cancellation(connection_class: Any) -> Any:
     """Return the class, with commands that raise `CancelledError` whenever their task is cancelled meanwhile."""
 
-    # redis-py sends commands in `asyncio.wait_for`, which returns as if nothing were the matter on Python 3.11 when
-    # its task is cancelled just as the command was sent. The task would then go on, for a stream until its end.
+    # redis-py sends commands in `asyncio.wait_for`. On Python 3.11 that swallows a cancellation which comes just as the
+    # command was sent. The task would then go on, for a stream until its end.
     class Connection(connection_class):  # type: ignore[misc]
         async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             task = asyncio.current_task()
@@ -238,7 +238,7 @@ def execute_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> li
     pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:
-        # What redis-py does before it asks hiredis is for words that may be several in one, and for buffers.
+        # hiredis packs the words directly: redis-py would first look for words with blanks in them, and for buffers.
         packed = b"".join(hiredis.pack_command(tuple(command)) for command in commands)
         connection.send_packed_command([packed], check_health=False)
         replies = [_read_reply(connection) for _ in commands]
@@ -269,8 +269,8 @@ def raise_first_error(replies: list[Any]) -> list[Any]:
 
 
 def raise_outage(replies: list[Any]) -> list[Any]:
-    """Return the replies, with errors in the places of commands that the server refuses. Raise what is about them all:
-    an outage, and `NoScriptError`.
+    """Return the replies, with errors in the places of refused commands. Raise an error that concerns all commands: an
+    outage, or `NoScriptError`.
     """
     for reply in replies:
         if isinstance(reply, Exception) and (is_outage(reply) or isinstance(reply, NoScriptError)):

@@ -56,7 +56,7 @@ class Script:
             return raise_outage(execute_all(client, commands))
 
     def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the replies to calls of this script, each with commands behind it that only read, in one round trip,
+        """Return the replies to calls of this script, each followed by commands that only read, in one round trip,
         see `penstock.redis.client.raise_outage`.
 
         No call runs twice, see `penstock.redis.client.execute_once`.

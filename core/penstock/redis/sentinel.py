@@ -28,7 +28,7 @@ SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 """The scheme of the servers for each scheme of a Sentinel address."""
 SENTINEL_PORT = 26379
 SENTINEL_TIMEOUT_S = 0.5
-"""How long one Sentinel may take to answer: the next one must be asked before the caller's own time limit is over."""
+"""Seconds that one Sentinel may take to answer: the next one must be asked within the caller's own time limit."""
 SENTINEL_URL_FORM = "redis+sentinel://user:password@host1:26379,host2:26379/service/0"
 
 HostPort = tuple[str, int]
@@ -108,7 +108,7 @@ def parse_sentinels(url: str) -> SentinelAddress:
     service, _, db = unquote(parts.path.removeprefix("/")).partition("/")
     query = dict(parse_qsl(parts.query))
     if not service or "/" in service + db or not (db or "0").isdecimal():
-        raise ValueError("after the hosts come the service's name and the number of the database")
+        raise ValueError("the path must be the service's name and the database number, as in /SERVICE/0")
     username, password = query.pop("sentinel_username", None), query.pop("sentinel_password", None)
     addresses = tuple(_parse_host(host) for host in hosts.split(","))
     found = SentinelAddress(
@@ -121,14 +121,14 @@ def parse_sentinels(url: str) -> SentinelAddress:
 def _parse_host(host: str) -> HostPort:
     parts = urlsplit(f"//{host}")
     if not parts.hostname or parts.username is not None:
-        raise ValueError("a host is missing")
+        raise ValueError("the address has an empty host")
     return parts.hostname, parts.port or SENTINEL_PORT
 
 
 def find_masters(url: str) -> dict[HostPort, HostPort | redis.RedisError | None]:
-    """Return what each Sentinel answers about the master.
+    """Return each Sentinel's answer about the master.
 
-    That is its host and port, None where the Sentinel does not know the service, or the error.
+    An answer is the master's host and port, None if the Sentinel does not know the service, or the error.
     """
     found: dict[HostPort, HostPort | redis.RedisError | None] = {}
     address = parse_sentinels(url)

@@ -1,4 +1,4 @@
-"""Several Redis servers for requests, and the choice of the server for each request.
+"""Several Redis servers for requests, and the rule that chooses the server of a request.
 
 The record, log, live channel and spans of a request are on one server, chosen by its id. All else is on the first
 server.
@@ -26,7 +26,7 @@ S = TypeVar("S")
 SINGLE_SERVER = "*"
 """The stored list where there is one server, whatever its name."""
 MAX_CACHED_CHOICES = 65536
-"""How many choices of a server a process keeps."""
+"""The most choices of a server that a process keeps."""
 
 
 @lru_cache(maxsize=MAX_CACHED_CHOICES)

@@ -72,7 +72,7 @@ def server_name(url: str) -> str:
     if fragment and _NAME.fullmatch(fragment) is None:
         # The message leaves the fragment out: it may be a part of a password.
         raise ValueError(
-            "what stands behind the # of an address names a server: letters, digits and . _ : / -, at most 128; "
+            "the text after # in an address names the server: letters, digits and . _ : / -, at most 128; "
             "a # in a password is written %23"
         )
     if fragment:
@@ -90,5 +90,5 @@ def check_names(text: str) -> str:
     """Return the setting as it is if no two servers have the same name. Raise `ValueError`."""
     names = [server_name(url) for url in split_urls(text)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two servers have the name {twice[0]}: give each one of its own, redis://…#name")
+        raise ValueError(f"two servers have the name {twice[0]}: give each its own name, redis://…#name")
     return text

@@ -1,7 +1,7 @@
-"""Every metric of Penstock, in one table: what is not here is not measured, and all that is here is exposed.
+"""Every metric of Penstock, in one table: no other metric is measured, and each one here is exposed.
 
 A metric has its OpenTelemetry name. Prometheus has it with underscores, its unit and, for a counter, `_total`.
-Those that OpenTelemetry's conventions for generative AI know have the names, attributes and bucket bounds given there.
+Metrics of OpenTelemetry's conventions for generative AI have the names, attributes and bucket bounds given there.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     source: Source
-    """Which process has it."""
+    """The process that has the metric."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets; one more bucket is for all that is larger."""
 

@@ -71,7 +71,9 @@ def serve_metrics(meters: Meters, host: str, port: int, is_ready: Callable[[], b
     try:
         server, thread = start_http_server(port, host, _make_registry(meters))
     except OSError as error:
-        raise PenstockError(f"no metrics on {format_place(host, port)}: {error}; PENSTOCK_TELEMETRY_PORT") from None
+        raise PenstockError(
+            f"metrics cannot be served on {format_place(host, port)}: {error}; set PENSTOCK_TELEMETRY_PORT"
+        ) from None
     if (metrics_app := server.get_app()) is not None:
         server.set_app(_add_probes(metrics_app, is_ready))
     try:

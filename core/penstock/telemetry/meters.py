@@ -72,7 +72,7 @@ class Meters:
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
         self.started_ns = time.time_ns()
-        """When counting began."""
+        """The time at which counting began, in ns since the epoch."""
         self._known: dict[tuple[str, tuple[str, ...]], tuple[Metric, Counter | Histogram]] = {}
         self._sources: list[Callable[[], Iterable[Reading]]] = []
         self._lock = threading.Lock()

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Signal = Literal["traces", "metrics"]
 DEFAULT_INTERVAL_MS = 60_000
 FLUSH_TIMEOUT_S = 3.0
-"""How long a process that ends waits until everything is sent."""
+"""Seconds that an ending process waits until everything is sent."""
 
 
 def is_configured(signal: Signal) -> bool:
@@ -69,8 +69,8 @@ def push_metrics(meters: Meters, resource: Resource) -> Iterator[None]:
             is_last = over.wait(interval_s)
             try:
                 exporter.export(build_metrics_data(meters, resource))
-            except Exception:  # what receives figures is no reason to fail
-                log.exception("figures could not be sent")
+            except Exception:  # a fault of the receiver must not end this process
+                log.exception("sending metrics by OTLP failed")
 
     thread = threading.Thread(target=run, name="otlp-metrics", daemon=True)
     thread.start()
@@ -87,7 +87,7 @@ def _read_interval_s() -> float:
     with suppress(ValueError):
         if (milliseconds := float(text)) > 0:
             return milliseconds / 1000
-    raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL: milliseconds (given: {text!r})")
+    raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL must be a number of milliseconds (given: {text!r})")
 
 
 def _missing_dependency(error: ImportError) -> DependencyMissing:

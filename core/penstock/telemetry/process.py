@@ -22,7 +22,7 @@ from penstock.telemetry.spans import RedisSpanExporter
 from penstock.telemetry.tracing import SpanRecorder
 
 REDIS_EXPORT_DELAY_MS = 500
-"""How often spans are written to Redis, where the gateway shows them."""
+"""Milliseconds between two writes of spans to Redis, from where the gateway shows them."""
 
 
 @contextmanager

@@ -17,14 +17,14 @@ RATE_WINDOW_S = 10.0
 
 
 class RecentTotals:
-    """Takes snapshots of totals and returns what was added lately. For one thread."""
+    """Takes snapshots of totals and returns the latest increases. For one thread."""
 
     def __init__(self, read: Callable[[], Totals], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
         self._snapshots: deque[tuple[float, Totals]] = deque([(clock(), read())])
 
     def summarize_recent(self) -> dict[str, Any]:
-        """Return what was added lately.
+        """Return the latest increases of the totals.
 
         `minute`: what was added to each total in the last minute, or since the start. `per_s`: how much each number
         grew per second over the last ten seconds.

@@ -24,10 +24,10 @@ from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 log = logging.getLogger(__name__)
 
 MAX_SPANS_PER_REQUEST = 512
-"""How many spans of a request are kept: the first ones."""
+"""The most spans of a request that are kept: the first ones."""
 _WHOSE = (PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE)
 OUTAGE_PAUSE_S = 5.0
-"""How long a Redis that was away is not written to."""
+"""Seconds for which no spans are written to a Redis that was away."""
 
 
 class RedisSpanExporter(SpanExporter):
@@ -84,7 +84,7 @@ class _SpanWriter:
             trims = [["LTRIM", key, 0, MAX_SPANS_PER_REQUEST - 1] for key in too_long]
             raise_first_error(execute_all(self._redis, trims))
         except redis.RedisError as error:
-            log.debug("spans are lost: %s", error)
+            log.debug("sending spans failed, they are dropped: %s", error)
             self._away_until = time.monotonic() + OUTAGE_PAUSE_S
             return False
         return True

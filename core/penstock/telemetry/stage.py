@@ -1,4 +1,4 @@
-"""A worker's metrics: what its loop counts as it happens, and what is read whenever metrics are collected."""
+"""A worker's metrics: counts that its loop records, and values that are read whenever metrics are collected."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

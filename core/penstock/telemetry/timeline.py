@@ -45,12 +45,12 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the request began: the producer's span, or the message's publication."""
+        """The beginning of the request: that of the producer's span, or the message's publication."""
         return min(float(span["start_s"]) for span in self.spans)
 
     @property
     def answered_s(self) -> float | None:
-        """When the end could be read; None while it goes on, or where no span says so."""
+        """The time at which the end could be read; None while the answer goes on, or if no span has it."""
         return max((float(span["end_s"]) for span in self.spans if span["name"] == "end"), default=None)
 
     @property

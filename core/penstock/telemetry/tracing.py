@@ -9,8 +9,8 @@
 Without a gateway `request` is the root: a producer's trace ends where its own does. `chat MODEL` (or `text_completion`)
 is the one span with attributes of OpenTelemetry's conventions for generative AI, from publication to the end.
 An answer that is decoded where its request was read has neither `hand_off` nor a second `queue.wait`.
-What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
-says which one it is. Where traces are off the tracer does nothing and costs next to nothing.
+A request that was taken over from a dead worker has a `taken_over` in the place of the `queue.wait`. Every span has the
+id of its request. If traces are off, the tracer does nothing and costs next to nothing.
 """
 
 import random

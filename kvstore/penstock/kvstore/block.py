@@ -75,7 +75,7 @@ def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> lis
 def derive_state_hash(block_hash: bytes, part: int = 0) -> bytes:
     """Return the hash under which a part of the state after a block is stored.
 
-    The state is the recurrent state after all tokens up to the block's end.
+    The state is the recurrent state of all layers without KV after the block's last token.
     """
     return hashlib.sha256(b"penstock state 1" + part.to_bytes(4, "little") + block_hash).digest()
 
@@ -127,7 +127,7 @@ class ReadRequest:
 
 
 class ReadOutcome(Enum):
-    """What a tier found where it read a block."""
+    """The outcome of reading a KV block from a tier."""
 
     WHOLE = "whole"
     MISSING = "missing"
@@ -196,8 +196,8 @@ class BlockHasher:
     """Computes the keys of one sequence's blocks as the sequence grows: `block_size` tokens each, after `root`.
 
     With `scan_chunk_tokens`, the KV of a token depends on how the tokens before it were divided among the model's
-    calls: in scan chunks of so many tokens up to the last that the prompt fills, then up to the prompt's end, then one
-    by one. So the hashes of blocks behind that last scan chunk are also over the length of the prompt.
+    calls. The model reads full scan chunks of that many tokens first, then the rest of the prompt, then one token at a
+    time. The hashes of blocks after the last full scan chunk therefore also cover the length of the prompt.
     """
 
     def __init__(
@@ -251,16 +251,16 @@ class BlockHasher:
 
 @dataclass(eq=False)
 class PromptBlocks:
-    """The names of the blocks of one prompt, and of what follows it."""
+    """The keys of the blocks of one prompt, and of the tokens after it."""
 
     hasher: BlockHasher
-    """Has the keys of the full blocks. It goes on with the output."""
+    """Has the keys of the full blocks, and adds those of the output."""
     tail_key: BlockKey | None
     """Key of the prompt's last block, if that is partial."""
     num_full_blocks: int
     """Full blocks of the prompt."""
     num_state_parts: int = 0
-    """Parts, as large as blocks, in which a recurrent state is stored; 0 if the model has none."""
+    """Block-sized parts in which the recurrent state is stored; 0 if the model has none."""
 
     num_handed_blocks: int = 0
     """Full blocks of prompt and answer that a job came with; 0 if it is none."""
@@ -272,7 +272,7 @@ class PromptBlocks:
 
     def make_state_keys(self, position: int) -> list[BlockKey]:
         """Return the keys of the parts of the state after `position` tokens: full blocks, or the whole prompt."""
-        if position == 0 or self.num_state_parts == 0:  # a job that cannot be read has no prompt
+        if position == 0 or self.num_state_parts == 0:  # an unreadable job has no prompt
             return []
         if position == self.hasher.num_prompt_tokens:
             last = self.prompt_keys()[-1]
@@ -283,8 +283,8 @@ class PromptBlocks:
         ]
 
     def handed_keys(self) -> list[BlockKey]:
-        """Return the keys of all that a job may have a lease on: its prompt's blocks, the state at their end, and the
-        full blocks behind them that it came with.
+        """Return the keys of all blocks that a job may have leased: its prompt's blocks, the state at their end, and
+        the full blocks after them that came with the job.
         """
         answer_keys = self.hasher.keys[self.num_full_blocks : self.num_handed_blocks]
         return self.prompt_keys() + answer_keys + self.make_state_keys(self.hasher.num_prompt_tokens)

@@ -58,7 +58,7 @@ class HashingCopy:
             self._into[self._start : end] = chunk
             self._digest.update(self._into[self._start : end])
         else:
-            self._checksum = self._native.copy_piece(self._sums, self._into, chunk, self._start)
+            self._checksum = self._native.copy_chunk(self._sums, self._into, chunk, self._start)
         self._start = end
 
     def finish_checksum(self) -> int:

@@ -24,7 +24,7 @@ class TierSpeed:
     block_s: float | None = None
     """Time of each block read, beyond the latency."""
     probed_at_s: float = -math.inf
-    """When a tier that seemed too slow was last probed again."""
+    """The time of the last probe of a tier that seemed too slow, in seconds."""
     _is_probing: bool = False
     _last_lookup_s: float = math.inf
 

@@ -20,8 +20,8 @@ from penstock.kvstore.arena.file import arena_directory, find_arenas
 class FittedTiers(NamedTuple):
     """Settings with which the tiers of this host can be opened, as far as that is known now.
 
-    `told` has a line for each tier that nobody asked for and that is smaller or left out, `refused` for each that was
-    asked for and cannot be.
+    `told` has a line for each tier without a setting of its own that is smaller or left out. `refused` has a line for
+    each tier that was asked for and cannot be opened.
     """
 
     settings: KVSettings
@@ -30,7 +30,7 @@ class FittedTiers(NamedTuple):
 
 
 def fit_tiers(settings: KVSettings, pipeline: str) -> FittedTiers:
-    """Return the settings with the sizes of tiers that nobody asked for fitted to what this host has."""
+    """Return the settings, with the sizes of tiers that were not set explicitly fitted to this host's memory."""
     told, refused, sizes = list[str](), list[str](), dict[str, int]()
     given, directory = settings.model_fields_set, arena_directory(settings.shared_dir)
     no_directory = _find_directory_problem(directory)
@@ -42,19 +42,19 @@ def fit_tiers(settings: KVSettings, pipeline: str) -> FittedTiers:
         no_room = f"no room for {max(1, size)} MB in {directory} ({free_mb} MB are free)" if is_full else ""
         is_asked = "shared_mb" in given or ("shared_dir" in given and bool(settings.shared_dir))
         if (problem := no_directory or no_room) and is_asked:
-            advice = f"give it more (in a container --shm-size), or lower {SIZE_IN_MEMORY}; 0 does without"
+            advice = f"give it more (in a container --shm-size), or lower {SIZE_IN_MEMORY}; 0 turns it off"
             refused.append(f"shared memory for KV blocks: {problem}: {advice}")
         elif problem:
-            told.append(f"no KV blocks are kept in shared memory: {problem}")
+            told.append(f"the KV store runs without shared memory: {problem}")
             sizes["shared_mb"] = 0
         elif size < settings.shared_mb:
             told.append(f"shared memory for KV blocks: {size} MB, not {settings.shared_mb}: {directory} has {total_mb}")
             sizes["shared_mb"] = size
     if settings.disk_mb and (problem := no_directory or _find_disk_problem(settings)):
         if given & {"disk_mb", "disk_dir"}:
-            refused.append(f"KV blocks on disk: {problem}; {SIZE_ON_DISK}=0 does without")
+            refused.append(f"KV blocks on disk: {problem}; {SIZE_ON_DISK}=0 turns it off")
         else:
-            told.append(f"no KV blocks are kept on disk: {problem}")
+            told.append(f"the KV store runs without a disk tier: {problem}")
             sizes["disk_mb"] = 0
     fitted = KVSettings.model_construct(_fields_set=given, **{**settings.model_dump(), **sizes})
     return FittedTiers(fitted, told, refused)
@@ -71,7 +71,7 @@ def _find_directory_problem(directory: Path) -> str:
 def _measure_room(directory: Path, pipeline: str) -> tuple[int, int]:
     """Return how many MiB the file system of shared memory has, and how many of them are free or the pipeline's.
 
-    An arena in use is joined as it is, if it is of the same model; another one is removed, and frees what it has.
+    An arena in use of the same model is joined as it is. Any other arena is removed, which frees its memory.
     """
     system, own = os.statvfs(directory), [arena for arena in find_arenas(str(directory)) if arena.pipeline == pipeline]
     num_free_bytes = system.f_bavail * system.f_frsize + sum(
@@ -88,7 +88,7 @@ def _find_disk_problem(settings: KVSettings) -> str:
         return f"{nearest} cannot be written to: {DIRECTORY_SETTING} names another one"
     try:
         with suppress(FileNotFoundError), closing(SlotDirectory(root, 0, settings.shared_dir, create=False)) as folder:
-            folder.check_tables()  # where somebody has used it
+            folder.check_tables()  # the directory exists if a process has used it
     except (KVStoreError, OSError) as error:
         return str(error)
     return ""

@@ -58,7 +58,7 @@ class PoolLayout(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent state; 0 if the model has none."""
+        """Bytes of the recurrent state of one sequence; 0 if the model has none."""
 
     @property
     def scan_chunk_tokens(self) -> int:
@@ -99,9 +99,9 @@ class StoreLayout:
     has_separate_answer_keys: bool = False
     """Whether a token's KV depends on whether it is the prompt's or the answer's."""
     num_state_parts: int = 0
-    """Parts, as large as blocks, in which a recurrent state is stored; 0 if the model has none."""
+    """Block-sized parts in which the recurrent state is stored; 0 if the model has none."""
     scan_chunk_tokens: int = 0
-    """How many tokens of a prompt the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
+    """Tokens of a prompt's scan chunk, if the model's KV depends on scan chunks (see `BlockHasher`); else 0."""
 
     @classmethod
     def from_model(cls, model: PooledModel) -> Self:
@@ -164,8 +164,8 @@ class KVStore:
         """
         if layout.num_state_parts and is_lossy(settings):
             raise KVStoreError(
-                "PENSTOCK_KV_STORE_REDIS_CODEC=int8 is for keys and values only, and this model's layers keep a state, "
-                "too: set `auto`"
+                "PENSTOCK_KV_STORE_REDIS_CODEC=int8 stores keys and values only, and this model also has recurrent "
+                "state: set `auto`"
             )
         block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:
@@ -175,7 +175,7 @@ class KVStore:
             except KVStoreError as problem:
                 if "shared_mb" in settings.model_fields_set:
                     raise
-                log.warning("no KV blocks are kept in shared memory: %s", problem)
+                log.warning("the KV store runs without shared memory: %s", problem)
         if settings.disk_mb:
             budget_bytes = settings.disk_mb * 2**20
             tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
@@ -186,7 +186,7 @@ class KVStore:
         return cls(layout, tiers, settings)
 
     def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
-        """Return a hasher for one sequence of a tenant, whose prompt has so many tokens."""
+        """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens."""
         layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self._fingerprint, tenant)
         return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens)
 
@@ -334,7 +334,7 @@ class KVStore:
         return {"pool": pool, **{tier.name: asdict(tier.counters) for tier in self.tiers}, **stats}
 
     def set_compute_speed(self, tokens_per_s: Callable[[], float | None]) -> None:
-        """Set how fast the engine computes prompts, which decides what is worth reading. None: not known yet."""
+        """Set how fast the engine computes prompts. A block is read only if reading is faster. None: not known yet."""
         self.cost.tokens_per_s = tokens_per_s
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class TierLocation:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What a check of one stored block showed."""
+    """The result of checking one stored block."""
 
     key: bytes
     bytes: int
@@ -73,7 +73,7 @@ class BlockReport:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the block; empty if nothing is."""
+        """The damage of the block, as text; empty if the block is sound."""
         return self.header_problem or self.content_problem
 
 
@@ -158,7 +158,7 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
     for arena in find_arenas(directory):
         try:
             tier = HostTier.attach_shared(arena.path)
-        except KVStoreError as error:  # incomplete, as its maker died, or of another version
+        except KVStoreError as error:  # incomplete, because its process died, or of another version
             tell(f"left out: {error}")
             continue
         used = "" if arena.is_in_use else ", in no process"
@@ -172,7 +172,7 @@ def _open_disk_tiers(settings: KVSettings, tell: Callable[[str], None]) -> Itera
     for path in find_slot_files(settings.disk_path):
         try:
             yield TierLocation(HostTier.attach_disk(path, settings.shared_dir), str(path))
-        except KVStoreError as error:  # no worker has opened it since the host began, or it is another user's
+        except KVStoreError as error:  # no worker has opened it since the host's boot, or it is another user's
             tell(f"left out: {error}")
 
 

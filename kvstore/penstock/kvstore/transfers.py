@@ -1,7 +1,7 @@
 """Moving KV while the engine computes: up to three threads between the pool's memory and the tiers.
 
-    in       reads blocks into staged blocks of the pool; the sequence that wants them is computed when they are there
-    out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
+    in       reads KV blocks into staged blocks of the pool; their sequence is computed when they have been read
+    out      writes blocks of the pool to the hand-off tier and those above it; a job is settled after its own blocks
     behind   writes blocks to the tiers below the hand-off tier; nothing waits for that
 
 Each thread does interactive work before batch work, and work that no job waits for last. A load for which the pool has
@@ -42,7 +42,7 @@ class PinnedBlock(Protocol):
 
     @property
     def payload(self) -> memoryview:
-        """The bytes. Who reads them may have to wait for them."""
+        """The block's bytes. Reading this property may wait until they have been copied."""
 
     def is_valid(self) -> bool:
         """Return whether the memory still holds this block, by its page tag."""
@@ -56,7 +56,7 @@ class StagedBlocks(Protocol):
 
 
 class Pool(Protocol):
-    """What transfers need of the engine."""
+    """The part of the engine's block pool that transfers use."""
 
     def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedBlocks | None:
         """Stage blocks for these keys, which stay in the pool until they are committed. None: wait for capacity."""
@@ -73,13 +73,13 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class StateSearch:
-    """The states from which a sequence can go on. KV behind the last one that is found is of no use to it."""
+    """The states from which a sequence can continue. KV after the last state found is of no use to the sequence."""
 
     blocks: PromptBlocks
     positions: Sequence[int]
-    """After how many tokens states may be stored, the last first."""
+    """The numbers of tokens after which states may be stored, the largest first."""
     num_pool_tokens: int
-    """After how many tokens the last one is that the engine has; 0 if none."""
+    """The number of tokens before the last state that the engine has; 0 if it has none."""
 
 
 @dataclass(eq=False)
@@ -97,17 +97,17 @@ class LoadOperation:
     """The job for which blocks that are in the hand-off tier are leased; empty: no lease."""
     klass: PriorityClass = "interactive"
     states: StateSearch | None = None
-    """Which state is wanted; None if no layer keeps one."""
+    """The wanted recurrent state; None if the model has none."""
     num_pool_blocks: int = 0
     """Blocks that the pool had already."""
     missing_tiers: list[MissingTiers] = field(default_factory=list)
     """For each leading block that is in the pool now: the tiers to which it is to be written."""
     tail_payload: memoryview | None = None
     state: tuple[int, memoryview] | None = None
-    """After how many tokens a state is that was read, and its bytes, those of all parts."""
+    """The state that was read: the number of tokens before it, and the bytes of all its parts."""
     started_s: float = 0.0
     finished_s: float = 0.0
-    """When the blocks were read, in seconds since the epoch."""
+    """The time at which the blocks were read, in seconds since the epoch."""
 
 
 @dataclass(eq=False)
@@ -124,12 +124,12 @@ class StoreOperation:
     states: Sequence["StateWrite"] = ()
     """Parts of states to write to all tiers."""
     leased: Sequence[BlockKey] = ()
-    """Blocks that the hand-off tier has, and that are leased as those are that are written."""
+    """Blocks that the hand-off tier has already. They are leased together with the written blocks."""
     is_written: "Future[float]" = field(default_factory=Future)
     """Resolves to `finished_s` once the blocks are written or cannot be. It never does after `Transfers.abandon`."""
     started_s: float = 0.0
     finished_s: float = 0.0
-    """When the blocks were written down to the hand-off tier, in seconds since the epoch."""
+    """The time at which the blocks were in the hand-off tier, in seconds since the epoch."""
 
 
 class StateWrite(NamedTuple):
@@ -214,8 +214,9 @@ class Transfers:
                     self._in.submit(rank, partial(self._run_load, load, staged))
 
     def _is_nowhere(self, load: LoadOperation, staged: StagedBlocks) -> bool:
-        """Return whether it is known without waiting that there is nothing to read: no thread is woken for that, as a
-        first token would wait for it. A tail is read behind all full blocks alone.
+        """Return whether it is known without waiting that no tier has a block to read.
+
+        No thread is woken then, because the first token would wait for it. A tail is read only after all full blocks.
         """
         is_simple = bool(load.keys) and load.states is None and not staged.num_cached
         is_nowhere = is_simple and self._store.lacks_block(load.keys[0])
@@ -247,7 +248,7 @@ class Transfers:
             else:
                 self._pool.unpin_block(pinned)
         self._num_open += 1
-        # What is leased alone comes behind the writes that were begun without a lease: some of them may be waiting.
+        # A store that only leases blocks comes after all writes: an earlier write of such a block may still wait.
         rank = CLASSES.index(store.klass) if store.lease_owner and not store.leased else LOWEST_RANK
         self._out.submit(rank, partial(self._run_store, store, writes))
 
@@ -290,7 +291,7 @@ class Transfers:
     def abandon(self) -> None:
         """Drop all work, and stop: no job may be settled here any more."""
         self._is_abandoned = True
-        self._shut_down()  # waits for blocks that are being copied, as their memory is the pool's
+        self._shut_down()  # waits for blocks that are being copied: their memory is the pool's
 
     def _shut_down(self) -> None:
         self._is_closing = True
@@ -430,4 +431,4 @@ class _TransferThread:
             except BaseException as error:
                 if not is_failure(error):
                     raise
-                log.exception("a transfer failed")
+                log.exception("a transfer of KV blocks failed")

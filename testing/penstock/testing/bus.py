@@ -53,7 +53,7 @@ class Topic:
 
 
 class MemoryBus:
-    """The topics of one pipeline, shared by all who have this object, on any threads."""
+    """The topics of one pipeline, shared by all holders of this object, on any threads."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -103,7 +103,7 @@ class MemoryBus:
             return [member for (_, other), member in self.members.items() if other == name]
 
     def note_change(self) -> None:
-        """Wake who waits for messages. `changed` is held."""
+        """Wake the threads that wait for messages. The caller holds `changed`."""
         self.changed.notify_all()
         for bell in self._bells:
             bell.ring()
@@ -137,7 +137,7 @@ class MemoryBus:
         """Do nothing: there are no connections."""
 
     def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Add messages to their topics, all or none, and wake who waits for some. Return their places. Raise
+        """Add messages to their topics, all or none, and wake waiting readers. Return their places. Raise
         `BusUnavailable`.
         """
         with self.changed:
@@ -229,7 +229,7 @@ class MemoryMember:
         return []
 
     def stop_consuming(self) -> None:
-        """Take no more messages. What is held can be settled."""
+        """Take no more messages. Messages that the member holds can still be settled."""
         self._is_consuming = False
 
     def give_back_all(self) -> None:

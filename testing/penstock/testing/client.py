@@ -95,7 +95,7 @@ class MemoryFeed(LiveFeed):
         pass_on(None)
 
     def pass_on(self, channel: str, deliver: Deliver, payload: bytes | None) -> None:
-        """Let the loop deliver what was written. Any thread may call this."""
+        """Let the loop deliver the events that were written. Any thread may call this."""
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self.deliver, channel, deliver, payload)
 

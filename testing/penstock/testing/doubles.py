@@ -1,4 +1,4 @@
-"""What stands in the place of a function or a class while a test runs."""
+"""Replaces functions and classes while a test runs."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replace_values(prefix: str | tuple[str, ...], doubles: Mapping[int, object]) -> Iterator[None]:
-    """Let all loaded modules whose names begin so have doubles, by the ids of what they stand for."""
+    """Put doubles into all loaded modules whose names begin with `prefix`, by the `id()` of what each replaces."""
     changed: list[tuple[ModuleType, str, Any]] = []
     for name, module in list(sys.modules.items()):
         if name.startswith(prefix):

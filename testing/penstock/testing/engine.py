@@ -1,4 +1,4 @@
-"""An engine that answers by a formula: any worker that goes on with a request gives the same tokens.
+"""An engine that answers by a formula: any worker that continues a request gives the same tokens.
 
 It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV. Its blocks
 are numbers: where they are too few for all requests, the last ones wait.
@@ -40,7 +40,7 @@ def load_tokenizer() -> Any:
 
 
 class FormulaModel:
-    """What workers know of the model."""
+    """The model as workers see it."""
 
     name, response_template, fingerprint = "formula", None, "ab" * 32
     eos_token_ids = frozenset([END_TOKEN])
@@ -84,7 +84,7 @@ class FormulaEngine:
     choose_token: Callable[[Sequence[int], int, int], int] = compute_token
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
     num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
-    """How many blocks its requests may have together."""
+    """The most blocks that its requests may have together."""
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:

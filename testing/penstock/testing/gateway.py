@@ -41,7 +41,7 @@ URL = "http://127.0.0.1"
 
 
 class TestGateway:
-    """A gateway that answers. Leaving the context stops it as SIGTERM does, and raises what it did not expect."""
+    """A gateway that answers. Leaving the context stops it as SIGTERM does, and raises its unexpected errors."""
 
     __test__ = False  # for pytest, which takes each class for tests whose name begins so
 
@@ -136,7 +136,7 @@ class HttpAnswer(httpx2.SyncByteStream):
     def read_start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
         """Return status and headers. Raise `httpx2.RemoteProtocolError` where none came."""
         if (message := self.messages.get()) is None:
-            raise httpx2.RemoteProtocolError("the gateway answered nothing")
+            raise httpx2.RemoteProtocolError("the gateway sent no response")
         return message["status"], message["headers"]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -144,7 +144,7 @@ class HttpAnswer(httpx2.SyncByteStream):
             yield message.get("body", b"")
             if not message.get("more_body", False):
                 return
-        raise httpx2.RemoteProtocolError("the answer has no end")
+        raise httpx2.RemoteProtocolError("the gateway did not end its response")
 
     def close(self) -> None:
         """Leave."""
@@ -170,7 +170,7 @@ class GatewayTransport(httpx2.BaseTransport):
 
 
 def make_scope(method: str, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Message:
-    """Return what an application is told of a request."""
+    """Return the ASGI scope of a request."""
     return {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
@@ -205,10 +205,10 @@ def note_worker(keys: Any, pipeline: Pipeline, name: str, **beat: object) -> Non
 
 
 class MemoryServers:
-    """What a gateway connects with where there are no servers: bus and record in memory, other keys in fakeredis."""
+    """A gateway's connections without servers: bus and record in memory, other keys in fakeredis."""
 
     def __init__(self, bus: MemoryBus, records: MemoryRecords) -> None:
-        import fakeredis  # who tests against real servers does without
+        import fakeredis  # here, because tests against real servers do not need the package
 
         self._bus, self._records, server = bus, records, fakeredis.FakeServer(server_type="valkey")
         self._open_client = partial(fakeredis.FakeRedis, server=server)

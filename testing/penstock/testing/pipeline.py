@@ -63,7 +63,7 @@ class _Way:
 
 
 class _WorkerRecord(MemoryRecord):
-    """The record as a worker has it that may be killed when it has written so many tokens."""
+    """The record of a worker that may be killed once it has appended a number of tokens."""
 
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
         super().__init__(records, settings)
@@ -184,9 +184,9 @@ class TestPipeline:
         return any(one.decodes and one.is_alive for other, one in list(self._workers.items()) if other != name)
 
     def kill_worker(self, name: str, after_tokens: int = 0) -> None:
-        """Kill a worker now, or in the moment at which it has written so many more tokens.
+        """Kill a worker now, or in the moment at which it has appended `after_tokens` more tokens.
 
-        What it holds is another worker's after a lease (`RecordSettings.lease_s`, here a second).
+        Another worker takes its requests over after a lease (`RecordSettings.lease_s`, here a second).
         """
         if after_tokens:
             with self.records.lock:
@@ -195,11 +195,11 @@ class TestPipeline:
             self._workers[name].die()
 
     def stop_worker(self, name: str) -> None:
-        """Let a worker leave: it gives back what it has, which another one may take at once."""
+        """Let a worker leave: it releases its requests, and another worker may take them over at once."""
         self._workers[name].stop()
 
     def wait_for_results(self, count: int, timeout_s: float = 60.0) -> list[Result]:
-        """Return the results in the results topic once there are so many. Raise `TimeoutError`."""
+        """Return the results in the results topic once there are `count` of them. Raise `TimeoutError`."""
         topic, end_s = self.bus.pipeline.results_topic, time.monotonic() + timeout_s
         with self.bus.changed:
             while len(found := self.bus.read_all(topic)) < count:

@@ -1,4 +1,4 @@
-"""`Record` in memory. What happens to a request is in `transitions`; here is what a server does with many of them."""
+"""`Record` in memory. `transitions` changes one request; this module keeps many requests, as a server does."""
 
 import threading
 import time
@@ -21,13 +21,13 @@ NEW: RequestRecord = RequestRecord()
 
 
 class MemoryRecords:
-    """What the server of a pipeline's records holds. Several `MemoryRecord` may share it, on any threads."""
+    """The content of the server of a pipeline's records. Several `MemoryRecord` may share it, on any threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.records: dict[str, RequestRecord] = {}
         self.expires_ms: dict[str, int] = {}
-        """Until when each record is kept."""
+        """The time at which each record expires."""
         self.sessions: dict[str, int] = {}
         """The time in ms until which each session lasts."""
         self.free: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}
@@ -83,7 +83,7 @@ class MemoryRecords:
 class MemoryRecord(Record):
     """The records of one pipeline's requests, in memory."""
 
-    # `Record`'s own constructor wants a client. What is inherited does without one: `tests/record/test_double.py`.
+    # `Record`'s own constructor needs a client. The inherited methods need none: `tests/record/test_double.py`.
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
         self._records, self._settings = records, settings
         self._lock: AbstractContextManager[object] = records.lock
@@ -201,7 +201,7 @@ class MemoryRecord(Record):
 
     def _finish(self, claim: Claim, end: EndEvent, name: str) -> AppendOutcome:
         before, (end, keep_ms) = self._records.find(claim.id) or NEW, self._complete_end(claim, end)
-        end.encode()  # raises for what cannot be written, as the record in Redis does
+        end.encode()  # raises for text that cannot be encoded, as the record in Redis does
         rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end, name)
         if rec is not before:
             self._records.put(claim.id, rec, keep_ms)

@@ -1,7 +1,7 @@
-"""What the scripts of `penstock.record` do to one request, in Python: from its record to the next one, and a reply.
+"""The transitions of the scripts of `penstock.record` on one request, in Python: a record to the next one, and a reply.
 
-Functions here read no clock and no store, and change nothing that they are given. Where nothing changes they return
-the very record that they got. The reasons stand in the scripts of the same names. A test compares both step by step.
+Functions here read no clock and no store, and do not change their arguments. A function that changes nothing returns
+the same record object. The scripts of the same names give the reasons. A test compares both step by step.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from penstock.record.claim import GOOD_PROGRESS, AppendOutcome
 from penstock.record.log import RecordStage
 
 Name = TypeVar("Name")
-"""What names a session, a job and a body."""
+"""The type of the names of sessions, jobs and bodies."""
 Message = TypeVar("Message")
 Token = TypeVar("Token")
 End = TypeVar("End")
@@ -30,15 +30,15 @@ class RequestRecord(NamedTuple, Generic[Name, Message, Token, End]):
     body: Name | None = None
     attempts: int = 0
     num_found: int = 0
-    """How many tokens there were when it was claimed. In Redis the holder says it with its tokens."""
+    """The number of tokens when the request was claimed. In Redis the holder passes it with its tokens."""
     most: int = 0
     """The most tokens that a claim in this stage made."""
     cancelled: bool = False
     message: Message | None = None
     not_before_ms: int = 0
-    """Until then nobody may claim the request, not even the holder of its delivery."""
+    """The time before which nobody may claim the request, not even the holder of its delivery."""
     free: tuple[int, int] = (0, 0)
-    """From when on any worker of prefill, and any of decode, may take the request over: the stages' `free` sets."""
+    """The times from which any worker of prefill, and of decode, may take the request over: the stages' `free` sets."""
     tokens: tuple[Token, ...] = ()
     end: End | None = None
 
@@ -55,9 +55,9 @@ class Times(NamedTuple):
 
 
 class ClaimReply(NamedTuple):
-    """What `claim_request` replies: the request is claimed, or put down, or why it is neither, and how long to wait."""
+    """The reply of `claim_request`: the request is claimed or parked, or why it is neither, and how long to wait."""
 
-    kind: Literal["claim", "down", "busy", "bound", "conflict"]
+    kind: Literal["claim", "parked", "busy", "bound", "conflict"]
     wait_ms: float = 0.0
 
 
@@ -74,7 +74,7 @@ def claim_request(
     *,
     is_answered: bool = False,
 ) -> tuple[Rec, ClaimReply]:
-    """Claim a request for a session, or with None put its message down so that any worker may take it over.
+    """Claim a request for a session, or with None park its message, so that any worker may take it over.
 
     `asked` are the name that would be bound to it (a job's, in prefill the request's own message's), the body's hash
     and the message. `living` has the sessions and until when each lasts. `is_answered` says that the id had a
@@ -87,7 +87,7 @@ def claim_request(
     if is_answered:
         return rec, ClaimReply("bound")
     if session is None and (rec.stage == "end" or (rec.stage == stage and rec.message)):
-        return rec, ClaimReply("down")
+        return rec, ClaimReply("parked")
     if rec.stage == "end":
         return rec if prefill else rec._replace(bound=name), ClaimReply("claim")
     if (wait_ms := _find_wait(rec, stage, session, living, times)) > 0:
@@ -106,7 +106,7 @@ def claim_request(
         not_before_ms=0,
         free=_set_free(rec.free, stage, times.now_ms if session is None else 0),
     )
-    return rec, ClaimReply("down" if session is None else "claim")
+    return rec, ClaimReply("parked" if session is None else "claim")
 
 
 def _find_other_message(rec: Rec, stage: Stage, name: Any, body: Any) -> ClaimReply | None:
@@ -119,7 +119,7 @@ def _find_other_message(rec: Rec, stage: Stage, name: Any, body: Any) -> ClaimRe
 
 
 def _find_wait(rec: Rec, stage: Stage, session: Any, living: Mapping[Any, int], times: Times) -> float:
-    """Return for how long the session is not to claim the request, in ms; 0 where it may."""
+    """Return for how many ms the session must wait before it claims the request; 0 if it may claim it now."""
     if session is not None and session not in living:
         return times.lease_ms / 3
     if stage == "decode" and rec.stage == "prefill":
@@ -131,7 +131,7 @@ def _find_wait(rec: Rec, stage: Stage, session: Any, living: Mapping[Any, int], 
 
 
 def take_over_request(rec: Rec, stage: Stage, session: Any, times: Times) -> tuple[Rec, bool]:
-    """Take a request out of a stage's free ones. The reply is whether the session, which has to live, holds it now."""
+    """Take a request out of a stage's free ones. The reply is whether the session, which must live, holds it now."""
     rec = rec._replace(free=_set_free(rec.free, stage, 0))
     if rec.stage != stage or rec.session is not None or not rec.message:
         return rec, False
@@ -147,7 +147,7 @@ def end_session(rec: Rec, now_ms: int) -> Rec:
 
 
 def append_tokens(rec: Rec, epoch: int, position: int, tokens: tuple[Any, ...]) -> tuple[Rec, AppendOutcome]:
-    """Write tokens at a position of the log. Those that are written already are so with success."""
+    """Append tokens at a position of the log. Appending the same tokens a second time succeeds and changes nothing."""
     if rec.epoch != epoch:
         return rec, AppendOutcome.FENCED
     if position < len(rec.tokens):
@@ -165,9 +165,9 @@ def append_tokens(rec: Rec, epoch: int, position: int, tokens: tuple[Any, ...]) 
 
 
 def finish_request(rec: Rec, epoch: int, num_tokens: int, end: Any, name: Any = None) -> tuple[Rec, AppendOutcome]:
-    """Write the end behind as many tokens as the holder knows of. An end that is there already stays.
+    """Append the end after as many tokens as the holder knows of. An end that is there already stays.
 
-    `name` is the name of the request's own message where the holder has its delivery: it settles the result.
+    `name` is the name of the request's own message if the worker holds its delivery: that message settles the result.
     """
     if rec.epoch != epoch or len(rec.tokens) != num_tokens or (name and rec.bound and rec.bound != name):
         return rec, AppendOutcome.FENCED
@@ -187,7 +187,7 @@ def hand_off_request(rec: Rec, epoch: int) -> tuple[Rec, bool]:
 def release_request(
     rec: Rec, epoch: int, now_ms: int, *, wait_ms: int, alone_ms: int, failed: bool
 ) -> tuple[Rec, bool]:
-    """Give a request back. For `wait_ms` nobody may have it, then for `alone_ms` only who has its delivery.
+    """Release a request. For `wait_ms` nobody may claim it, then for `alone_ms` only the holder of its delivery.
 
     The attempt counts if it `failed`. The reply is whether it was the holder's.
     """

@@ -1,9 +1,9 @@
-"""The endpoints of a worker: their addresses and weights, how much each has to do, and whether it can be asked.
+"""The endpoints of a worker: their addresses and weights, the load of each, and whether it can be asked.
 
-An endpoint rests when it cannot be reached, and when it has refused three different requests alike, with none answered
-between: for a time that doubles with each further failure, or for as long as it asks to be left alone. After a failure
-it is tried with one request. A refusal of one request alone says nothing of the endpoint (`refusals.py`). Nothing here
-does I/O, and only the loop changes it.
+An endpoint rests when it cannot be reached, and when it has refused three different requests alike without an answer in
+between. It rests for a time that doubles with each further failure, or for the pause that it asked for. After a failure
+it is tried with one request. A refusal of one request proves nothing about the endpoint (`Refusal` in `engine.py`).
+This module does no I/O, and only the loop changes its state.
 """
 
 import math
@@ -16,16 +16,15 @@ from urllib.parse import urlsplit
 from penstock.errors import SettingsError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
-"""How long an endpoint is left alone after its first failure, and at most after many."""
+"""Seconds that an endpoint rests after its first failure, and at most after many."""
 MAX_DOUBLINGS = 10
-"""How often the pause doubles at most: by then it is `MAX_PAUSE_S`, and `2**n` of many failures fits no float."""
+"""The most doublings of the pause: by then it is `MAX_PAUSE_S`, and `2**n` of more failures would fit no float."""
 MIN_REFUSED_REQUESTS = 3
-"""So many different requests that an endpoint refuses alike, with none answered between, make it the endpoint's fault.
-"""
+"""The number of different requests, refused alike without an answer in between, that make it the endpoint's fault."""
 MAX_TOLD_PAUSE_S = 3600.0
 """The longest time that an endpoint may ask to be left alone."""
 MAX_TOLD_CHARS = 500
-"""How much of an endpoint's words the heartbeat repeats."""
+"""The most characters of an endpoint's message that the heartbeat repeats."""
 UNREACHABLE = "unreachable"
 """The cause of a rest where no connection could be made."""
 VARIABLE = "PENSTOCK_ENDPOINT_URLS"
@@ -40,25 +39,25 @@ class Endpoint:
     weight: float = 1.0
     max_requests: int = 32
     under_way: list[float] = field(default_factory=list)
-    """When each question was asked that is under way here."""
+    """The times at which the requests under way were sent to this endpoint."""
     answered_s: float = -math.inf
-    """When the last question was asked of those that it has answered, in part at least."""
+    """The time at which the newest request was sent that it has answered, at least in part."""
     refused: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By the cause of the refusal, the first requests that were refused since, and when each was asked for."""
+    """By cause, the first requests that were refused since the last answer, each with the time at which it was sent."""
     num_failures: int = 0
     """Failures since it last answered."""
     failed_at_s: float = -math.inf
-    """When the last failure was counted."""
+    """The time at which the last failure was counted."""
     paused_until_s: float = -math.inf
     cause: str = ""
-    """Why it rests, or last did, in one word: `unreachable`, or the cause of a refusal."""
+    """The cause of its rest now, or of the last one, in one word: `unreachable`, or the cause of a refusal."""
     problem: str = ""
-    """The same in words, its own where it said any."""
+    """The cause in words, the endpoint's own if it gave any."""
     continues_chats: bool | None = None
-    """Whether it goes on with the last turn of a chat; None until it was asked."""
+    """Whether the endpoint continues the last turn of a chat; None until it was asked."""
 
     def count_free(self, now_s: float) -> int:
-        """Return how many more requests it can be given. After a failure that is one, until it has answered."""
+        """Return how many more requests the endpoint can get. After a failure it gets one, until it has answered."""
         if now_s < self.paused_until_s:
             return 0
         free = max(0, self.max_requests - len(self.under_way))
@@ -66,7 +65,7 @@ class Endpoint:
         return free if not self.num_failures else min(free, int(not is_tried))
 
     def note_answer(self, asked_s: float) -> None:
-        """Note that it answers a question that was asked at `asked_s`. What it refused before, it refused alone."""
+        """Note an answer to a request that was sent at `asked_s`: refusals before it were the fault of the requests."""
         self.answered_s = max(self.answered_s, asked_s)
         for cause, requests in list(self.refused.items()):
             self.refused[cause] = {one: at_s for one, at_s in requests.items() if at_s >= asked_s}
@@ -88,10 +87,10 @@ class Endpoint:
     def note_refusal(
         self, cause: str, problem: str, request_id: str, asked_s: float, now_s: float, wait_s: float | None = None
     ) -> None:
-        """Note that it refused a request that was sent at `asked_s`, and asks to be left alone for `wait_s`, if given.
+        """Note a refusal of a request that was sent at `asked_s`. The endpoint asked for a pause of `wait_s`, or none.
 
-        Of three different requests that are refused alike, and none answered that was asked for between them, it is the
-        endpoint's: it has failed, or is busy for as long as it says.
+        If it refuses three different requests alike, and answers none that was sent between them, the fault is the
+        endpoint's: the endpoint has failed, or is busy for as long as it says.
         """
         if self.cause == UNREACHABLE and asked_s > self.failed_at_s:
             self.num_failures = 0
@@ -110,11 +109,11 @@ class Endpoint:
             self.paused_until_s = max(self.paused_until_s, now_s + wait_s)
 
     def is_resting(self, now_s: float) -> bool:
-        """Return whether it is left alone, or tried with one request."""
+        """Return whether the endpoint rests, or is tried with one request."""
         return now_s < self.paused_until_s or self.num_failures > 0
 
     def describe_rest(self, now_s: float) -> dict[str, object]:
-        """Return its address, and if it rests why, and for how many seconds more; 0 of one that is being tried."""
+        """Return the address, and for a resting endpoint the cause and the seconds left; 0 while it is being tried."""
         if not self.is_resting(now_s):
             return {"url": self.url, "cause": "", "problem": "", "rests_s": 0.0}
         problem, rests_s = self.problem[:MAX_TOLD_CHARS], max(0.0, self.paused_until_s - now_s)
@@ -133,7 +132,7 @@ class Endpoints:
         return sum(endpoint.count_free(self.clock()) for endpoint in self.all)
 
     def count_refusing(self) -> int:
-        """Return how many endpoints rest because of what they say, and not because they cannot be reached."""
+        """Return how many endpoints rest because of their refusals, and not because they cannot be reached."""
         now_s = self.clock()
         return sum(endpoint.is_resting(now_s) and endpoint.cause != UNREACHABLE for endpoint in self.all)
 
@@ -145,7 +144,7 @@ class Endpoints:
 
     @property
     def current_problem(self) -> str:
-        """Why no endpoint can be asked now; empty where one can, or has only as much to do as it may."""
+        """The reason why no endpoint can be asked now; empty if one can, or if one is only fully loaded."""
         rests = self.describe_rests()
         told = [f"{one['url']}: {one['problem']}" for one in rests if one["cause"]]
         return "; ".join(told) if len(told) == len(rests) else ""
@@ -172,12 +171,12 @@ def parse_urls(text: str, max_requests: int) -> list[Endpoint]:
             is_valid, weight = False, 1.0
         if not is_valid or parts.query or parts.username or not 0 < weight < math.inf:
             raise SettingsError(
-                f"{VARIABLE}: {one!r} is not http://HOST:PORT or https://HOST/PATH, with #WEIGHT or not"
+                f"{VARIABLE}: {one!r} is not http://HOST:PORT or https://HOST/PATH, optionally with #WEIGHT"
             )
         path = parts.path.rstrip("/") or "/v1"
         found.append(Endpoint(f"{parts.scheme}://{parts.netloc}{path}", weight, max_requests))
     if not found:
-        raise SettingsError(f"{VARIABLE} names no server: http://HOST:8000")
+        raise SettingsError(f"{VARIABLE} names no server: write http://HOST:8000")
     if len({endpoint.url for endpoint in found}) < len(found):
         raise SettingsError(f"{VARIABLE} names a server twice; #WEIGHT at its end gives it more requests")
     return found

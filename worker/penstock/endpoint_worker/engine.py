@@ -3,10 +3,10 @@
 Each answer is read on a thread of its own (`reply.py`), which hands over events. The loop's step takes what has
 arrived: pieces of text are the tokens that the step sampled, and ends of answers are events that the loop collects.
 
-An endpoint that fails costs the answers that were under way there. What happens to those is the operator's choice
-(`PENSTOCK_ENDPOINT_INTERRUPTED`): another endpoint goes on behind their text, or begins anew if there is none, or they
-end with an error. A request that an endpoint refuses waits there, while others are asked for, until it is known whose
-fault that is (`Refusal`). A request that no endpoint can be asked for waits as long as its deadline allows.
+An endpoint that fails interrupts its running answers. The operator chooses how these go on
+(`PENSTOCK_ENDPOINT_INTERRUPTED`): another endpoint continues after their text, or starts over if there is none, or they
+end with an error. A refused request waits for that endpoint until it is known whose fault the refusal was (`Refusal`);
+other requests are sent meanwhile. A request without an available endpoint waits as long as its deadline allows.
 """
 
 import contextlib
@@ -35,36 +35,36 @@ from penstock.worker.confine import confine_error
 log = logging.getLogger(__name__)
 
 EVENT_WAIT_S = 0.02
-"""How long the loop waits for text while it works on requests: also how soon it polls for further ones."""
+"""Seconds that the loop waits for text while it has requests. After that it polls for further ones."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long a worker that leaves waits for the threads of its answers."""
+"""Seconds that a leaving worker waits for the threads of its answers."""
 NEVER_ALONE = ("401", "407", "429", "503")
 """Refusals for the key, or because the endpoint is busy: they count only beside others that were answered."""
 MAX_HELD_REQUESTS = 1000
-"""While an endpoint refuses all requests that a worker has, it takes in further ones to try, up to so many."""
+"""The most requests of a worker whose endpoint refuses all of them: it claims further requests to try them."""
 
 
 @dataclass(eq=False)
 class Refusal:
-    """That an endpoint did not answer a request, though it was asked."""
+    """An endpoint's refusal: it was asked for a request and did not answer it."""
 
     failed: Failed
     asked_s: float
     until_s: float
-    """Until when the request is not asked for there again."""
+    """The time before which the request is not sent to this endpoint again."""
     judged_s: float
-    """From when on it counts though no other request was answered."""
+    """The time from which the refusal counts even if no other request was answered."""
     was_crowded: bool
     """Whether the endpoint had other questions of this worker when it was asked."""
     is_open: bool = True
     """Whether it may still be counted against the request."""
 
     def counts(self, endpoint: Endpoint, now_s: float) -> bool:
-        """Return whether it is known by now to be the request's fault.
+        """Return whether the refusal is known by now to be the request's fault.
 
-        It is once the endpoint has answered another request that was asked for later. To be busy says nothing of a
-        request that was asked for among others. Alone it counts after a pause, if the endpoint does not fail at others
-        as well; a refusal for the key, and being busy, never do.
+        It is known once the endpoint has answered another request that was sent later. A busy endpoint proves nothing
+        about a request that was sent among others. A refusal alone counts after a pause, if the endpoint does not fail
+        at other requests as well. Refusals for the key, and of a busy endpoint, never count alone.
         """
         if self.asked_s < endpoint.answered_s:
             return not (self.failed.is_busy and self.was_crowded)
@@ -73,22 +73,22 @@ class Refusal:
 
 @dataclass(eq=False)
 class EndpointSequence:
-    """A request that endpoints are asked for. Its prompt counts as no work: how it is computed is not known here."""
+    """A request that endpoints are asked for. Its prompt counts as no work, because the endpoint computes it."""
 
     request: Request
     klass: PriorityClass
     context: Any
     """The caller's, which events return unchanged."""
     pieces: list[str] = field(default_factory=list)
-    """The text so far: what was in the log, and what answers brought since."""
+    """The text so far: the pieces in the log, and those of answers since."""
     answer: EndpointReply | None = None
     """The answer that is being read; None while the request waits for an endpoint."""
     asked_s: float = 0.0
-    """When that was asked for, or the last one was."""
+    """The time at which this answer was asked for, or else the last one."""
     num_pieces_before: int = 0
     """Pieces so far when the answer was asked for: they were a part of its prompt."""
     num_failures: int = 0
-    """How often endpoints failed at this request since an answer brought more pieces than any that failed before."""
+    """Failures of endpoints at this request since an answer brought more pieces than each that failed before."""
     most_pieces: int = 0
     """The most pieces that an answer brought before it failed, and no more than `GOOD_PROGRESS`."""
     refusals: dict[Endpoint, Refusal] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class EndpointSequence:
     num_refusals: int = 0
     """Failures since the last piece. The pauses between them grow."""
     failed_at_s: float = -math.inf
-    """When an endpoint failed at it last: who failed is tried after those that did not, or not for longer."""
+    """The time of the last failure. Requests that never failed are tried first, then those that failed longest ago."""
     was_crowded: bool = False
     """Whether the endpoint had other questions of this worker when it was asked."""
     num_prompt_tokens = num_cached_tokens = num_computed_tokens = num_pending_tokens = 0
@@ -119,7 +119,7 @@ class EndpointSequence:
 
     @property
     def num_left(self) -> int:
-        """How many pieces may follow, if each is a token."""
+        """The most pieces that may follow, if each is a token."""
         return max(0, self.request.sampling.max_tokens - len(self.pieces))
 
     def list_paused(self, now_s: float) -> list[Endpoint]:
@@ -138,7 +138,7 @@ class SampledPiece:
 
     @property
     def token_id(self) -> int:
-        """What the log has in place of a token id."""
+        """The number that the log has in place of a token id."""
         return piece_token(self.text)
 
 
@@ -167,8 +167,8 @@ class EndpointEngine:
     def count_free(self) -> int:
         """Return how many more requests can be asked for now.
 
-        Those in a pause of their own take no place from others. Where an endpoint refuses all that are here, a further
-        one is taken in for each try: it may be the first good one.
+        Requests in a pause of their own take no place from others. If an endpoint refuses all requests that are here,
+        one further request is claimed for each try: it may be the first good one.
         """
         now_s, waiting = self.endpoints.clock(), [seq for seq in self._sequences.values() if seq.is_waiting]
         num_ready = sum(any(one not in seq.list_paused(now_s) for one in self.endpoints.all) for seq in waiting)
@@ -179,7 +179,7 @@ class EndpointEngine:
     def add_request(
         self, request: Request, klass: PriorityClass, pieces: Iterable[str], context: Any
     ) -> EndpointSequence:
-        """Have a request answered behind the `pieces` of its text so far."""
+        """Have a request answered, after the `pieces` of its text so far."""
         seq = self._sequences[request.id] = EndpointSequence(request, klass, context, list(pieces))
         return seq
 
@@ -265,8 +265,8 @@ class EndpointEngine:
     # Asking
 
     def _ask_endpoints(self) -> None:
-        """Ask for all requests that wait, as far as endpoints can be asked: interactive ones first, and those at which
-        endpoints failed behind all others, so that each try is of another one.
+        """Ask for all waiting requests, as far as endpoints can be asked. Interactive requests come first, and requests
+        at which endpoints failed come last, so that each try is of another request.
         """
         now_s = self.endpoints.clock()
         waiting = [seq for seq in self._sequences.values() if seq.is_waiting]
@@ -288,7 +288,7 @@ class EndpointEngine:
                 failpoint("endpoint.2.asked")
 
     def _build_question(self, seq: EndpointSequence) -> Question:
-        """Return what to ask. Raises `AnswerInterrupted` for text that is not to be, or cannot be, gone on with."""
+        """Return the question. Raises `AnswerInterrupted` if its text must not or cannot be continued."""
         if seq.pieces and self.settings.interrupted != "continue":
             raise AnswerInterrupted("it was cut when readers had seen a part of it")
         return build_question(seq.request, self.settings.model, "".join(seq.pieces), len(seq.pieces))
@@ -318,7 +318,7 @@ class EndpointEngine:
                 self._handle_failure(seq, answer, event)
 
     def _add_piece(self, seq: EndpointSequence, answer: EndpointReply, text: str) -> None:
-        """Hand a piece of text over. What is behind `max_tokens` is dropped, and ends the answer."""
+        """Hand a piece of text over. A piece beyond `max_tokens` is dropped, and ends the answer."""
         if not seq.num_left:
             self._end(seq, Outcome("length"))
             return
@@ -330,14 +330,14 @@ class EndpointEngine:
         self._pieces.append(SampledPiece(seq, text))
 
     def _handle_failure(self, seq: EndpointSequence, answer: EndpointReply, failed: Failed) -> None:
-        """Have a request asked for again, at whichever endpoint can be, or end it.
+        """Send a request again, to any available endpoint, or end it.
 
-        It ends where the operator does not want it to be asked for again, and where endpoints have failed at it as
-        often as a request may fail. Counted is at once what was lost, or broke off behind its first piece; whose fault
-        another failure is turns out later. That an endpoint cannot be reached does not count.
+        The request ends if the operator does not allow another attempt, or if endpoints have failed at it as often as a
+        request may fail. A lost answer, or one that broke off after its first piece, counts at once; the fault of any
+        other failure is known later. An endpoint that cannot be reached does not count.
         """
         endpoint, now_s = answer.endpoint, self.endpoints.clock()
-        log.warning("%s, request %s: %s", endpoint.url, seq.id, failed.problem)
+        log.warning("endpoint %s failed for request %s: %s", endpoint.url, seq.id, failed.problem)
         self._count_retry("endpoint_busy" if failed.is_busy else "endpoint_failed")
         seq.failed_at_s = now_s
         if not failed.is_asked:
@@ -385,7 +385,7 @@ class EndpointEngine:
         self._end(seq, Outcome.of_error(error))
 
     def _end(self, seq: EndpointSequence, outcome: Outcome) -> None:
-        """Drop a request, and report its end behind the text that was handed over."""
+        """Drop a request, and report its end after the text that was handed over."""
         self.remove_request(seq.id)
         self._ended.append(Ended(seq.context, outcome))
 

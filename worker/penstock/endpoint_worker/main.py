@@ -1,4 +1,4 @@
-"""How an endpoint worker is composed and started: `penstock worker endpoint`."""
+"""Composes and starts an endpoint worker: `penstock worker endpoint`."""
 
 import logging
 
@@ -32,7 +32,7 @@ def run_endpoint_worker() -> None:
         metrics = process.make_metrics(name)
         asked = settings.model_copy(update={"model": model})
         engine = EndpointEngine(endpoints, asked, process.settings.record, metrics.count_retry)
-        log.info("%s asks %s", process.name, ", ".join(one.url for one in endpoints.all))
+        log.info("worker %s sends requests to %s", process.name, ", ".join(one.url for one in endpoints.all))
         process.serve(EndpointRole(process.pipeline, name, engine), metrics)
 
 
@@ -60,7 +60,7 @@ def find_model(endpoints: Endpoints, key: str, beat: Heartbeat, stop: StopSignal
                 names = [str(one["id"]) for one in list_models(endpoint.url, key)]
             except OSError as error:
                 beat.update_status(doing=f"waiting for {endpoint.url} ({error})")
-                log.warning("%s: %s", endpoint.url, error)
+                log.warning("listing the models of endpoint %s failed, retrying: %s", endpoint.url, error)
                 continue
             if len(names) == 1:
                 return names[0]

@@ -1,7 +1,7 @@
-"""What an endpoint is asked: a request of the pipeline as a body of OpenAI's API.
+"""The question to an endpoint: a request of the pipeline as a body of OpenAI's API.
 
-Nothing of a request is left out silently: what the API has no field for is refused by name, and fields that only some
-servers know are sent to all of them.
+No part of a request is left out silently: a part without a field in the API is refused by name, and fields that only
+some servers know are sent to all of them.
 """
 
 import json
@@ -27,11 +27,11 @@ class Question(NamedTuple):
     """The path below the endpoint's base address."""
     body: bytes
     continues_chat: bool = False
-    """Whether the answer is to go on with the last turn of a chat, which not every server can do."""
+    """Whether the answer must continue the last turn of a chat, which not every server can do."""
 
 
 def check_request(request: Request, klass: PriorityClass, model: str) -> None:
-    """Raise `InvalidRequest` for what no endpoint can be asked, and `UnknownModel` for another model than `model`."""
+    """Raise `InvalidRequest` for a request that no endpoint could answer, and `UnknownModel` for another model."""
     sampling, variables = request.sampling, request.chat_template_kwargs or {}
     if request.klass not in (None, klass):
         raise InvalidRequest(f"class {request.klass!r} in the topic of class {klass!r}")
@@ -50,10 +50,9 @@ def check_request(request: Request, klass: PriorityClass, model: str) -> None:
 
 
 def build_question(request: Request, model: str, text: str = "", num_pieces: int = 0) -> Question:
-    """Return what to ask for a request of which `text` was said, in `num_pieces` pieces.
+    """Return the question for a request whose answer so far is `text`, in `num_pieces` pieces.
 
-    Raises `AnswerInterrupted` where nobody can be asked to go on behind the text. A piece counts as a token of
-    `max_tokens` then.
+    Each piece counts as a token of `max_tokens`. Raises `AnswerInterrupted` if no endpoint can continue the text.
     """
     if num_pieces:
         _check_continuable(request)
@@ -75,9 +74,9 @@ def build_question(request: Request, model: str, text: str = "", num_pieces: int
 
 def _check_continuable(request: Request) -> None:
     if request.token_ids is not None:
-        raise AnswerInterrupted("its prompt is token ids, behind which no text can be put")
+        raise AnswerInterrupted("its prompt is token ids, and text cannot be appended to these")
     if request.sampling.grammar is not None:
-        raise AnswerInterrupted("a grammar begins anew behind the text so far")
+        raise AnswerInterrupted("a grammar would start again after the text so far")
 
 
 def map_sampling(sampling: Sampling, num_pieces: int, *, is_chat: bool) -> dict[str, Any]:

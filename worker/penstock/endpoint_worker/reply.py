@@ -1,7 +1,7 @@
 """The answer of an endpoint to one question, read on a thread and handed to the loop piece by piece.
 
-An answer ends in exactly one of: `Finished`; `Refused`, which is certainly about the request; `Failed`, of which it is
-not known whether it is about the request or the endpoint. Once `cut` was called nothing more of it is used.
+An answer ends in exactly one of three events: `Finished`; `Refused`, which is the request's fault; and `Failed`, which
+may be the fault of the request or of the endpoint. After `cut` was called no further event is used.
 """
 
 import codecs
@@ -33,16 +33,16 @@ from penstock.messages import FinishReason, Usage, now_s, replace_surrogates
 
 CONNECT_TIMEOUT_S = 5.0
 MODELS_TIMEOUT_S = 5.0
-"""How long an endpoint may take to connect, and to list its models."""
+"""Seconds that an endpoint may take to connect, and to list its models."""
 MAX_ERROR_BYTES = 65_536
-"""What is read of an endpoint's error."""
+"""The number of bytes that are read of an endpoint's error."""
 MAX_LINE_BYTES = 2**24
 MAX_TOLD_TOKENS = 2**53
 """The largest token count that is believed: readers of JSON in other languages hold no larger integer exactly."""
 MAX_INTERIM_ANSWERS = 16
-"""How many interim answers (HTTP 100 to 199) may come before the answer itself."""
+"""The most interim responses (HTTP 100 to 199) before the final one."""
 INVALID_STATUSES = (400, 403, 413, 415, 422, 451)
-"""HTTP statuses that say that the request is not as it should be, if it is the request's fault."""
+"""HTTP statuses that mean an invalid request, if the refusal is the request's fault."""
 BUSY_STATUSES = (429, 503)
 CONTINUING_OWNERS = ("vllm", "sglang")
 """`owned_by` of the models of servers that have `continue_final_message`."""
@@ -50,7 +50,7 @@ CONTINUING_OWNERS = ("vllm", "sglang")
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that an answer has more."""
+    """A further piece of an answer's text."""
 
     text: str
 
@@ -61,9 +61,9 @@ class Finished:
 
     reason: FinishReason
     usage: Usage | None
-    """The tokens that the endpoint has counted, if it tells."""
+    """The tokens that the endpoint has counted, if it reports them."""
     stop: str | None = None
-    """The stop string that ended it, if the endpoint tells: vLLM does."""
+    """The stop string that ended the answer, if the endpoint reports it, as vLLM does."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ class Failed:
     """The endpoint did not answer, or not to the end."""
 
     cause: str
-    """In one word, by which failures are alike: the HTTP status, or what else it was."""
+    """The kind of failure in one word: the HTTP status, or another word. Failures with the same word are alike."""
     problem: str
-    """What happened, with the endpoint's own words."""
+    """The failure, in the endpoint's own words."""
     is_asked: bool = True
     """Whether the question was sent: else the endpoint cannot be reached."""
     may_have_begun: bool = True
     """Whether it may have computed a part of the answer."""
     is_lost: bool = False
-    """Whether the connection was lost behind the question."""
+    """Whether the connection was lost after the question was sent."""
     is_busy: bool = False
     wait_s: float | None = None
-    """How long it asks to be left alone."""
+    """The pause in seconds that the endpoint asks for."""
     error: RequestError | None = None
-    """With what the request ends if it was its fault; None for a `ModelError`."""
+    """The error with which the request ends if the failure was its fault; None for a `ModelError`."""
 
 
 ReplyEvent = Piece | Finished | Refused | Failed
@@ -208,7 +208,7 @@ class EndpointReply:
         stop: str | None = None
         for event in events:
             usage = read_usage(event) or usage
-            # One answer was asked for: a choice with another number is none of ours.
+            # The question asked for one answer: a choice with another number is ignored.
             for choice in (one for one in event.get("choices") or () if one.get("index") in (None, 0)):
                 if text := read_text(choice):
                     self._report(self, Piece(text))
@@ -253,11 +253,11 @@ def list_models(url: str, key: str) -> list[dict[str, Any]]:
                 raise ModelsRefused(f"HTTP {response.status} to GET /models: {describe_error(content)}")
             return [one for one in json.loads(content)["data"] if isinstance(one.get("id"), str)]
         except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelsRefused(f"its list of models cannot be read: {type(error).__name__}: {error}") from None
+            raise ModelsRefused(f"the list of models cannot be read: {type(error).__name__}: {error}") from None
 
 
 def skip_interim_answers(response: http.client.HTTPResponse) -> None:
-    """Read on up to the answer itself. `http.client` takes all but HTTP 100 for it; 101 ends what was asked."""
+    """Read up to the final response. `http.client` skips HTTP 100 alone; 101 is final and ends the request."""
     for _ in range(MAX_INTERIM_ANSWERS):
         if not 101 < response.status < 200:
             return
@@ -271,9 +271,9 @@ def check_status(response: http.client.HTTPResponse) -> None:
     if status == 200:
         kind, encoding = response.headers.get_content_type(), response.headers.get("content-encoding", "").strip()
         if encoding.lower() not in ("", "identity"):
-            raise _FailedError(Failed("encoded", f"it sends {encoding}, for which it was not asked"))
+            raise _FailedError(Failed("encoded", f"the endpoint sent {encoding}, which was not asked for"))
         if kind != "text/event-stream":
-            raise _FailedError(Failed("no_stream", f"it does not stream, but sends {kind}"))
+            raise _FailedError(Failed("no_stream", f"the endpoint does not stream, it sent {kind}"))
         return
     where = f" to {response.headers['location'][:200]}" if "location" in response.headers else ""
     wait_s = parse_retry_after(response.headers) if status in BUSY_STATUSES else None
@@ -281,8 +281,8 @@ def check_status(response: http.client.HTTPResponse) -> None:
 
 
 def judge_status(status: int, text: str, wait_s: float | None = None) -> Refused | Failed:
-    """Return what an HTTP status means, or one in the stream. What is too large is the request's own fault."""
-    refused = f"the endpoint refuses it: HTTP {status}{text}"
+    """Return the meaning of an HTTP status, or of one in the stream. A request that is too large is at fault itself."""
+    refused = f"the endpoint refused the request: HTTP {status}{text}"
     if status == 413:
         return Refused(RequestTooLarge(refused), has_begun=False)
     if status in (400, 422) and ("context length" in text.lower() or "context_length" in text.lower()):
@@ -337,7 +337,7 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any
     while content := response.read1(65_536):
         *lines, rest = (rest + content).replace(b"\r", b"\n").split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
-            raise _FailedError(Failed("unreadable", "a line of its stream does not end"))
+            raise _FailedError(Failed("unreadable", "a line of the endpoint's stream is too long"))
         for line in lines:
             name, _, value = line.removeprefix(mark).partition(b":")
             mark = b""  # a stream may begin with one
@@ -354,13 +354,13 @@ def _parse_event(value: bytes) -> Mapping[str, Any]:
     except ValueError:
         event = None
     if not isinstance(event, dict):
-        raise _FailedError(Failed("unreadable", "its stream is not JSON"))
+        raise _FailedError(Failed("unreadable", "the endpoint's stream is not JSON"))
     if event.get("error"):
         text = describe_error(value)
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
         if isinstance(code, int) and 400 <= code < 500:
             raise _FailedError(judge_status(code, f" in the stream: {text}"))
-        raise _FailedError(Failed("error", f"it failed in the answer: {text}"))
+        raise _FailedError(Failed("error", f"the endpoint failed during the answer: {text}"))
     return event
 
 

@@ -3,15 +3,14 @@
 In the record a request is what a job is in decode, without prefill before it: the name of its message is bound to it.
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`, the engine `engine.py`):
 
-    1  a message is read and claimed. What cannot be answered ends here, and goes on at 5
-    2  the request goes to the endpoint with the least to do. What is behind it in the log, if anything is, decides what
-       is asked
+    1  a message is read and claimed. A request that cannot be answered ends here, and continues at 5
+    2  the request goes to the endpoint with the least load. Text that the log already has is part of the question
     3  pieces of text that arrived go to their logs
     4  finish reason, usage and timings are appended
     5  the result is published
 
-What a crash costs: before 2, nothing. After 2, the endpoint's work since the last piece in the log: the connection is
-closed, and the next holder finds in the log what readers have seen.
+A crash before 2 costs nothing. A crash after 2 costs the endpoint's work since the last piece in the log: the
+connection is closed, and the next holder finds in the log the text that readers have seen.
 """
 
 import hashlib
@@ -81,7 +80,7 @@ class EndpointRole:
         except BaseException as bug:  # this request's, not its neighbours'
             if not is_failure(bug):
                 raise
-            log.exception("a message of %s", delivery.topic)
+            log.exception("reading a message of topic %s failed", delivery.topic)
             outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
         if request_id is None:

@@ -1,14 +1,14 @@
--- Parts of the topics that nobody reads: their reader's session is over, or it does not progress. Who asks reads them from
--- now on, until another says that it does.
+-- Adopt partitions that no session reads: the reader's session has ended, or the reader does not progress. The caller's
+-- session reads them from now on, until another session names them in a renewal.
 --
 -- KEYS[1]  readers   hash, see renew.lua
 -- KEYS[2]  sessions  sorted set, see claim.lua
--- ARGV     session, number of topics that its worker reads, these topics, parts of them that no session has named for some
---          time
+-- ARGV     session, number of topics that its worker reads, these topics, their partitions that no session has named
+--          for some time
 --
--- Replies  all parts of these topics, each named `topic:number`, that are this session's to read
+-- Replies  all partitions of these topics that this session reads, each named `topic:number`
 --
--- Crash    after: the session runs out, and another adopts them.
+-- Crash    after: the session expires, and another session adopts the partitions.
 
 if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {} end
 local is_read, mine = {}, {}

@@ -1,24 +1,26 @@
--- The next tokens of a request: into the log and to the live readers, all of them or none.
+-- Append the next tokens of a request to its log, and publish them to live readers: all of them or none.
 --
 -- KEYS[1]  record   hash
 -- KEYS[2]  log      stream; the token at position p is the entry `p-1` (Redis has no entry 0-0)
--- ARGV     live channel, keep of a pending record in ms, epoch, number of tokens when it was claimed, position of the
---          first token, rolling hash with the last one, and for each token its event as JSON
+-- ARGV     live channel, ttl of a pending record in ms, epoch, number of tokens when the request was claimed, position
+--          of the first token, rolling hash after the last token, then for each token its event as JSON
 --
--- Replies  1  written, or it was written before by this same call
---          0  fenced: another epoch, an ended stream, a position that is not the next one, or a log that is gone
---          2  cancelled: not written
+-- Replies  1  appended, now or by an earlier copy of this same call
+--          0  fenced: the epoch is another one, the log has its end, the position is not the next one, or the log is
+--             gone
+--          2  cancelled: not appended
 --
--- Crash    before: the next holder makes these tokens. After: it finds them in the log and keeps them.
+-- Crash    before: the next worker that claims the request computes these tokens. After: it reads them from the log.
 --
--- Attempts are forgiven by the one that makes more tokens than each before it, or more than 256 (`GOOD_PROGRESS`): a request
--- that lets each worker make one token, and then kills it, is given up like one that lets it make none.
+-- An attempt resets the count of attempts if it makes more tokens than each attempt before it, or more than 256
+-- (`GOOD_PROGRESS`). A request whose every attempt makes one token and then kills its worker therefore exhausts its
+-- attempts, like a request whose attempts make no token.
 
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'cancelled', 'most')
 local n, position, count = tonumber(r[2]), tonumber(ARGV[5]), #ARGV - 6
 if r[1] ~= ARGV[3] then return 0 end
-if position < n then  -- sent again after its reply was lost?
-  local last = position + count - 1 .. '-1'  -- its event has the hash of all tokens up to it
+if position < n then  -- the worker may have sent this call again because the first reply was lost
+  local last = position + count - 1 .. '-1'  -- the last token's event has the hash of all tokens up to it
   local entry = redis.call('XRANGE', KEYS[2], last, last)[1]
   return entry and entry[2][2] == ARGV[#ARGV] and 1 or 0
 end
@@ -26,7 +28,7 @@ if r[3] == 'end' then return 0 end
 if r[4] then return 2 end
 if position > n then return 0 end
 
-for i = 1, count do  -- not without the tokens before them: then the next claim begins anew
+for i = 1, count do  -- a log that lost its tokens is not created again: the next claim starts from the beginning
   local id, event = n + i - 1 .. '-1', ARGV[6 + i]
   local added = n == 0 and redis.call('XADD', KEYS[2], id, 'e', event)
   if not (added or redis.call('XADD', KEYS[2], 'NOMKSTREAM', id, 'e', event)) then return 0 end

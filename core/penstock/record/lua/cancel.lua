@@ -1,9 +1,9 @@
--- Somebody wants a request to stop, perhaps before any worker saw it.
+-- Cancel a request, also before a worker has read its message.
 --
 -- KEYS[1]  record   hash
--- ARGV     keep of a pending record in ms, id, what `news` keys look like (a list for each session)
+-- ARGV     ttl of a pending record in ms, id, format of `news` keys (a list for each session)
 --
--- Replies  1 whoever holds or claims it is told, 0 it has ended already
+-- Replies  1 the worker that holds the request, or claims it later, is notified; 0 the request has ended already
 --
 -- Crash    before: nothing happened.
 

@@ -1,44 +1,46 @@
--- A worker asks for a request, with the delivery it holds. Without a session the request is only parked, by anybody who
--- read its message: as if it were claimed and given back, so that any worker of the stage can take it.
+-- Claim a request for a worker that holds a delivery of it. Without a session, park the request: its message is kept in
+-- the record, as if a worker had claimed and released it, so that any worker of the stage can take the request over.
 --
 -- KEYS[1]  record    hash
 -- KEYS[2]  log       stream
 -- KEYS[3]  sessions  sorted set, the pipeline's: session ids, by the time in ms until which they last
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
--- ARGV     id, stage ('prefill' or 'decode'), session, the name that is bound (a job's, or that of the request's own
---          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
---          message, what `held` keys look like (a set for each session: ids of requests), 1 if the id had a result already, and was not
---          forgotten again, when the message was sent
+-- ARGV     id, stage ('prefill' or 'decode'), session, name to bind (the job's, or that of the request's own message),
+--          body hash ('' with a job), lease in ms, longest waiting time in ms, ttl of a pending record in ms, hash
+--          before the first token, the delivery's message, format of `held` keys (a set for each session: ids of
+--          requests), 1 if the id had a result when the message was sent, and the record of that result had not expired
+--          then
 --
--- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made, reading}; ended: 1
---                           where the message settles the result, 2 where a job has to; reading: 0 where the log was
---                           begun by a worker that took control tokens out of texts of users
---          {'busy', ms, epoch}  a session holds it, by the claim of that epoch, or it is to be left alone: ask again after
---                           that time. Also where the session that asks is over: the worker opens another one soon
---          {'down'}         without a session: it can be taken, or nobody has to
---          {'bound'}        another message settles this request, and is durable, or it has settled it
---          {'conflict'}     the id was used for another body
+-- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens of one attempt, reading}; ended: 1 if
+--                           this message settles the result, 2 if a job must; reading: 0 if the log was begun by a
+--                           worker that read control tokens in texts of users as control tokens
+--          {'busy', ms, epoch}  a session holds the request, by the claim of that epoch, or the request waits for its
+--                           next attempt: claim it again after that time. Also if the caller's session has ended: the
+--                           worker opens a new session soon
+--          {'parked'}       without a session: a worker can take the request over, or no worker needs to
+--          {'bound'}        another durable message settles this request, or has settled it
+--          {'conflict'}     the id belongs to a request with another body
 --
--- A worker that reads requests knows one that is bound to its own message (`finish.lua` binds it): it settles the
--- result. Where a request has ended and no message is bound, a claim does not bind the request's own: it may be settled
--- since, with a job, and the worker that asks may not know yet that the bus has given it to another one. So it hands the
--- request off again; the first job that is claimed is bound. A worker that asks an endpoint claims requests as decode
--- claims jobs, and binds their messages at once.
+-- A prefill worker finds out here that a request is bound to the request's own message (`finish.lua` binds it): then
+-- this message settles the result. If a request has ended and no message is bound, a claim does not bind the request's
+-- own message: that message may have been settled with a job since, and the caller may not know yet that the bus gave
+-- it to another member. The caller therefore hands the request off again, and the first job that is claimed is bound.
+-- An endpoint worker claims requests as decode claims jobs, and binds their messages at once.
 --
--- Crash    before: nothing happened. After: the session runs out, and the request is free, with the message that is kept
---          here; or it is claimed with the delivery when that comes back. Either gets the next epoch. A decode claim has
+-- Crash    before: nothing has changed. After: the session expires, and the request is free with the message kept here;
+--          or a worker claims it when the bus delivers it again. Either claim has the next epoch. A decode claim has
 --          bound its job, which is durable.
 --
--- A record's session is alive, and the request in the set of what that holds, or it is empty: claim, take, release, handed,
--- finish and reap change both together. An epoch is the server's clock in ms, or one more than the last: a server that
--- forgot its last writes, or all of them, does not give one out a second time.
+-- Invariant: a record's `session` is empty, or names a live session whose `held` set contains the request. Claim, take,
+-- release, handed, finish and reap change both together. An epoch is the server's clock in ms, or the last epoch plus
+-- 1: a server that lost its last writes, or all of them, does not assign an epoch twice.
 --
--- `reading` is the epoch of the last claim of a worker whose prompts have no control tokens out of texts of users, if all
--- tokens of the log are of such workers. After a claim of an older worker it is another epoch. A record that was lost
--- tells nothing of older ones.
+-- `reading` is the epoch of the last claim, if all tokens of the log come from workers that read control tokens in
+-- texts of users as plain text. A claim by a worker of an older version changes the epoch and not `reading`. A lost
+-- record has no `reading`.
 
 local id, stage, session, name, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local lease, longest, prefill, puts_down = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
+local lease, longest, prefill, parks = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'session', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled',
   'not_before', 'most', 'reading')
 local epoch, holder, was, bound = tonumber(r[1] or 0), r[2] or '', r[3] or 'new', r[4] or ''
@@ -48,7 +50,7 @@ local last = epoch
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- 0. What the log has. A record that does not know of the end is told, and lives as long as the log.
+-- 0. Read the end of the log. A record that lacks the log's end is updated, and expires together with the log.
 if was ~= 'end' then
   local has_end
   tokens, hash, has_end = read_log_end(KEYS[2], tokens, hash, ARGV[9])
@@ -60,36 +62,37 @@ if was ~= 'end' then
   end
 end
 
--- 1. The same id with another body is another request.
+-- 1. A request with the same id and another body is another request.
 if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
--- 2. Another message that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
---    A record may have expired that had the binding of a request with a result.
+-- 2. Another message is bound. The bound message settles the result, and the binding never changes. A request that was
+--    handed off is settled by its job. The record of an answered request may have expired together with its binding.
 if ARGV[12] == '1' then return {'bound'} end
 if prefill and was == 'handed' then return {'bound'} end
 if bound ~= '' and bound ~= name then return {'bound'} end
 
--- 3. To park it is no use where it was claimed before: it can be taken, or it went on.
-if puts_down and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'down'} end
+-- 3. Do not park a request that was claimed before: a worker can take it over already, or it is in the next stage.
+if parks and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'parked'} end
 
--- 4. Ended. Who has a job, or the message that is bound, settles the result from the log.
+-- 4. The request has ended. The worker that holds a job, or the bound message, settles the result from the log.
 if was == 'end' then
   if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
   return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most, 1}
 end
 
--- 5. Somebody works on it, or it waits to be tried again. A job in hand proves that prefill is done with it, so decode
---    does not wait for prefill. What lies too far ahead was written before the clock went back.
-if not puts_down and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
+-- 5. A session holds the request, or the request waits for its next attempt. Decode does not wait for prefill's
+--    session: its job proves that prefill is done. A time too far ahead was written before the clock went back: ignore
+--    it.
+if not parks and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
 if prefill or was ~= 'prefill' then
   local lasts, wait = holder ~= '' and redis.call('ZSCORE', KEYS[3], holder), tonumber(r[10] or 0) - now
   if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease)), epoch} end
   if wait > 0 and wait <= longest then return {'busy', wait, epoch} end
 end
 
--- 6. It is ours, or anybody's. Prefill's attempts came to something where its job is here.
+-- 6. Claim or park the request. A job proves that prefill's attempts succeeded: decode counts its own from 0.
 if not prefill and was == 'prefill' then attempts = 0 end
-if not puts_down then attempts = attempts + 1 end
+if not parks then attempts = attempts + 1 end
 epoch = math.max(epoch + 1, now)
 local reading = (tokens == 0 or tonumber(r[12] or 0) == last) and 1 or 0
 if reading == 1 then redis.call('HSET', KEYS[1], 'reading', epoch) end
@@ -98,7 +101,7 @@ redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0,
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
 if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
 if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
-if puts_down then
+if parks then
   redis.call('ZADD', KEYS[4], now, id)
 else
   redis.call('SADD', string.format(ARGV[11], session), id)
@@ -106,5 +109,5 @@ else
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
-if puts_down then return {'down'} end
+if parks then return {'parked'} end
 return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}

@@ -1,10 +1,10 @@
--- A worker that leaves in good order reads nothing any more. What it read as a member goes to others, the bus sees to that;
--- what it had adopted is adopted by another.
+-- Disown all partitions of a worker that shuts down. The bus assigns the partitions that it read as a member to other
+-- members. Another session adopts the partitions that this one had adopted.
 --
 -- KEYS[1]  readers   hash, see renew.lua
--- ARGV     session, the parts that it read as a member
+-- ARGV     session, the partitions that it read as a member
 --
--- Crash    before: all of them are adopted.
+-- Crash    before: other sessions adopt all of the partitions.
 
 for i = 2, #ARGV do
   if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[1] then redis.call('HDEL', KEYS[1], ARGV[i]) end

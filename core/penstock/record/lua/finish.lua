@@ -1,17 +1,19 @@
--- The end of a stream: into the log and to the live readers; the request is nobody's from now on.
+-- Append the end of a stream to the log, publish it to live readers, and end the claim.
 --
 -- KEYS[1]  record   hash
 -- KEYS[2]  log      stream; the end after n tokens is the entry `n-2`
--- ARGV     live channel, epoch, n, event as JSON, keep of an ended stream in ms, id, what `held` keys look like, the name
---          of the request's own message where the holder has its delivery, or ''
+-- ARGV     live channel, epoch, n, event as JSON, ttl of an ended stream in ms, id, format of `held` keys, the name of
+--          the request's own message if the worker holds its delivery, else ''
 --
--- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, n is not the number of tokens, another message
---          is bound, or the log is gone, 3 ended, but what is there in place of a log takes no end
+-- Replies  1 ended, now or before by this epoch; 0 fenced: the epoch is another one, n is not the number of tokens,
+--          another message is bound, or the log is gone; 3 ended, but the log's key holds a value that is not a log
 --
--- Crash    before: the next holder goes on. After: the next holder sees the end and only settles.
+-- Crash    before: the next worker that claims the request continues it. After: that worker finds the end and only
+--          settles.
 --
--- Who holds the request, and has its own message's delivery, settles the result with that: no other message does from
--- now on. Where nobody has it, the first job that comes behind the end is bound (`claim.lua`).
+-- A worker that holds the claim and the delivery of the request's own message settles the result with that delivery:
+-- the message is bound here, and no other message settles the result later. Without that delivery, the first job that
+-- is claimed after the end is bound (`claim.lua`).
 
 local r, name = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session', 'bound'), ARGV[8]
 if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
@@ -23,9 +25,9 @@ end
 
 local added = ARGV[3] == '0' and redis.pcall('XADD', KEYS[2], '0-2', 'e', ARGV[4])
   or redis.pcall('XADD', KEYS[2], 'NOMKSTREAM', ARGV[3] .. '-2', 'e', ARGV[4])
-if not added then return 0 end  -- its tokens are gone: the next claim begins anew
+if not added then return 0 end  -- the log lost its tokens: the next claim starts from the beginning
 local is_refused = type(added) == 'table'
--- Where no log would take an end (OOM, MISCONF, a right is missing, …), nothing was written, and the worker tries again.
+-- If Redis refuses every write (OOM, MISCONF, a missing right, …), nothing was written, and the worker tries again.
 local is_no_log = is_refused and (string.find(added.err, '^WRONGTYPE') or string.find(added.err, '^ERR'))
 if is_refused and (not is_no_log or string.find(added.err, '^ERR ACL')) then return added end
 if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end

@@ -1,11 +1,12 @@
--- Prefill's job is durable: nobody needs to take the request, and its attempts came to something.
+-- Note that a request was handed off: prefill's job is durable. No worker needs to take the request over in prefill,
+-- and its attempts are reset.
 --
 -- KEYS[1]  record   hash
--- ARGV     id, epoch, what `held` keys look like
+-- ARGV     id, epoch, format of `held` keys
 --
--- Replies  1 noted, 0 the request went on without us (decode has it, or it ended)
+-- Replies  1 noted, 0 the request is not in prefill under this epoch any more: decode claimed it, or it ended
 --
--- Crash    before: the session runs out, and the request is prefilled again; decode does not wait for it.
+-- Crash    before: the session expires, and another worker prefills the request again. Decode does not wait for that.
 
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'stage', 'session')
 if r[1] ~= ARGV[2] or r[2] ~= 'prefill' then return 0 end

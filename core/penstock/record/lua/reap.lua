@@ -1,18 +1,20 @@
--- Sessions whose time is over end, each as a whole: what they hold is free, and a renewal that comes late hears of it.
+-- End expired sessions, each as a whole: the requests that they hold are free, and a late renewal finds its session
+-- ended.
 --
 -- KEYS[1]  sessions  sorted set, see claim.lua
 -- KEYS[2]  free      sorted set, prefill's, see claim.lua
 -- KEYS[3]  free      sorted set, decode's
--- ARGV     as of when, in ms, lease in ms, a session that ends in any case, or '', what the keys `held`, `news` and record
---          look like
+-- ARGV     time in ms at which a session must have expired, lease in ms, a session that ends in any case or '', formats
+--          of the keys `held`, `news` and record
 --
--- Replies  {number of requests that are free in prefill, in decode, {sessions that ended…}}
+-- Replies  {number of free requests in prefill, in decode, {sessions that ended…}}
 --
--- Crash    before: nothing happened.
+-- Crash    before: nothing has changed.
 --
--- Who asks gives the time of its own last renewal: sessions that seem over because the clock was put forward since then,
--- or because the server stood still, are not over. One that lasts for two leases was renewed before the clock went back: it
--- lasts for one from now on. Its next renewal, within half a lease, still finds that the clock went back: see renew.lua.
+-- The caller passes the time of its own last renewal. A session that expired only since then is kept: the clock may
+-- have been put forward, or the server may have stood still. A session that lasts for more than two leases was renewed
+-- before the clock went back: it gets one lease from now on. Its next renewal comes within half a lease, and still
+-- finds that the clock went back: see renew.lua.
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -26,7 +28,7 @@ for _, session in ipairs(over) do
   for _, id in ipairs(redis.call('SMEMBERS', held)) do
     local record = string.format(ARGV[6], id)
     local r = redis.pcall('HMGET', record, 'session', 'stage')
-    if r[1] == session then  -- what is no record is nobody's
+    if r[1] == session then  -- a key that is not a record belongs to no session
       redis.call('HSET', record, 'session', '')
       redis.call('ZADD', r[2] == 'prefill' and KEYS[2] or KEYS[3], now, id)
     end

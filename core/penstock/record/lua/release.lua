@@ -1,14 +1,15 @@
--- A worker gives a request back, unfinished. Its message stays, so whoever has the delivery claims it, or somebody takes
--- it, whatever becomes of the delivery.
+-- Release an unfinished request. The record keeps its message: the worker that holds the delivery claims the request,
+-- or another worker takes it over, also if the delivery is lost.
 --
 -- KEYS[1]  record   hash
 -- KEYS[2]  free     sorted set, the stage's, see claim.lua
--- ARGV     id, epoch, failed (1: the attempt counts; 0: it does not, the worker was told to stop), ms to leave it alone
---          before it is tried again, ms after that in which only who has the delivery gets it, what `held` keys look like
+-- ARGV     id, epoch, failed (1: the attempt counts; 0: it does not, the worker shuts down), ms to wait before the next
+--          attempt, ms after that in which only the holder of the delivery may claim it, format of `held` keys
 --
--- Replies  1 given back, 0 it was lost or given back before, or is over: a client that lost the reply sends it again
+-- Replies  1 released; 0 the claim was lost, was released before, or the request is over. A client that lost the reply
+--          calls again, and gets 0
 --
--- Crash    before: the session runs out, and the request is free then.
+-- Crash    before: the session expires, and the request is free then.
 
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'stage', 'attempts', 'session')
 if r[1] ~= ARGV[2] or r[2] == 'end' or r[2] == 'handed' or (r[4] or '') == '' then return 0 end

@@ -1,20 +1,22 @@
--- A worker says that it lives, and which parts of the topics it reads; it hears what it has to know.
+-- Renew a worker's session, and note the partitions that the worker reads. The reply has the cancellations of requests
+-- that the session holds.
 --
 -- KEYS[1]  sessions  sorted set, see claim.lua
--- KEYS[2]  news      list of the session's
--- KEYS[3]  readers   hash, the pipeline's: parts of topics, and the session that reads each; '' where it does not progress
--- ARGV     session, lease in ms, until when it lasts as far as its worker knows (0: it begins now), number of parts that
---          it reads, these parts, parts that it does not read any more
+-- KEYS[2]  news      list, the session's
+-- KEYS[3]  readers   hash, the pipeline's: the session that reads each partition; '' if the partition does not progress
+-- ARGV     session, lease in ms, time of expiry that the worker knows (0: a new session), number of partitions that it
+--          reads, these partitions, partitions that it does not read any more
 --
--- Replies  {until, now, news…}, times in ms, or
---          {}  it is over, or the server forgot its last renewal, and with that perhaps what it holds: open another one
+-- Replies  {time of expiry, now, news…}, times in ms, or
+--          {}  the session has ended, or the server lost its last renewal and perhaps claims with it: open a new
+--              session
 --
--- Crash    the session runs out. News that were given and not heard are heard with the next token: it is refused.
+-- Crash    the session expires. A worker that missed news learns of the cancellation from its next append.
 
 local known, lasts = tonumber(ARGV[3]), redis.call('ZSCORE', KEYS[1], ARGV[1])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- No renewal reaches so far ahead: the clock went back since, and a reap may have lowered what is known here.
+-- A renewal never reaches so far ahead: the clock went back since, and a reap may have shortened the session.
 local went_back = known > now + 1.5 * ARGV[2]
 if known > 0 and (not lasts or (tonumber(lasts) < known and not went_back)) then return {} end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])

@@ -1,24 +1,25 @@
--- A worker takes requests that are free: of sessions that are over, given back, or parked. It needs no deliveries: the
--- messages are here.
+-- Take over free requests for a worker: requests of ended sessions, released requests, and parked requests. The worker
+-- needs no deliveries: the records have the messages.
 --
 -- KEYS[1]  free      sorted set, a stage's, see claim.lua
 -- KEYS[2]  sessions  sorted set, see claim.lua
 -- KEYS[3]  held      set of the session's
--- ARGV     session, stage, how many at most, the longest waiting time in ms, keep of a pending record in ms, hash before
---          the first token, what record and log keys look like
+-- ARGV     session, stage, most requests to take, longest waiting time in ms, ttl of a pending record in ms, hash
+--          before the first token, formats of record and log keys
 --
--- Replies  for each {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}, message}; none where the session is over
+-- Replies  for each request {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}, message}; {} if
+--          the session has ended
 --
--- Crash    before: nothing happened. After: the session runs out, and they are free again.
+-- Crash    before: nothing has changed. After: the session expires, and the requests are free again.
 --
--- What makes this safe: the epoch moves on, so whoever held one of them is refused; and who takes settles nothing, so it
--- does not matter whether the delivery is at this moment on its way to somebody.
+-- A take-over is safe for two reasons. The next epoch fences the worker that held the request before. A take-over
+-- settles no delivery, so the bus may deliver the message to another member at the same time.
 
 if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])
-if #due == 0 then  -- what lies too far ahead was written before the clock went back
+if #due == 0 then  -- a time too far ahead was written before the clock went back
   due = redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[4], '+inf', 'LIMIT', 0, ARGV[3])
 end
 local taken = {}
@@ -27,7 +28,8 @@ local function take(id)
   local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message',
     'most', 'reading')
   local tokens, hash, has_end = read_log_end(log, tonumber(r[4]), r[5], ARGV[6])
-  -- Others ended, were handed off, or are another stage's by now. Of an end that the record lacks the next claim hears.
+  -- Any other request has ended, was handed off, or is in another stage. A record that lacks the end is updated by the
+  -- next claim.
   if r[3] == ARGV[2] and (r[2] or '') == '' and (r[8] or '') ~= '' and not has_end then
     local epoch, attempts = math.max(tonumber(r[1]) + 1, now), tonumber(r[6] or 0) + 1
     local reading = (tokens == 0 or tonumber(r[10] or 0) == tonumber(r[1])) and 1 or 0  -- see claim.lua
@@ -42,6 +44,6 @@ local function take(id)
 end
 for _, id in ipairs(due) do
   redis.call('ZREM', KEYS[1], id)
-  pcall(take, id)  -- one whose record is none is left to its delivery
+  pcall(take, id)  -- a request whose key is not a record is left to its delivery
 end
 return taken

@@ -1,13 +1,13 @@
--- A request ends that no worker has seen, as its message is gone from its topic.
+-- End a request that no worker has seen, because its message was deleted from its topic.
 --
 -- KEYS[1]  record  hash
 -- KEYS[2]  log     stream
--- ARGV     end event as JSON, keep of an ended stream in ms
+-- ARGV     end event as JSON, ttl of an ended stream in ms
 --
--- Replies  1 ended, which readers find after a silence, as gateways may not publish; 0 a worker has seen it. One that
---          gets its message after all settles it with this end
+-- Replies  1 ended: live readers find the end in the log after a silence, because gateways may not publish; 0 a worker
+--          has seen the request. A worker that receives the message after all settles it with this end
 --
--- Crash    before: nothing happened.
+-- Crash    before: nothing has changed.
 
 local stage = redis.call('HGET', KEYS[1], 'stage') or 'new'
 if stage ~= 'new' or redis.call('EXISTS', KEYS[2]) == 1 then return 0 end

@@ -1,9 +1,9 @@
--- Keep a lease, or take it where nobody has it.
+-- Renew a lease, or take a lease that has no holder.
 --
 -- KEYS[1]  lease  string, its holder
--- ARGV     holder, how long it lasts in ms
+-- ARGV     holder, duration in ms
 --
--- Replies  1 it is held, 0 another one has it
+-- Replies  1 the caller holds the lease, 0 another holder has it
 
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end

@@ -1,7 +1,7 @@
--- How the scripts of rate limits begin. A bucket holds what a tenant may use in a minute, and fills as time goes by, by
--- the server's clock, so that all gateways agree.
+-- Common beginning of the rate-limit scripts. A bucket holds the requests and tokens that a tenant may use in a minute.
+-- It refills by the server's clock, so that all gateways agree.
 --
--- KEYS[1]  bucket  hash: `requests` and `tokens` that are left, and the time `at` which they were
+-- KEYS[1]  bucket  hash: `requests` and `tokens` that are left, and `at`, the time of these figures
 -- ARGV     requests a minute (0: no limit), tokens a minute (0: no limit), tokens
 
 local time = redis.call('TIME')

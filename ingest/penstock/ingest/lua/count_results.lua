@@ -1,12 +1,12 @@
--- Count results of one partition and move its stored offset, together.
+-- Count results of one partition and advance its stored offset in one step.
 --
 -- KEYS[1]  offsets  hash, by partition
 -- KEYS[2]  seen     sorted set, the ids that were counted last
--- KEYS[3…] usage    hash, of each day
--- ARGV     partition, the offset that must be stored ('': none), its new offset, how many ids to remember, then for each
---          result: id, index of its day (from 1), tenant, prefill tokens, cached tokens, decode tokens
+-- KEYS[3…] usage    hash, one for each day
+-- ARGV     partition, the offset that must be stored now ('': none), its new offset, number of ids to remember, then
+--          for each result: id, index of its day (from 1), tenant, prefill tokens, cached tokens, decode tokens
 --
--- Replies  1 counted, 0 another offset was stored, and nothing was done
+-- Replies  1 counted, 0 another offset is stored: nothing was changed
 
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 local now = redis.call('TIME')

@@ -1,11 +1,11 @@
--- Hold tokens of a pipeline, if the tenant's share allows it.
+-- Reserve tokens of a pipeline for a tenant, unless a full pipeline holds more than the tenant's share.
 --
--- KEYS[1]  tickets  sorted set, by the time (s) until which each counts
--- KEYS[2]  tokens   hash, held by each tenant
--- KEYS[3]  weights  hash, of each tenant that holds any
--- ARGV     ticket, tenant, tokens, weight, seconds for which the ticket counts, 1 if the pipeline is full
+-- KEYS[1]  tickets  sorted set, by time of expiry in s
+-- KEYS[2]  tokens   hash, reserved tokens by tenant
+-- KEYS[3]  weights  hash, by tenant that has reserved tokens
+-- ARGV     ticket, tenant, tokens, weight, ttl of the ticket in s, 1 if the pipeline is full
 --
--- Replies  1 they are held, 0 the tenant has more than its share
+-- Replies  1 the tokens are reserved, 0 the tenant has more than its share
 
 local now = tonumber(redis.call('TIME')[1])
 for _, old in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000)) do

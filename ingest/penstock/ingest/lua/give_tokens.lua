@@ -1,5 +1,5 @@
 
--- Give tokens back, or with a negative number take more. A bucket may be in debt.
+-- Return tokens to a bucket, or take more with a negative number. A bucket's tokens may become negative.
 --
 -- Replies  1
 

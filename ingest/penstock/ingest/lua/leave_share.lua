@@ -1,4 +1,4 @@
--- Free the tokens that a ticket holds, once.
+-- Release the tokens that a ticket reserves. A second call for the same ticket changes nothing.
 --
 -- KEYS     as in enter_share.lua
 -- ARGV     ticket, tenant, tokens

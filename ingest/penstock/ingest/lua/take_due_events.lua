@@ -1,7 +1,7 @@
--- Take a tenant's events that are due: nobody else takes them before a set time.
+-- Take a tenant's due events: no other gateway takes them before a set time.
 --
--- KEYS[1]  events  sorted set: bodies, by when each is due
--- ARGV     now, the time until which they are taken, how many at most
+-- KEYS[1]  events  sorted set: bodies, by the time at which each is due
+-- ARGV     now, the time until which the events stay taken, most events to take
 --
 -- Replies  the events that were taken, the one that has been due longest first
 

@@ -1,7 +1,7 @@
 
--- Take one request and its tokens, both or neither.
+-- Take one request and its tokens from a bucket, both or neither.
 --
--- Replies  {1 both were taken, 0 neither, requests that are left, tokens that are left}, the last two in thousandths
+-- Replies  {1 both were taken or 0 neither, requests left, tokens left}, the last two in thousandths
 
 local wanted = tonumber(ARGV[3])
 local is_there = (max_requests == 0 or requests >= 1) and (max_tokens == 0 or tokens >= wanted)

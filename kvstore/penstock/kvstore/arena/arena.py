@@ -131,7 +131,7 @@ class Arena:
                 folder.close()
                 raise
         except OSError as error:
-            raise KVStoreError(f"{slot_path}: no KV blocks that can be read: {error}") from error
+            raise KVStoreError(f"{slot_path}: its KV blocks cannot be read: {error}") from error
         return cls._open_slot_file(path, tables, geometry, form, SlotFile(slots, geometry, form, folder))
 
     @classmethod
@@ -307,7 +307,7 @@ class Arena:
         self._slots.forget_slot(slot)
 
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Free slots whose blocks are not published, and which may still hold what was evicted from them."""
+        """Free slots whose blocks are not published. They may still hold the blocks that were evicted from them."""
         for slot in slots:
             self.medium.erase_header(slot)
             self._slots.free_slot(slot)
@@ -338,5 +338,5 @@ def _fit_budget(form: BlockFormat, budget_bytes: int, setting: str, *, on_disk: 
     """Return the geometry of the largest arena within a budget. Raise `KVStoreError` if it has no slot."""
     geometry = Geometry.fit_budget(form.payload_bytes, budget_bytes, on_disk=on_disk)
     if not geometry.num_slots:
-        raise KVStoreError(f"{setting}: {budget_bytes} bytes hold no block of {geometry.slot_bytes} bytes")
+        raise KVStoreError(f"{setting}: {budget_bytes} bytes do not hold one KV block of {geometry.slot_bytes} bytes")
     return geometry

@@ -22,7 +22,7 @@ from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, ByteLocks
 
 
 def check_integrity(arena: Arena) -> list[str]:
-    """Return what is wrong, in words. Call `Arena.reclaim_stale` before, as slots of dead owners count as wrong."""
+    """Return the problems, in words. Call `Arena.reclaim_stale` before, because slots of dead owners are problems."""
     with arena.hold_tables() as locks:
         tables = arena.tables
         return (
@@ -87,7 +87,7 @@ def _check_leases(tables: Tables) -> list[str]:
     if len(set(zip(slots.tolist(), tables.lease_owner_array[rows].tolist(), strict=True))) != len(rows):
         wrong.append("an owner has two leases on a slot")
     if len(rows) and rows[-1] >= tables.words[W_LEASE_TOP]:
-        wrong.append("a lease behind the end of the table")
+        wrong.append("a lease is beyond the end of the table")
     ends = tables.lease_end_array[rows]
     if len(rows) and ends.min() < tables.words[W_NEXT_LEASE_END]:
         wrong.append("a lease ends before the next end")

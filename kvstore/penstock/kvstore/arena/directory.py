@@ -124,8 +124,8 @@ class SlotDirectory:
         used, found = _find_tables_in_use(slots), _read_tables(path)
         if used and (found is None or found.id != used):
             raise KVStoreError(
-                f"{DIRECTORY_SETTING}: processes that have other shared memory use {self._root}: let all that use "
-                f"the directory have one {path.parent}, or give each a directory of its own"
+                f"{DIRECTORY_SETTING}: processes with another shared memory use {self._root}: give all of them the "
+                f"same {path.parent}, or give each its own directory"
             )
         return used, found
 
@@ -136,7 +136,7 @@ class SlotDirectory:
             path = self._tables_path(slots)
             found = _read_tables(path)
             if found is None or found.id != (_find_tables_in_use(slots) or _read_slot_superblock(slots, found.form)):
-                raise KVStoreError(f"{slot_path}: no worker with shared memory here has opened it since the host began")
+                raise KVStoreError(f"{slot_path}: no worker with this shared memory opened it since the host's boot")
             tables = open_in_use(path, create=False, setting=SIZE_SETTING)
             ByteLocks(slots).lock_byte(FIRST_TABLES_BYTE + found.id, shared=True)
             return slots, tables, path, found.geometry, found.form
@@ -145,7 +145,7 @@ class SlotDirectory:
             raise
 
     def make_space(self, num_bytes: int) -> int:
-        """Remove unused files until so many bytes more are within the budget. Return how many are, at most those."""
+        """Remove unused files until `num_bytes` more fit into the budget. Return how many bytes fit, at most those."""
         while (free := self._budget - sum(path.stat().st_size for path in find_slot_files(self._root))) < num_bytes:
             if not self.remove_oldest_unused():
                 break
@@ -253,7 +253,7 @@ def _write_slot_superblock(slots: int, form: BlockFormat, tables_id: int) -> Non
     except OSError as error:
         if error.errno not in FULL_DISK_ERRORS:
             raise
-        log.warning("the disk is full, no KV blocks are written until it has room: %s", error)
+        log.warning("the disk is full, no KV blocks are written until space is freed: %s", error)
 
 
 def _pack_superblock(form: BlockFormat, tables_id: int) -> bytes:

@@ -1,12 +1,11 @@
 """Arenas as files: their names, opening them, listing them, removing them.
 
-The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. Of an arena on
-disk it is the file of the tables (`directory.py` says its name). Opening:
+The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. For an arena on
+disk, this file has the tables (`directory.py` says its name). An arena is opened in four steps:
 
-1. The file is opened, or made, and locked as in use; if it was removed before that, this is repeated.
-2. Under the metadata lock, a file that is no arena yet gets its size, and memory for the tables and, if it has the
-   slots, the first one.
-   After a crash here, the next process begins again.
+1. The file is opened or created, and locked as in use. If it was removed before the lock, this step is repeated.
+2. Under the metadata lock, a file that is not an arena yet gets its size and memory for the tables. If it also has the
+   slots, it gets memory for the first one. After a crash here, the next process begins again.
 3. The superblock is written. After a crash here the version is missing, and the next process begins again.
 4. The version is written: the file is an arena.
 """
@@ -53,7 +52,7 @@ def arena_directory(directory: str = "") -> Path:
         return Path(directory or shared)
     with suppress(OSError):
         return Path(tempfile.gettempdir())
-    return shared  # there is none of all these
+    return shared  # the system has no such directory: opening the arena will say so
 
 
 def arena_path(directory: str, pipeline: str, form: BlockFormat, geometry: Geometry) -> Path:
@@ -107,17 +106,17 @@ def remove_stale_arenas(directory: str, pipeline: str, keep: Path) -> None:
 def open_in_use(path: Path, *, create: bool, setting: str = SETTING) -> int:
     """Do step 1: open an arena's file and lock it as in use. Return the descriptor. Raise `KVStoreError`."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
-        raise KVStoreError(f"shared memory: this system lacks locks of open files; {setting}=0 does without")
+        raise KVStoreError(f"shared memory: this system has no open file locks; {setting}=0 turns shared memory off")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     while True:
         try:
             fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 does without") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 turns it off") from None
         try:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
-                raise KVStoreError(f"shared memory: {path} is not this user's alone; remove it")
+                raise KVStoreError(f"shared memory: {path} is not a private file of this user; remove it")
             ByteLocks(fd).lock_byte(IN_USE_BYTE, shared=True)
             if _is_same_file(fd, path):
                 return fd
@@ -166,7 +165,7 @@ def closing_on_error(fd: int, path: Path, setting: str = SETTING) -> Iterator[No
         if is_empty:
             remove_arena(path)
         if isinstance(error, OSError):
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 does without") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 turns it off") from None
         raise
 
 
@@ -202,7 +201,7 @@ def _is_same_file(fd: int, path: Path) -> bool:
 
 
 def read_boot_id() -> str:
-    """Return the id of the host's boot, as the monotonic clock starts anew with each boot."""
+    """Return the id of the host's boot: the monotonic clock starts again with each boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
 """Growth of an arena, a chunk at a time: touching all its memory, or reading all its file, takes too long to wait for.
 
-Every process that has the arena open runs a thread. In memory it maps the memory that is allocated into the process,
-and allocates the next chunk if no other process does. Of a file that is older than its tables it adopts the slots.
-So if the process that does it crashes, another one goes on. A file gets more space when a block needs it.
+Every process that has the arena open runs a thread. For an arena in memory, the thread maps allocated memory into the
+process, and allocates the next chunk if no other process does. For a file that is older than its tables, the thread
+adopts the file's slots. If that process crashes, another process continues. A file grows when a block needs space.
 
 1. The allocation lock is taken, which one process can hold at a time.
 2. The next chunk is allocated; if it does not fit, a part that does. After a crash here the next process allocates it
@@ -31,7 +31,7 @@ CHUNK_BYTES = 4 * 2**20
 ADOPTED_CHUNK = 256
 """Slots whose headers are read at a time."""
 _ALLOCATION_POLL_S = 0.02
-"""How often a thread checks whether another process has allocated memory."""
+"""Seconds between two checks whether another process has allocated memory."""
 
 
 class ArenaAllocator:
@@ -50,9 +50,9 @@ class ArenaAllocator:
         self._one_at_a_time = threading.Lock()
         self._stopped = threading.Event()
         self._retry_at_s = 0.0
-        """Until then no more is allocated: there is no room, or this opening is closed."""
+        """The time before which no more is allocated: there is no room, or this opening is closed."""
         self._problem: OSError | None = None
-        """Why there was no room."""
+        """The error for which slots got no space; None if they did."""
         self._warned = False
         self._thread = threading.Thread(target=self._map_and_allocate, name="kv arena", daemon=True)
 
@@ -82,8 +82,8 @@ class ArenaAllocator:
     def ensure_free_slots(self, count: int) -> None:
         """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that.
 
-        Of slots that are to be adopted, one chunk is; then blocks are evicted from it. Raise `OSError` if no slot at
-        all has space.
+        If slots remain to be adopted, one chunk of them is adopted, and blocks are then evicted from it. Raise
+        `OSError` if no slot has space.
         """
         words = self._tables.words
         while words[W_NUM_FREE] < count and not self.is_finished:
@@ -155,15 +155,15 @@ class ArenaAllocator:
             try:
                 count, self._problem = self._medium.reserve_slots(first, count), None
                 break
-            except OSError as error:  # less may fit: in memory one slot surely does at first, opening has reserved it
+            except OSError as error:  # fewer slots may fit; in memory the first one does, opening has reserved it
                 count, self._problem = count // 2, error
         return count
 
     def _warn_once(self, num_slots: int) -> None:
         if not self._warned:
             self._warned = True
-            why = self._problem.strerror if self._problem else "other models' blocks fill the budget"
+            why = self._problem.strerror if self._problem else "blocks of other models fill the budget"
             log.warning(
-                "no room for all of the %s tier (%s): %d of %d blocks; %s sets its size",
+                "the %s tier does not get its full size (%s): it holds %d of %d blocks; %s sets its size",
                 self._tables.tier, why, num_slots, self._tables.geometry.num_slots, self._medium.setting,
             )  # fmt: skip

@@ -44,7 +44,7 @@ class SlotIndex:
             hole = (hole + 1) & mask
         at = (hole + 1) & mask
         while place := places[at]:
-            if (at - self._home_position(place - 1)) & mask >= (at - hole) & mask:  # it may lie as far back as the hole
+            if (at - self._home_position(place - 1)) & mask >= (at - hole) & mask:  # the entry may move to the hole
                 places[hole] = place
                 hole = at
             at = (at + 1) & mask

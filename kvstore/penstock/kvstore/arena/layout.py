@@ -25,7 +25,7 @@ FREE, WRITING, READY = 0, 1, 2
 
 W_MAGIC, W_VERSION, W_NUM_SLOTS, W_PAYLOAD_BYTES = 0, 1, 2, 3
 W_TABLES_ID = 4
-"""Of an arena on disk: the random id of these tables, which the slot file names. 0: the slots are in memory."""
+"""The random id of these tables, which the slot file of an arena on disk names. 0: the slots are in memory."""
 W_DIRTY = 8
 """1 while the tables are being changed. A process that takes the lock and finds 1 rebuilds the tables."""
 W_ALLOCATED = 9
@@ -34,7 +34,7 @@ W_FREE_HEAD, W_NUM_FREE, W_NUM_READY = 10, 11, 12
 W_CLOCK = 13
 """The latest time of use: nanoseconds of the host's monotonic clock, made unique."""
 W_NUM_UNLEASED = 14
-"""Counts blocks that lost their last lease. When it changes, processes choose anew what to evict."""
+"""Counts blocks that lost their last lease. When it changes, processes choose again which blocks to evict."""
 W_NEXT_LEASE_END, W_LEASE_TOP = 15, 16
 """Time before which no lease ends; row from which on the lease table is free."""
 _FORM_AT, _PIPELINE_AT, _SUPERBLOCK = 1024, 1088, 4096

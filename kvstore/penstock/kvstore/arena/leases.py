@@ -84,7 +84,7 @@ class LeaseTable:
         self._update_bounds()
 
     def rebuild_counts(self) -> None:
-        """Remove leases of blocks that are gone, and count the leases of each slot anew."""
+        """Remove leases of blocks that are gone, and count the leases of each slot again."""
         tables = self._tables
         ends, slots = tables.lease_end_array, tables.lease_slot_array
         rows = np.flatnonzero(ends)
@@ -126,9 +126,7 @@ class LeaseTable:
     def _warn_once(self) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(
-                "the lease table of the %s tier is full: some blocks are not kept from eviction", self._tables.tier
-            )
+            log.warning("the lease table of the %s tier is full: some leased blocks may be evicted", self._tables.tier)
 
 
 def _hash_owner(owner: str) -> int:

@@ -18,7 +18,7 @@ FIRST_OWNER_BYTE = 1024
 """First of the owners' bytes. Each opening locks a byte of its own, which shows that it is alive."""
 MAX_OWNERS = 1024
 FIRST_TABLES_BYTE, MAX_TABLES_ID = 4096, 2**32
-"""Bytes of a slot file on disk: who uses it locks the one of its tables' id, shared."""
+"""Bytes of a slot file on disk: a process that uses the file locks the byte of its tables' id, shared."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 

@@ -1,4 +1,4 @@
-"""Where an arena has its slots: in memory that is mapped, or in a file on disk that is read and written.
+"""The slots of an arena: in memory that is mapped, or in a file on disk that is read and written.
 
 A slot begins with the block's header; the payload follows. The content of a slot on disk outlives the tables: its
 header says which block it is, and a slot without a valid header is free. So a header is written after its payload and
@@ -28,7 +28,7 @@ _NO_HEADER = bytes(HEADER_BYTES)
 
 
 class SlotMemory:
-    """Slots behind the tables, in the same file."""
+    """Slots after the tables, in the same file."""
 
     setting, retry_s = "PENSTOCK_KV_STORE_SHARED_MB", float("inf")
     num_present = num_failed = 0
@@ -71,7 +71,7 @@ class SlotMemory:
         self.slot_memory(slot)[:HEADER_BYTES] = header
 
     def read_slot(self, slot: int, target: memoryview) -> tuple[memoryview, int]:
-        """Copy a slot's payload to `target`. Return its header as stored, and the checksum of what was copied."""
+        """Copy a slot's payload to `target`. Return its header as stored, and the checksum of the copied bytes."""
         stored = self.slot_memory(slot)
         return stored[:HEADER_BYTES], copy_and_hash(target, stored[HEADER_BYTES:])
 
@@ -159,7 +159,7 @@ class SlotFile:
         self._write(slot, [memoryview(header)])
 
     def read_slot(self, slot: int, target: memoryview) -> tuple[memoryview, int]:
-        """Read a slot's payload to `target`. Return its header as stored, and the checksum of what was read.
+        """Read a slot's payload to `target`. Return its header as stored, and the checksum of the bytes read.
 
         It is read in chunks into a buffer that stays in the processor's caches, and copied from there with the
         checksum computed on the way. This is faster than reading to the target and computing it afterwards. A slot
@@ -193,14 +193,14 @@ class SlotFile:
         self._write(slot, [memoryview(stored)])
 
     def erase_header(self, slot: int) -> None:
-        """Erase a slot's header, so that its block is not found when tables are made anew. A failure is counted."""
+        """Erase a slot's header, so that its block is not found when tables are built again. A failure is counted."""
         try:
             self._write(slot, [memoryview(_NO_HEADER)])
         except OSError:
             self.num_failed += 1
 
     def close(self) -> None:
-        """Give up the file's locks. Reads that go on end."""
+        """Release the file's locks. Reads under way end by themselves."""
         with suppress(OSError):
             ByteLocks(self.fd).unlock_all()
         self._directory.close()

@@ -12,7 +12,7 @@ from penstock.kvstore.native.build import LIBRARY
 log = logging.getLogger("penstock.kv")
 
 HashState = c_uint64 * 8
-"""State of the hash between the pieces of a copy."""
+"""State of the hash between the chunks of a copy."""
 
 _READ = 0
 _WRITE = 1
@@ -62,8 +62,8 @@ class Library:
                 raise ValueError(f"{origin.bytes} bytes do not fit over {target.bytes}")
             return int(self._copy_hashed(target.start, origin.start, target.bytes))
 
-    def copy_piece(self, sums: "ctypes.Array[c_uint64]", into: memoryview, source: memoryview, start: int) -> int:
-        """Copy `source` to `into[start:]`. Return the checksum after the last piece, else 0."""
+    def copy_chunk(self, sums: "ctypes.Array[c_uint64]", into: memoryview, source: memoryview, start: int) -> int:
+        """Copy `source` to `into[start:]`. Return the checksum after the last chunk, else 0."""
         with _pinned_buffer(into, _WRITE) as target, _pinned_buffer(source, _READ) as origin:
             if start + origin.bytes > target.bytes:
                 raise ValueError(f"{origin.bytes} bytes do not fit over the last {target.bytes - start}")
@@ -93,8 +93,8 @@ def load_library() -> Library | None:
         return Library(ctypes.CDLL(str(LIBRARY)))
     except (OSError, AttributeError) as error:  # the second: a function is missing
         log.warning(
-            "the native copying does not load, blocks are copied and checked in two passes"
-            " (python -m penstock.kvstore.native.build makes it anew): %s",
+            "the native copy library does not load, KV blocks are copied and verified in two passes"
+            " (python -m penstock.kvstore.native.build builds it again): %s",
             error,
         )
         return None

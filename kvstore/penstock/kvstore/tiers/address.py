@@ -1,11 +1,11 @@
 """The blocks of one Redis server, read and written in batches.
 
-Reading: 1. GETs are sent in a pipeline, the next ones before the last replies are read; 2. each block is received into
-its target and checked; 3. the index records which blocks were used and renews their time; damaged blocks are deleted.
+Reading: 1. GETs are sent in a pipeline, the next ones before the last replies are read. 2. Each block is received into
+its target and checked. 3. The index records the used blocks and renews their time; damaged blocks are deleted.
 
-Writing: 1. the blocks that are stored already are looked up; 2. the index reserves space for the others and names the
-blocks to evict (`take.lua`); 3. those are deleted; 4. the blocks are written, each with its checksum; 5. blocks that
-could not be written leave the index again.
+Writing: 1. The index says which blocks are stored already. 2. The index reserves space for the others and names the
+blocks to evict (`take.lua`). 3. Evicted blocks are deleted. 4. The new blocks are written, each with its checksum.
+5. Blocks that could not be written leave the index again.
 
 | A crash after | Leaves                                | Until                                                     |
 |---------------|---------------------------------------|-----------------------------------------------------------|
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BATCH_BYTES = 8 * 2**20
-"""Bytes that are read or written at once, about. A long prompt must not hold up the server's other clients."""
+"""About the most bytes that are read or written at once. A long prompt must not hold up the server's other clients."""
 
 EncodedBlock = tuple[Block, int, Buffer]
 """A block, the number of a codec, and the content that the codec made of the payload."""
 
 
 class RedisNode:
-    """The blocks of one server. No method raises if the server fails: the call did less, and is counted as an error."""
+    """The blocks of one server. No method raises if the server fails: the call does less, and counts as an error."""
 
     def __init__(self, server: KVServer, form: BlockFormat, index: RedisIndex, codec: "TierCodecs | None") -> None:
         self._server, self._form, self._index, self._codec = server, form, index, codec

@@ -36,7 +36,7 @@ class TierCounters:
 
 @dataclass(frozen=True)
 class TierUsage:
-    """What a tier holds now, stored by any process."""
+    """The content of a tier now, stored by any process."""
 
     blocks: int
     bytes: int
@@ -53,7 +53,7 @@ class TierEntry:
     key: bytes
     bytes: int
     used_s: float
-    """When the block was last used, in seconds since the epoch."""
+    """The time of the last use, in seconds since the epoch."""
     leases: int
 
 

@@ -39,7 +39,7 @@ from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
 """A batch of this size is allocated and published together; at most a quarter of the arena."""
 WRITE_PAUSE_S = 1.0
-"""How long nothing is written after the disk failed."""
+"""Seconds for which nothing is written after the disk failed."""
 
 
 class HostTier:
@@ -133,12 +133,12 @@ class HostTier:
         """Implement `Tier.remove_blocks`."""
         failed = self._medium.num_failed
         num_removed = self.arena.remove_blocks(keys)
-        if self._medium.num_failed > failed:  # they are gone, but may come back when tables are made anew
+        if self._medium.num_failed > failed:  # their blocks may come back when the tables are built again
             self._count_error()
         return num_removed
 
     def read_usage(self) -> TierUsage:
-        """Implement `Tier.read_usage`. What lies before the slots counts as used."""
+        """Implement `Tier.read_usage`. The bytes before the slots count as used."""
         num_blocks, num_leased = self.arena.count_blocks()
         geometry = self.arena.geometry
         used = geometry.slots_at + num_blocks * geometry.slot_bytes
@@ -162,7 +162,7 @@ class HostTier:
         return found if self.arena.is_current(ref) else None
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with the tables, in words. Reads no block."""
+        """Return the problems of the tables, in words. Reads no block."""
         self.arena.reclaim_stale()
         return check_integrity(self.arena)
 

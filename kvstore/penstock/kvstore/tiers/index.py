@@ -180,7 +180,7 @@ def _unlink_commands(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def read_page(wire: RespConnection) -> tuple[bytes, list[bytes]]:
-    """Read the reply to one step of a SCAN. Return the next cursor (`0`: done) and what was found."""
+    """Read the reply to one step of a SCAN. Return the next cursor (`0`: done) and the keys found."""
     (reply,) = read_replies(wire, 1)
     match reply:
         case [bytes(cursor), list(found)]:

@@ -260,7 +260,7 @@ class RedisTier:
         return self._run_calls([partial(call, node) for node in self._nodes])
 
     def _run_calls(self, calls: Sequence[Callable[[TierCounters], T]]) -> list[T]:
-        """Run the calls in parallel, and add what they counted to the tier's counters."""
+        """Run the calls in parallel, and add their counts to the tier's counters."""
         counted = [TierCounters() for _ in calls]
         try:
             return self._parallel_calls.run_all(

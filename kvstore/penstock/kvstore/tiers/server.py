@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 RETRY_AFTER_S = 1.0
-"""How long a server that failed is not called. One that hangs must not hold up every request."""
+"""Seconds for which a failed server is not called. A server that hangs must not hold up every request."""
 NUM_SOCKET_LANES = 4
 """Connections over which large values are read from a unix socket at once."""
 # A unix socket buffers at most 200 KB, and the server sleeps until most of it was read: over one connection, server and
@@ -49,7 +49,7 @@ class KVServer:
             self._make_connection()
             _check_host(options.get("host", ""))
         except (ValueError, TypeError, redis.RedisError) as error:
-            raise KVStoreError(f"{self._name} is no address of a KV Redis: {error}") from None
+            raise KVStoreError(f"{self._name} is not a valid address of a KV Redis: {error}") from None
         self._lock = threading.Lock()
         self._idle: list[RespConnection] = []
         self._closed = False
@@ -72,10 +72,10 @@ class KVServer:
                 wires.append(self._get_connection())
             result = call(wires)
         except (OSError, redis.RedisError, UnexpectedReply, ErrorReply) as error:
-            self._close_connections(wires + self._take_idle())  # what broke one connection may have broken all
+            self._close_connections(wires + self._take_idle())  # the other connections may be broken, too
             counters.errors += 1
             self._retry_at_s = time.monotonic() + RETRY_AFTER_S
-            log.warning("the KV server %s did not answer, going on without it: %r", self._name, error)
+            log.warning("KV server %s did not answer, its blocks are treated as missing: %r", self._name, error)
             return None
         except BaseException:
             self._close_connections(wires)

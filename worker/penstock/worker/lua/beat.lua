@@ -1,19 +1,19 @@
--- A process writes the heartbeat of a worker's name, if nobody else holds the name: the heartbeat is the lease on it.
--- Where asked, not if workers of the pipeline compute by another arithmetic, and none by the same.
+-- Write the heartbeat of a worker's name, unless another process holds the name: the heartbeat is the lease on the
+-- name. On request, refuse it if workers of the pipeline have another `arithmetic`, and none has the same.
 --
 -- KEYS[1]  heartbeat  string, JSON with the holder's token, host and pid
 -- KEYS[2]  workers    set of all heartbeat keys
--- KEYS[3]  left       string: the worker left in good order
--- ARGV     token, heartbeat as JSON ('' gives the name up), lease in ms (after '': for how long `left` is kept), what the
---          keys of heartbeats begin with whose `arithmetic` is to be compared ('': none), 1 if another one is accepted,
---          then what the keys of heartbeats begin with that are to be counted
+-- KEYS[3]  left       string: the worker shut down normally
+-- ARGV     token, heartbeat as JSON ('' releases the name), lease in ms (with '': ttl of `left`), prefix of the
+--          heartbeat keys whose `arithmetic` is compared ('': none), 1 if another `arithmetic` is accepted, then the
+--          prefixes of the heartbeat keys to count
 --
--- Replies  {number of other heartbeats counted}, with a heartbeat of another `arithmetic` behind it, if there is one, and
---          none of the same; or, where nothing was changed,
---          {heartbeat of the holder, ms that its lease still lasts}, or
---          {the heartbeat of another `arithmetic` that lasts longest, ms that it still lasts, ''}
+-- Replies  {number of other heartbeats counted}, followed by a heartbeat of another `arithmetic` if there is one and
+--          none has the same; or, if nothing was changed,
+--          {heartbeat of the holder, rest of its lease in ms}, or
+--          {the heartbeat of another `arithmetic` that lasts longest, rest of its lease in ms, ''}
 --
--- Crash    the heartbeat runs out, and the name is free.
+-- Crash    the heartbeat expires, and the name is free.
 
 local found = redis.call('GET', KEYS[1])
 if found and cjson.decode(found)['token'] ~= ARGV[1] then return {found, redis.call('PTTL', KEYS[1])} end

@@ -1,13 +1,13 @@
--- Note how far partitions are finished, see `penstock.bus.kafka.places`. Within a topic a note never goes back: a member
--- may write late what it committed before it lost a partition. Messages that another topic of this name still had are
--- counted as lost.
+-- Note how far partitions are finished, see `penstock.bus.kafka.places`. The offset in a partition's note never
+-- decreases while its topic is the same: a member may write a late note for a partition that it lost. A topic that was
+-- deleted and created again has another id. The unfinished messages of the deleted topic are counted as lost.
 --
--- KEYS[1]  finished  hash; the note of each partition: id of its topic, committed offset, how many messages behind that
---                    are not finished, finished ranges
--- KEYS[2]  lost      hash; how many messages of each topic were lost
--- ARGV     how many seconds `lost` is kept, then for each partition: its name, its topic, the four words of its note
+-- KEYS[1]  finished  hash; the note of each partition: topic id, committed offset, number of unfinished messages from
+--                    that offset on, finished ranges
+-- KEYS[2]  lost      hash; number of lost messages by topic
+-- ARGV     ttl of `lost` in s, then for each partition: its name, its topic, the four words of its note
 --
--- Replies  for each partition how many messages were lost
+-- Replies  the number of lost messages of each partition
 
 local lost = {}
 for i = 2, #ARGV, 6 do

@@ -1,9 +1,9 @@
--- Find out which requests have one of the last results.
+-- List the requests that the newest results belong to.
 --
 -- KEYS[1]  results  stream
--- ARGV     how many results are looked through, a multiple of ten
+-- ARGV     number of results to read, a multiple of ten
 --
--- Replies  for each of them, the newest first: its entry's id, the request's id
+-- Replies  for each result, newest first: entry id, request id
 
 local found, last = {}, '+'
 for _ = 1, ARGV[1] / 10 do

@@ -1,13 +1,14 @@
--- Find out how many entries are gone that no member has finished, as somebody trimmed or deleted a stream. Each is told once.
+-- Count entries that disappeared before a member finished them: somebody trimmed or deleted a stream. Each entry is
+-- counted once.
 --
--- KEYS[1]  finished  hash; by topic how many of its entries were finished or told to be lost, by `<topic>:added` how many
---                    it ever had
--- KEYS[2]  lost      hash; how many entries of each topic were lost
+-- KEYS[1]  finished  hash; by topic: number of its entries that were finished or counted as lost; by `<topic>:added`:
+--                    number of entries that it ever had
+-- KEYS[2]  lost      hash; number of lost entries by topic
 -- KEYS[3…]           the streams
--- ARGV     how many seconds `lost` is kept, then the topic of each stream
+-- ARGV     ttl of `lost` in s, then the topic of each stream
 --
--- Replies  for each stream how many were lost. One that has had fewer entries than before was made anew, and lost all that
---          the other one still had when it was looked at
+-- Replies  the number of lost entries of each stream. A stream with fewer added entries than before was deleted and
+--          created again: all entries that the deleted stream still had at the last call are lost
 
 local found = {}
 for i = 3, #KEYS do

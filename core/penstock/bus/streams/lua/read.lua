@@ -1,12 +1,13 @@
--- Give a worker new messages, of the groups that it is in: of each class no more than there is room for. Where it gets
--- all that there are, tell behind which entries it may wait for the next ones.
+-- Deliver new messages to a worker from the groups that it is in, limited by class. If the worker receives all new
+-- messages, the reply has the entry of each stream after which it may block for the next ones.
 --
--- KEYS     the streams, those first whose messages come first
--- ARGV     how many messages of the first class, how many of the second, then for each stream: group, own consumer, class
+-- KEYS     the streams, in the order in which they are read
+-- ARGV     capacity for messages of class 1, capacity for class 2, then for each stream: group, own consumer, class
 --          (1 or 2)
 --
--- Replies  for each stream the entries that are the consumer's now; for each stream the last entry that its group has
---          delivered, or an empty text where more is behind it; empty for all where there were entries and are more
+-- Replies  for each stream: the entries that this call delivered to the consumer; then for each stream: the last entry
+--          that its group has delivered, '' if undelivered entries follow it. If this call delivered entries and more
+--          follow in any stream, this is '' for all streams
 
 local room = {tonumber(ARGV[1]), tonumber(ARGV[2])}
 local found, after, total = {}, {}, 0
@@ -31,7 +32,7 @@ for i, stream in ipairs(KEYS) do
       after[i] = last
     end
   end
-  if total > 0 and after[i] == '' then  -- it asks again at once
+  if total > 0 and after[i] == '' then  -- the worker calls again at once
     for j = 1, #KEYS do after[j] = '' end
     break
   end

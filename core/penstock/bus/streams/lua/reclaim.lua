@@ -1,9 +1,10 @@
--- Take over what dead members hold: those whose key expired or holds another token than their consumer's name.
+-- Take over the deliveries of dead members. A member is dead if its key expired, or if the key's token differs from the
+-- token in its consumer's name.
 --
--- KEYS     the streams that the group reads. It also reads the members' keys.
--- ARGV     group, own consumer, what member keys begin with, then for each stream how many entries may be taken
+-- KEYS     the streams that the group reads. The script also reads the members' keys.
+-- ARGV     group, own consumer, prefix of member keys, then for each stream the most entries to take over
 --
--- Replies  for each stream the entries taken
+-- Replies  for each stream the entries that were taken over
 
 local group, me, prefix = ARGV[1], ARGV[2], ARGV[3]
 local taken = {}

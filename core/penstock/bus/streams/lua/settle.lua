@@ -1,17 +1,18 @@
--- Publish outputs and finish deliveries, together.
+-- Publish outputs and finish deliveries in one step: all or nothing.
 --
 -- KEYS[1]  member   string, the token of the member's newest incarnation
--- KEYS[2]  offsets  hash, up to where results are counted (`ingest/metering.py`)
--- KEYS[3]  finished hash, how many entries of each topic were finished (`lost.lua`)
+-- KEYS[2]  offsets  hash, the entry up to which results are counted (`ingest/metering.py`)
+-- KEYS[3]  finished hash, number of finished entries by topic (`lost.lua`)
 -- KEYS[4…]          the streams of the deliveries, then those of the outputs
 -- ARGV     token, ttl in ms, group, own consumer, number of deliveries, their ids, their topics, then for each output:
---          length to trim the stream to (0: never), 1 if its entries are counted, number of words, the words of the entry
+--          length to trim the stream to (0: do not trim), 1 if its entries are counted, number of words, the words of
+--          the entry
 --
--- Replies  {} done, {-1} a newer incarnation took the member's place, else the indices (from 0) of deliveries that are not
---          this member's; then nothing was done
+-- Replies  {} settled; {-1} a newer incarnation has the member's name; else the indices (from 0) of the deliveries that
+--          another member holds. In the last two cases the script changed nothing
 
 local token, ttl, group, me, num = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
--- 1. Is this still the member, and are the deliveries its own?
+-- 1. Check that this incarnation still has the member's name and holds all deliveries.
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= token then return {-1} end
 local lost = {}
@@ -20,7 +21,7 @@ for i = 1, num do
   if #redis.call('XPENDING', KEYS[3 + i], group, id, id, 1, me) == 0 then table.insert(lost, i - 1) end
 end
 if #lost > 0 then return lost end
--- 2. Publish. Where somebody counts, what is not counted yet is kept, up to ten times as much.
+-- 2. Publish. If a gateway counts results, uncounted entries are kept, up to ten times the trim length.
 local at = 6 + 2 * num
 for i = 4 + num, #KEYS do
   local keep, words = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
@@ -35,7 +36,7 @@ for i = 4 + num, #KEYS do
   end
   at = at + 3 + words
 end
--- 3. Finish. A message leaves its stream here.
+-- 3. Finish the deliveries: delete their messages from the streams.
 for i = 1, num do
   redis.call('XACK', KEYS[3 + i], group, ARGV[5 + i])
   redis.call('HINCRBY', KEYS[3], ARGV[5 + num + i], redis.call('XDEL', KEYS[3 + i], ARGV[5 + i]))

@@ -1,4 +1,5 @@
--- Check whether the parts of the index agree. Reads all of it, so it is for tests and people, not for a busy server.
+-- Check that the keys of the index agree. The script reads the whole index: use it in tests and by hand, not on a busy
+-- server.
 --
 -- ARGV     budget, keep
 --

@@ -1,11 +1,11 @@
--- Remove blocks from the index. The caller has deleted them before, or has not written them.
+-- Remove KV blocks from the index. The caller has deleted the blocks before, or never wrote them.
 --
--- ARGV     budget, keep, t, then keys. t = 0: also leased blocks. Else t is a time of the index's clock, and blocks that
---          are leased or were used since then stay.
+-- ARGV     budget, keep, t, then keys. t = 0 also removes leased blocks. Otherwise t is a time of the index's clock,
+--          and blocks stay that are leased or were used since then.
 --
--- Replies  how many were in the index
+-- Replies  the number of removed blocks
 --
--- Crash    before: the entries are removed by the first process that does not find their blocks.
+-- Crash    before: the first process that misses the blocks removes their entries.
 
 local count, clock_then = 0, tonumber(ARGV[3])
 for i = 4, #ARGV do

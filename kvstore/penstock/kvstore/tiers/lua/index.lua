@@ -1,30 +1,31 @@
 #!lua flags=allow-oom
--- allow-oom: blocks can be removed from a server that is out of memory, too.
+-- allow-oom: the scripts must be able to remove blocks when the server is out of memory.
 --
--- The beginning of all scripts of the index. The index has the blocks of one server; the blocks themselves are keys of
--- their own, which no script uses.
+-- Common beginning of all scripts of the index. The index lists the KV blocks on one server. The blocks are keys of
+-- their own, which no script reads or writes.
 --
 -- KEYS[1]  used    zset   blocks that may be evicted, by last use (the index's clock, microseconds)
 -- KEYS[2]  held    zset   leased blocks, which may not be evicted, by last use
--- KEYS[3]  sizes   hash   bytes of each block of both
--- KEYS[4]  leases  hash   for each leased block: its owners and when each one's lease ends (ms), as JSON
--- KEYS[5]  ends    zset   leased blocks by when the last of their leases ends (ms)
--- KEYS[6]  state   hash   sum: bytes of all blocks; held: of the leased ones; clock: the latest use; budget, keep: as set
--- ARGV[1]  budget in bytes, 0: as set last
--- ARGV[2]  keep in ms, 0: as set last
+-- KEYS[3]  sizes   hash   bytes of each block in `used` and `held`
+-- KEYS[4]  leases  hash   for each leased block: its owners and the end of each owner's lease (ms), as JSON
+-- KEYS[5]  ends    zset   leased blocks by the end of their last lease (ms)
+-- KEYS[6]  state   hash   sum: bytes of all blocks; held: bytes of leased blocks; clock: latest use; budget, keep: last
+--                         set
+-- ARGV[1]  budget in bytes, 0: the last one set
+-- ARGV[2]  keep in ms, 0: the last one set
 --
--- An index that lost a part (by eviction, expiry or tampering) is deleted and built anew: blocks are added again as they
--- are used, and the others expire.
+-- An index that lost a key (by eviction, expiry or tampering) is deleted and built again: blocks are added when they
+-- are used, and the other blocks expire.
 
 local USED, HELD, SIZES, LEASES, ENDS, STATE = unpack(KEYS)
-local AT_ONCE = 64  -- of what is swept in one call
+local AT_ONCE = 64  -- most entries that one sweep removes
 
 local function counted()
   local leased = redis.call('ZCARD', HELD)
   local all = redis.call('ZCARD', USED) + leased
   local bytes = tonumber(redis.call('HGET', STATE, 'sum') or 0)
   return redis.call('HLEN', SIZES) == all and redis.call('HLEN', LEASES) == leased and redis.call('ZCARD', ENDS) == leased
-    and (all > 0) == (bytes > 0)  -- all but the state may go at once, or the state alone
+    and (all > 0) == (bytes > 0)  -- the server may lose all keys but the state, or only the state
 end
 local anew = not counted()
 if anew then redis.call('DEL', unpack(KEYS)) end
@@ -40,13 +41,13 @@ if keep == 0 then keep = tonumber(r[5] or 0) end
 
 local function size_of(key) return tonumber(redis.call('HGET', SIZES, key) or 0) end
 
--- The next moment of the index's clock: no two uses have the same.
+-- Advance the index's clock and return it: no two uses have the same time.
 local function tick()
   clock = clock + 1
   return clock
 end
 
--- A block's leases are over.
+-- End all leases of a block.
 local function free(key)
   local score = redis.call('ZSCORE', HELD, key)
   if not score then return end
@@ -57,7 +58,7 @@ local function free(key)
   held = held - size_of(key)
 end
 
--- A block is out of the index; 1 if it was in it.
+-- Remove a block from the index. Return 1 if the block was in the index, else 0.
 local function drop(key)
   free(key)
   sum = sum - size_of(key)
@@ -65,14 +66,14 @@ local function drop(key)
   return redis.call('ZREM', USED, key)
 end
 
--- Leases that ran out, some at a time; how many.
+-- End expired leases, at most AT_ONCE. Return the number of blocks whose last lease expired.
 local function settle()
   local over = redis.call('ZRANGE', ENDS, '-inf', now, 'BYSCORE', 'LIMIT', 0, AT_ONCE)
   for _, key in ipairs(over) do free(key) end
   return #over
 end
 
--- Blocks that nobody used for longer than they are kept, some at a time: the server has forgotten them, or should.
+-- Remove blocks that were not used within `keep`, at most AT_ONCE. Return their keys: the caller deletes the blocks.
 local function age()
   if keep == 0 then return {} end
   local old = redis.call('ZRANGE', USED, '-inf', (now - keep) * 1000, 'BYSCORE', 'LIMIT', 0, AT_ONCE)
@@ -80,7 +81,7 @@ local function age()
   return old
 end
 
--- Last in every script that changes something: the index lives as long as what is in it.
+-- Save the state. Every script that changes the index ends with this: the index lives as long as its blocks.
 local function save()
   redis.call('HSET', STATE, 'sum', sum, 'held', held, 'clock', clock, 'budget', budget, 'keep', keep)
   local last = redis.call('ZRANGE', ENDS, 0, 0, 'REV', 'WITHSCORES')

@@ -1,10 +1,10 @@
--- Lease the blocks that are in the index: they are not evicted before the owner's lease ends.
+-- Lease those blocks that are in the index: no script evicts them before the owner's lease ends.
 --
 -- ARGV     budget, keep, owner, lease in ms, then keys
 --
--- Replies  how many were leased
+-- Replies  the number of leased blocks
 --
--- Crash    after: the leases run out.
+-- Crash    after: the leases expire.
 
 local count = 0
 local till = now + ARGV[4]

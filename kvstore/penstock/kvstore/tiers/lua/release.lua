@@ -2,9 +2,9 @@
 --
 -- ARGV     budget, keep, owner, then keys
 --
--- Replies  how many leases there were
+-- Replies  the number of leases that ended
 --
--- Crash    before: the leases run out.
+-- Crash    before: the leases expire.
 
 local count = 0
 for i = 4, #ARGV do

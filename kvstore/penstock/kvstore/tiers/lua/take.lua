@@ -1,18 +1,18 @@
--- Reserve space for blocks: those that are in the index are marked as used now, the others are added, and the least
--- recently used blocks are evicted for them. Leased blocks are not evicted, nor blocks of the same call. (A block that
--- was evicted and is not deleted yet may be added again and leased: it is deleted all the same, and leaves an entry
--- without a block.)
+-- Reserve space for KV blocks. Blocks that are in the index are marked as used now. The other blocks are added, and the
+-- least recently used blocks are evicted for them. The script evicts no leased block and no block of the same call. (A
+-- process may add and lease an evicted block again before the block is deleted: the deletion still happens, and leaves
+-- an entry without a block.)
 --
 -- ARGV     budget, keep, grace in ms, n, then n times key and bytes, then keys that the caller did not find
 --
--- Replies  {{1 accepted or 0 refused, …}, {keys evicted}, {keys expired}, the index's clock}. The caller deletes the
---          blocks of both lists. A leased block that became larger (it was lost and is written again, or was written in
---          two ways) is refused and removed from the index if there is no space for the difference. The entry of a key
---          that was not found is removed if it is older than the grace: a younger one may belong to a process that is
---          still writing the block.
+-- Replies  {{1 accepted or 0 refused, …}, {evicted keys}, {expired keys}, the index's clock}. The caller deletes the
+--          blocks of both lists. A leased block may have grown: it was lost and is written again, or two processes
+--          wrote it differently. It is refused and removed from the index if the difference does not fit. The entry of
+--          a key that was not found is removed if it is older than the grace: another process may still be writing a
+--          younger block.
 --
--- Crash    after: an evicted block stays until it expires, or until a use adds it again or deletes it. An entry whose
---          block is never written is removed by the first process that does not find the block.
+-- Crash    after: an evicted block stays until it expires, or until a use adds it again or deletes it. The first
+--          process that misses a block that was never written removes its entry.
 
 local first = clock
 settle()
