@@ -276,7 +276,7 @@ NOT_HERE = "none is no directory: PENSTOCK_KV_STORE_SHARED_DIR names another one
         ({"shared_mb": IDLE_MB}, "no room for .* lower PENSTOCK_KV_STORE_SHARED_MB; 0 turns", "shared memory"),
         ({"shared_mb": 1, "shared_dir": "{}/none"}, NOT_HERE, f"without shared memory: .*{NOT_HERE}"),
         ({"shared_mb": 0, "shared_dir": "{}/none", "disk_mb": 1}, NOT_HERE, f"without a disk tier: .*{NOT_HERE}"),
-        ({"disk_mb": 1, "disk_dir": "{}/file/kv"}, "file cannot be written to: PENSTOCK_KV_STORE_DISK", "the KV store runs"),
+        ({"disk_mb": 1, "disk_dir": "{}/file/kv"}, "be written to: PENSTOCK_KV_STORE_DISK", "the KV store runs"),
         ({"disk_mb": 1, "disk_dir": "{}/used"}, "processes with another shared memory use", "the KV store runs"),
     ],
 )  # fmt: skip
