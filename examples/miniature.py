@@ -292,7 +292,7 @@ def main() -> None:
         for mishap in ("kill", "pause"):
             pipeline = Pipeline().run({number: mishap})
             is_same = sorted(pipeline.bus.results) == results
-            counts = ", ".join(f"{count} {what}" for what, count in sorted(pipeline.counts.items()))
+            counts = ", ".join(f"{what}: {count}" for what, count in sorted(pipeline.counts.items()))
             print(f"{mishap} after {step}: {'same' if is_same else 'OTHER'} results; {counts or 'nothing else'}")
 
 
