@@ -141,11 +141,11 @@ what is wrong and what would work. Before transformers makes anything of `config
 experts, labels and the like are compared with 4,096. While the model is built without memory, its tensors are compared
 with those of the weights, and then the values and tables that they take. A tensor of a GGUF file must be within the
 file and outside of the other tensors, and an index names files of its own directory. Weights that are no finite numbers
-are named with their file. Encoders (BERT) and classifiers are refused. What `config.json`, the tokenizer's files and
-the first bytes of the weights show is said [before torch is imported](your-model.md#when-it-says-no).
+are named with their file. Encoders (BERT) and classifiers are refused. Errors that `config.json`, the tokenizer's files
+and the first bytes of the weights show are reported [before torch is imported](your-model.md#when-it-says-no).
 
-The 320 files of `tests/engine/hostile_files.py` each took less than a second and 50 MB beyond the import. What a load
-takes grows with the file itself: one with 300,000 tensors that belong to nothing took 600 MB.
+The 320 files of `tests/engine/hostile_files.py` each took less than a second and 50 MB beyond the import. The memory of
+a load grows with the file itself: one with 300,000 tensors that belong to nothing took 600 MB.
 """
 """The page's section about files that are damaged, or made to do harm."""
 

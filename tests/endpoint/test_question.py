@@ -11,7 +11,7 @@ from penstock.client.core import RequestFields, make_request
 from penstock.endpoint_worker.question import OPEN_MAX_TOKENS, build_question, check_request
 from penstock.endpoint_worker.reply import describe_error, parse_retry_after, read_text, read_usage
 from penstock.errors import AnswerInterrupted, InvalidRequest, UnknownModel
-from penstock.messages import Sampling, now_s
+from penstock.messages import Request, Sampling, now_s
 
 NEVER_SENT = {"logprobs", "prompt_logprobs", "special_text", "tell_stop"}
 """Fields of `Sampling` that are refused, and the one that is about the answer."""
@@ -51,9 +51,12 @@ def test_each_field_is_sent(fields: dict[str, Any], sent: dict[str, Any]) -> Non
     assert ask(**fields) == ask() | sent
 
 
-def test_no_field_of_the_sampling_is_forgotten() -> None:
-    """A field that is added to `Sampling` is mapped or refused: else it would be left out silently."""
+def test_no_field_of_a_request_is_forgotten() -> None:
+    """A field that is added is mapped, refused, or named here: else it would be left out silently."""
     assert {name for fields, _ in SENT for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
+    sent = {"model", "prompt", "messages", "token_ids", "chat_template_kwargs", "sampling"}
+    about_the_pipeline = {"v", "id", "klass", "tenant", "weight", "session", "deadline"}
+    assert sent | about_the_pipeline == Request.model_fields.keys()
 
 
 @pytest.mark.proof
