@@ -390,7 +390,7 @@ FLAWS = (
         'self._is_past[index] = _parse_position(position, "") >= self._ranks[index]',
     ),
     Flaw(
-        "a POST under the key of another makes a request of its own", f"{INGEST}/gateway/stream_meta.py",
+        "a POST under the key of another makes a request of its own", f"{INGEST}/streaming/stream_meta.py",
         "hmac.digest(self._secret,", "hmac.digest(secrets.token_hex(8).encode(),",
     ),
     Flaw(

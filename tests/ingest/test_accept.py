@@ -20,16 +20,16 @@ from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
-from penstock.ingest.gateway import broadcast as broadcasting
 from penstock.ingest.gateway.accept import RequestHeaders, accept_request
-from penstock.ingest.gateway.broadcast import LiveBroadcast
-from penstock.ingest.gateway.sse import StreamFeed
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.gateway.stream_meta import StreamMetaStore
-from penstock.ingest.gateway.streaming import read_answers
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.streaming import broadcast as broadcasting
+from penstock.ingest.streaming.answers import read_answers
+from penstock.ingest.streaming.broadcast import LiveBroadcast
+from penstock.ingest.streaming.sse import StreamFeed
+from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Usage, now_s
 from penstock.names import rate_key, stream_meta_key

@@ -22,8 +22,8 @@ from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.guard import HOST_NAMES, GuardMiddleware
-from penstock.ingest.gateway.site import read_page_files
+from penstock.ingest.http.guard import HOST_NAMES, GuardMiddleware
+from penstock.ingest.http.site import read_page_files
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
 from penstock.ingest.openai.body import TRANSLATED_FIELDS
 from penstock.ingest.openai.endpoint import use_response_template

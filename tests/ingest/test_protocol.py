@@ -15,8 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from penstock.config.settings import GuardSettings
-from penstock.ingest.gateway import protocol
-from penstock.ingest.gateway.protocol import MAX_JOINED_BYTES, GuardedProtocol, JoiningTransport, make_guarded_protocol
+from penstock.ingest.http import protocol
+from penstock.ingest.http.protocol import MAX_JOINED_BYTES, GuardedProtocol, JoiningTransport, make_guarded_protocol
 
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"

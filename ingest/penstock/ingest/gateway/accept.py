@@ -34,7 +34,6 @@ from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.gateway.streaming import settle_after_end
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import (
     ApiEndpoint,
@@ -46,6 +45,7 @@ from penstock.ingest.openai.endpoint import (
     use_response_template,
 )
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
+from penstock.ingest.streaming.answers import settle_after_end
 from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, EncodedRequest, RequestId, Usage, encode_request, now_s

@@ -40,9 +40,9 @@ from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamE
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S
 from penstock.ingest.errors import not_found_error
-from penstock.ingest.gateway.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
 from penstock.ingest.openai import RESPONSES, StreamMeta
 from penstock.ingest.openai.responses import read_final_status
+from penstock.ingest.streaming.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id

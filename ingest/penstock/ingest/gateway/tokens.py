@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, StringConstraints, model_validator
 
 from penstock.ingest.anthropic.messages import MESSAGES, CountTokensBody, MessageErrorBody, MessageTokenCount
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.responses import prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import CHAT, RESPONSES, ApiEndpoint
 from penstock.ingest.openai.body import StrictModel, parse_body

@@ -16,8 +16,8 @@ from penstock.config.settings import GuardSettings, is_loopback
 from penstock.errors import InternalError, is_failure
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.metrics import REFUSAL_KEY
-from penstock.ingest.gateway.protocol import LINGER_S, UNREAD_KEY
+from penstock.ingest.http.metrics import REFUSAL_KEY
+from penstock.ingest.http.protocol import LINGER_S, UNREAD_KEY
 
 MB = 2**20
 DRAIN_S = 0.05

@@ -20,8 +20,8 @@ from typing import Any
 import redis.asyncio
 
 from penstock.errors import BusUnavailable
-from penstock.ingest.gateway.stream_meta import StreamMetaStore
 from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.names import stream_readers_key
 from penstock.redis.client import translate_outages
 

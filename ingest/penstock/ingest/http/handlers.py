@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match, Route
 from penstock.errors import PenstockError
 from penstock.ingest.endpoints import find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, ErrorBody, to_api_error
-from penstock.ingest.gateway.metrics import REFUSAL_KEY
+from penstock.ingest.http.metrics import REFUSAL_KEY
 from penstock.ingest.openai.body import validation_error
 from penstock.ingest.openai.response_items import ID_PREFIX
 
