@@ -27,10 +27,9 @@ from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
-from penstock.ingest.errors import ApiError
+from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.webhooks import Webhooks
 from penstock.names import batch_lease_key
-from penstock.redis.client import log_outage
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
 log = logging.getLogger(__name__)
@@ -99,46 +98,26 @@ class BatchRunner:
         """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
         self._held: dict[str, _HeldBatch] = {}
-        self._wake_up = asyncio.Event()
-        self._runner_task: asyncio.Task[None] | None = None
-        # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls, so loops look at this too.
-        self._is_closing = False
+        self._loop = SearchLoop("batches", self._search, settings.look_s)
         self._expiry_checked_at = time.monotonic()
 
     def start(self) -> None:
         """Start looking for batches."""
-        self._runner_task = asyncio.create_task(self._run_forever())
+        self._loop.start()
 
     def look_now(self) -> None:
         """Look for batches at once, because one was created."""
-        self._wake_up.set()
+        self._loop.search_now()
 
     async def close(self) -> None:
         """Stop. Finished rows are written, and other gateways can take the batches."""
-        self._is_closing = True
-        held = [one.task for one in self._held.values()]
-        tasks = held if self._runner_task is None else [self._runner_task, *held]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.close(*(one.task for one in self._held.values()))
 
-    async def _run_forever(self) -> None:
-        while not self._is_closing:
-            self._wake_up.clear()
-            try:
-                await self._take_batches()
-                if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
-                    self._expiry_checked_at = time.monotonic()
-                    await self._files.delete_expired()
-            except (ApiError, RedisError) as error:
-                log_outage(log, f"batches: {error}")
-            except BaseException as error:  # else this gateway would work off nothing until it is started again
-                if not is_failure(error):
-                    raise
-                log.exception("batches: looked for again")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.look_s):
-                    await self._wake_up.wait()
+    async def _search(self) -> None:
+        await self._take_batches()
+        if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
+            self._expiry_checked_at = time.monotonic()
+            await self._files.delete_expired()
 
     async def _take_batches(self) -> None:
         waiting = [spec for spec in await self._list_open_specs() if spec.id not in self._held]
@@ -193,7 +172,7 @@ class BatchRunner:
         """Work on a batch while this process has its lease."""
         working = asyncio.create_task(self._work_or_log(work, spec))
         try:
-            while not working.done() and not self._is_closing:
+            while not working.done() and not self._loop.is_closing:
                 await asyncio.wait((working,), timeout=self._settings.lease_s / 3)
                 if await self._leases.is_lost(spec.id):
                     log.warning("%s is another gateway's now", spec.id)
