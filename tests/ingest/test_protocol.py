@@ -220,6 +220,17 @@ async def test_requests_before_a_bad_one_are_answered_first(bad: bytes, statuses
         assert await client.read_statuses() == statuses
 
 
+@pytest.mark.parametrize("before", [GET % b"first", POST % b"first" + b"12345"], ids=["no body", "a body"])
+@on_uvloop
+async def test_a_header_that_comes_with_the_request_before_it_is_counted_at_once(before: bytes) -> None:
+    async with Server(max_header_kb=8).listen() as server:
+        fits = await server.connect(before + b"GET /next HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 8000)
+        assert await fits.reader.readuntil(b"first")
+        assert fits.protocol._refusal is None
+        client = await server.connect(before + b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 9000)
+        assert await client.read_statuses() == [200, 431]
+
+
 @on_uvloop
 async def test_a_page_can_read_why_a_connection_is_refused() -> None:
     for origins, header in (

@@ -105,7 +105,8 @@ class _GuardedRequest:
         self._coding = "" if codings in ([], ["chunked"]) else ", ".join(codings)
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
-        self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
+        # Any of several lines, as the protocol takes it.
+        self._expects_continue = (b"expect", b"100-continue") in ((name, one.lower()) for name, one in scope["headers"])
         self._has_unread: Callable[[], bool] = scope.get(UNREAD_KEY, lambda: False)
         self._num_bytes = 0
         self._started_at = time.monotonic()

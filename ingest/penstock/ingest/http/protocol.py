@@ -127,6 +127,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """Bytes of the headers that are complete."""
         self._num_bare_bytes = 0
         """Bytes since the last headers or body bytes: what the parser may have to keep."""
+        self._num_body_bytes = 0
+        """Body bytes among those that came last, since the last headers."""
+        self._has_ended = False
+        """Whether a request ended among the bytes that came last."""
         self._refusal: ApiError | None = None
         """Why nothing more is read. It is sent when the requests before it are answered."""
         self._is_refused = False
@@ -172,7 +176,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._num_bare_bytes += len(data)
+        self._num_body_bytes, self._has_ended = 0, False
         self._parse(memoryview(data))
+        if self._has_ended and self._awaits_headers:  # what follows the request that ended is kept
+            end = data.rfind(b"\r\n\r\n")
+            self._num_bare_bytes = max(0, len(data) - (end + 4 if end >= 0 else 0) - self._num_body_bytes)
         if self._num_bare_bytes > self.guard.max_header_kb * 1024:
             self._refuse_connection(self._headers_too_large())
         elif self._awaits_headers and self._header_timer is None:
@@ -239,7 +247,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the time limit for headers, and begin the request unless it has to be read again."""
-        self._awaits_headers, self._num_bare_bytes = False, 0
+        self._awaits_headers, self._num_bare_bytes, self._num_body_bytes = False, 0, 0
         self._stop_header_timer()
         self._check_head()
         self._is_offer = self.parser.should_upgrade()
@@ -250,11 +258,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Pass on some of the body."""
         self._num_bare_bytes = 0
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is complete, unless it has to be read again."""
-        self._num_bare_bytes = 0
+        self._num_bare_bytes, self._has_ended = 0, True
         if self._is_offer:
             return
         super().on_message_complete()
