@@ -21,7 +21,7 @@ from penstock.names import (
 
 MAX_REASON_CHARS = 1000
 MAX_STACK_CHARS = 6000
-"""Of a longer stack the end is kept, which shows where the error was raised."""
+"""A longer stack is cut at its beginning: its end shows where the error was raised."""
 
 
 def build_dead_letter(

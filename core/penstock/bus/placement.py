@@ -53,7 +53,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptChain:
-    """What a request begins with, from the shortest beginning to the longest. It is no part of the written message."""
+    """The beginnings of a request's prompt, from the shortest to the longest. It is no part of the written message."""
 
     klass: PriorityClass
     home: bytes
@@ -61,7 +61,7 @@ class PromptChain:
     text, or of token ids, the first piece."""
     links: tuple[Link, ...]
     length: int
-    """Of the whole prompt."""
+    """Characters or tokens of the whole prompt."""
     is_tokens: bool = False
     hash_key: bytes = b""
     """In place of home where no heartbeat is known, if it is not empty: the last link of a text or of token ids without
@@ -123,7 +123,7 @@ def count_prompt_chars(request: Request) -> int:
 
 @dataclass(frozen=True)
 class WorkerBeat:
-    """What a placer reads in the heartbeat of a worker that reads requests."""
+    """The heartbeat of a worker that reads requests, as far as a placer needs it."""
 
     worker: str
     at_s: float
@@ -138,7 +138,7 @@ class WorkerBeat:
 
 
 class Placement(NamedTuple):
-    """What was chosen, and why."""
+    """The partition that was chosen, and why."""
 
     partition: int
     worker: str = ""

@@ -360,7 +360,7 @@ class KafkaMember:
                 # The epoch makes the brokers say if the log was cut before this offset, and written anew.
                 self._consumer.seek(TopicPartition(*partition, start.offset, "", epoch))
             except KafkaException as error:  # librdkafka has not begun with it, or not ended its last assignment
-                log.debug("%s is begun later: %s", partition, error)
+                log.debug("beginning %s failed, retrying: %s", partition, error)
                 self._lookup.request_starts([partition])
                 continue
             with self._state:

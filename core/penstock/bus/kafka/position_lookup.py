@@ -177,7 +177,7 @@ class PositionLookup:
             why = str(raised)
         if len(wanted) == 1:
             ((partition, request),) = wanted.items()
-            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
+            log.warning("%s: reading the committed offset failed, retrying: %s", "/".join(map(str, partition)), why)
             with self._lock:
                 if self._starts.get(partition) is request:
                     since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))

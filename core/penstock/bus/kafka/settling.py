@@ -62,7 +62,7 @@ class MemberSettling:
         """None where transactions alone commit offsets, and the consumer commits none. `_state` guards it."""
         self.commits = OffsetCommitter()
         self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
-        """What the last transaction commits and finishes, until its outcome is known."""
+        """The commits and deliveries of the last transaction, until its outcome is known."""
         self._commit_at = 0.0
         """When offsets of markers that were passed over are to be committed, if nothing is settled before."""
 
@@ -230,7 +230,7 @@ class MemberSettling:
                     if not self._is_too_short(fenced, writer.slowness, 0.0):
                         raise
         except (BusUnavailable, GroupRebalanced) as error:
-            log.debug("offsets are committed later: %s", error)
+            log.debug("Kafka: committing offsets failed, retrying: %s", error)
         finally:
             self.lock.release()
 

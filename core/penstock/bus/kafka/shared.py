@@ -1,4 +1,4 @@
-"""What the threads of a Kafka member share: the messages that it holds, and why it cannot go on."""
+"""The state that the threads of a Kafka member share: the messages that it holds, and why it cannot go on."""
 
 import threading
 from collections.abc import Callable

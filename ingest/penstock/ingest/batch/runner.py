@@ -43,8 +43,8 @@ EXPIRY_CHECK_S = 6 * 3600.0
 class _BatchLeases:
     """The leases of batches in Redis: one gateway works on a batch, and another goes on when that one died.
 
-    They only save work. If two gateways work on one batch, after a pause of one of them, they ask for the same
-    requests, write separate parts, and only one of them ends the batch.
+    They only save work. Two gateways may work on one batch after a pause of one of them. They ask for the same
+    requests and write separate parts, and one of them ends the batch.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", lease_s: float) -> None:
@@ -153,7 +153,7 @@ class BatchRunner:
         except ValueError as error:
             if batch_id not in self._unreadable:
                 self._unreadable.add(batch_id)
-                log.error("%s is left alone: what the store has of it cannot be read: %s", batch_id, error)
+                log.error("%s is skipped: its specification in the store cannot be read: %s", batch_id, error)
             return None
         self._unreadable.discard(batch_id)
         return spec
@@ -175,7 +175,7 @@ class BatchRunner:
             while not working.done() and not self._loop.is_closing:
                 await asyncio.wait((working,), timeout=self._settings.lease_s / 3)
                 if await self._leases.is_lost(spec.id):
-                    log.warning("%s is another gateway's now", spec.id)
+                    log.warning("another gateway works on %s now", spec.id)
                     return
         finally:
             working.cancel()
@@ -189,7 +189,7 @@ class BatchRunner:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("%s: its work is tried again", spec.id)
+            log.exception("working on %s failed, retrying", spec.id)
             await asyncio.sleep(self._settings.look_s)
 
 

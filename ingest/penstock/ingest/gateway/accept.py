@@ -11,8 +11,9 @@
                 `Idempotency-Key` at once, else when it is renewed
 
 A crash after 3 or 4 costs the tenant an estimate. A crash after 5 or 6 leaves meta data without the note of 7: a
-POST with the same key finds it, and publishes the requests that no worker has seen yet. That may publish a request
-twice that waits in its topic; it is answered once. Each such POST costs the tenant a request of its bucket.
+POST with the same key finds it, and publishes the requests that no worker has seen yet. A request
+that waits in its topic may then be published twice; it is answered once. Each such POST costs the tenant a request of
+its bucket.
 
 Where the brokers refuse a request of 6 as too large, the meta data is deleted, so the key is free. Requests of the same
 POST that they took are computed and paid for, and keep their ids: a POST with the key gets their answers where it asks

@@ -173,7 +173,7 @@ class ResponseKeeper:
                 elif has_ended:
                     await self._move_response(response_id)
                 else:
-                    log.warning("%s is not kept: no gateway looked for too long, or it never ended", response_id)
+                    log.warning("%s is not kept: no gateway searched for too long, or it never ended", response_id)
                 await self._remove_mark(pipeline, response_id, mark)
 
         async for marks in self._scan_marks(pipeline):

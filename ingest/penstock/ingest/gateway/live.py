@@ -1,4 +1,4 @@
-"""What the page shows: `/v1/live`, the state of the pipeline, and `/v1/requests/{id}/timeline`, one request's spans."""
+"""Data of the page: `/v1/live`, the state of the pipeline, and `/v1/requests/{id}/timeline`, one request's spans."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""What all routes of one gateway process share, and which tenant calls."""
+"""The state that all routes of one gateway process share, and which tenant calls."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

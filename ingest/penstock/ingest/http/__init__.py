@@ -1,1 +1,1 @@
-"""What HTTP is: connections, limits, the form of errors, uploads, figures, and the page. It knows no gateway."""
+"""The HTTP server: connections, limits, the form of errors, uploads, figures, the page. It knows no gateway."""

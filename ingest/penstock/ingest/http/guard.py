@@ -1,8 +1,8 @@
 """The ASGI layer around the gateway: limits the size and duration of bodies, and which paths are possible.
 
 It is the outermost layer, so what it refuses costs nothing further. Bodies are counted as they arrive, whatever
-their `Content-Length` is. If a client gets its answer before all of its body has arrived, the guard reads on for a
-moment, so that the client sees the answer, and then closes the connection.
+their `Content-Length` is. A client may get its answer before all of its body has arrived. Then the guard reads on for a
+moment, so that the client sees the answer, and closes the connection.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ HOST_NAMES = frozenset({
     "host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.lima.internal",
     "host.rancher-desktop.internal", "host.orb.internal", "host.minikube.internal", "host.k3d.internal",
 })  # fmt: skip
-"""What containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack, minikube and k3d call
-their host. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any machine of
+"""Names of the host in containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack,
+minikube and k3d. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any machine of
 the network may answer to a name that ends with `.local`.)"""
 _PORT_PATTERN = re.compile(r":\d*$")
 

@@ -55,7 +55,7 @@ def render_error(request: Request, error: ApiError) -> Response:
 async def _handle_penstock_error(request: Request, error: PenstockError) -> Response:
     found = to_api_error(error, find_prompt_field(request.url.path))
     if found.status == 500 and found.code == "internal_error":
-        log.error("%s %s", request.method, request.url.path, exc_info=error)
+        log.error("answering %s %s failed", request.method, request.url.path, exc_info=error)
     if found.status in REFUSAL_STATUSES:
         request.scope[REFUSAL_KEY] = found.code
     return render_error(request, found)

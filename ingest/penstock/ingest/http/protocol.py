@@ -2,7 +2,7 @@
 
 Uvicorn's parser bounds neither the size of headers nor the time they take, and a client that does not read keeps its
 answer forever. Here a connection costs bounded memory and bounded time outside of a request's body, which `guard`
-limits. What is not HTTP is answered here too, with the same error body as any other error.
+limits. Bytes that are not HTTP are answered here too, with the same error body as any other error.
 
 A connection is idle from its beginning, or from the end of its last request and answer, until the first byte of a
 request. An idle connection is closed without a word: after its time, or because another client needs its place. A
@@ -29,16 +29,16 @@ from penstock.config.settings import GuardSettings
 from penstock.ingest.errors import ApiError
 
 LINGER_S = 1.0
-"""How long a refused client may go on sending, so that it gets to read the answer. What it sends is dropped."""
+"""How long a refused client may go on sending, so that it gets to read the answer. Its bytes are dropped."""
 UNREAD_KEY = "penstock.has_unread"
 """In the scope of a request: returns whether bytes of the connection have come that the application has not read."""
 MAX_JOINED_BYTES = 32 * 1024
-"""What a connection holds back at most until the end of a turn of the event loop."""
+"""The most bytes that a connection holds back until the end of a turn of the event loop."""
 
 
 class JoiningTransport(asyncio.Transport):
-    """Sends what is written within a turn of the event loop in one call, as each call of the system costs as much as
-    all else that is done for an event. The wrapped transport limits what waits for a client, as before.
+    """Sends what is written within a turn of the event loop in one call. A system call costs as much as all other
+    work for an event. The wrapped transport limits what waits for a client, as before.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 128 * 1024
-"""What the kernel buffers for a client that does not read; its default is megabytes."""
+"""Bytes that the kernel buffers for a client that does not read; its default is megabytes."""
 MAX_OPEN_FILES = 65536
 NUM_OWN_FILES = 256
 """How many open files are left for Redis, Kafka, receivers and batches, and for connections that are being refused."""

@@ -1,4 +1,4 @@
-"""What all endpoints have in common: one interface, used by the gateway's routes and by the batch runner.
+"""The interface of all endpoints: one interface, used by the gateway's routes and by the batch runner.
 
 body = endpoint.parse_body(raw)                     # ApiError 400, with the parameter's name
 requests = endpoint.make_requests(body, request_id) # the arguments of `Client.submit`, one for each choice
@@ -38,7 +38,7 @@ class SubmitArgs(RequestFields, total=False):
 
 
 class StreamMeta(BaseModel):
-    """What a gateway that never saw a request has to know to stream its answer."""
+    """The data by which a gateway that never saw a request can stream its answer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,7 +69,7 @@ class StreamMeta(BaseModel):
     calls: CallsForm = "free"
     """How its calls are written."""
     input_items: list[dict[str, Any]] | None = None
-    """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
+    """The input of a response, without the responses before it; None: it is not kept (`store`)."""
     is_lost_unread: bool = False
     """Its caller gave nothing by which to come back: it may be cancelled when nobody reads it."""
 

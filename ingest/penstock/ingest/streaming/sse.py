@@ -74,7 +74,7 @@ class StreamFeed:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("stream %s", self._meta.id)
+            log.exception("sending stream %s failed", self._meta.id)
             self.is_over = True
             yield self._encode_error(ApiError(500, "internal error", code="internal_error"), is_last=True)
 

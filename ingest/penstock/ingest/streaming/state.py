@@ -1,4 +1,4 @@
-"""What the streams of one gateway process share."""
+"""The state that the streams of one gateway process share."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
@@ -39,7 +39,7 @@ class Streams:
         self.clients: dict[str, AsyncClient] = {}
         """By pipeline."""
         self.later = set[asyncio.Task[None]]()
-        """What runs in the background."""
+        """The tasks in the background."""
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; it is cancelled when this process stops."""

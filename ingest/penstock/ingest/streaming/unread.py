@@ -70,7 +70,7 @@ class UnreadStreams:
                 with suppress(BusUnavailable):
                     await self.look(cancel)
             except Exception:
-                log.exception("streams without readers were not looked at; it is tried again")
+                log.exception("searching for streams without readers failed, retrying")
 
     async def look(self, cancel: Cancel) -> None:
         """Do steps 3 and 4 once."""
