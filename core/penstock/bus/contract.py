@@ -7,9 +7,9 @@ settled, or until the bus takes it away (the member died, or the group was rebal
 another.
 
 `settle` publishes the outputs and finishes the deliveries. Both happen together: after a crash either all of it
-happened, or none. Only a `prefill` member may get a delivery again whose outputs are out, as long as it has not settled
-a result, for a job that is published twice is harmless: the first one claimed is bound to its request. From its first
-result on it settles as all others do. Work finishes out of order.
+happened, or none. Only a `prefill` member that has not settled a result may get a delivery again whose outputs are out.
+A job that is published twice is harmless: the first one claimed is bound to its request. From its first result on the
+member settles as all others do. Work finishes out of order.
 """
 
 import math

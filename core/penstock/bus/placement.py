@@ -5,9 +5,9 @@ ago, and a producer remembers what it sent where. The work that is left is what 
 what this producer has sent there since. Producers do not talk, and see nothing of what the others sent: a chat has a
 home among the workers by a hash, the same for all producers, and stays there unless that costs much more.
 
-This changes only the speed: in whatever partition a request is, its record in Redis decides which worker answers it,
-and a prefix that is in no pool is found in the tiers below, or computed. Where no heartbeat is known that is fresh, a
-hash over all partitions chooses. `docs/protocol.md` has the rule for producers in other languages.
+This changes only the speed. The record in Redis decides which worker answers a request, in whatever partition it is. A
+prefix that is in no pool is found in the tiers below, or computed. Where no fresh heartbeat is known, a hash over all
+partitions chooses. `docs/protocol.md` has the rule for producers in other languages.
 """
 
 import hashlib

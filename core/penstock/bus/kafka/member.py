@@ -222,8 +222,8 @@ class KafkaMember:
     def count_waiting(self) -> dict[Partition, int]:
         """Return what waits in each partition of requests; see `contract.Member.count_waiting`.
 
-        It is what is buffered, and what was unread at the last look, within a part of a second, or, of a partition that
-        is paused as the buffer is full, within some seconds.
+        Messages in the buffer count, and those that were unread when they were counted last: within a part of a second.
+        Partitions that are paused, as the buffer is full, are counted every few seconds.
         """
         if self._stage == "decode":
             return {}

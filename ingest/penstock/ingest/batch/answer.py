@@ -9,8 +9,8 @@ A crash before 3 costs the rows that were asked and are not yet written: they ar
 joins requests that run, or ended within the hour that a stream is kept, and generates older ones again. There are at
 most `MAX_GROUP_ROWS` of them and those that were under way.
 
-The differences are data: where the lines come from and where they are written (a gateway's object store, or files of this
-machine with a journal), and which pipeline answers a row.
+The differences are data: where the lines come from and where they are written (a gateway's object store, or files of
+this machine with a journal), and which pipeline answers a row.
 
 A row takes two slots: one of its batch, which bounds memory, and one of the pipeline that answers it, which bounds
 what all batches of a process ask of that. So a pipeline that is slow, or has no workers, delays its own rows alone.

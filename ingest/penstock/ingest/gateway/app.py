@@ -89,7 +89,7 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
 
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
 _GUARD_STATUSES = (400, 404, 408, 413, 415, 431, 503)
-"""Statuses of the guard, before any route: invalid HTTP, an impossible path, too slow, too large, compressed, too many."""
+"""Statuses of the guard, before any route: invalid HTTP, impossible path, too slow, too large, compressed, too many."""
 
 
 def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str, Any]:

@@ -169,8 +169,9 @@ async def describe_response(gateway: Gateway, found: KeptResponse) -> Response:
 async def prepare_response(
     gateway: Gateway, tenant: str, body: ResponseBody
 ) -> tuple[ResponseBody, list[dict[str, Any]] | None, str | None]:
-    """Return a new response's body with the turns before it, its own items if it is to be kept, and the id of the
-    first response before it, if there is one.
+    """Return a new response's body with the turns before it, its own items, and the id of the first response before it.
+
+    The items are None unless the response is to be kept; the id is None where no response is before it.
 
     Raises `ApiError`, `RequestTooLarge` and `BusUnavailable`.
     """

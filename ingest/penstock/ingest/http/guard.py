@@ -30,8 +30,8 @@ HOST_NAMES = frozenset({
     "host.rancher-desktop.internal", "host.orb.internal", "host.minikube.internal", "host.k3d.internal",
 })  # fmt: skip
 """Names of the host in containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack,
-minikube and k3d. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any machine of
-the network may answer to a name that ends with `.local`.)"""
+minikube and k3d. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any
+machine of the network may answer to a name that ends with `.local`.)"""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 

@@ -1,5 +1,5 @@
--- How the scripts of rate limits begin. A bucket holds what a tenant may use in a minute, and fills as time goes by, by
--- the server's clock, so that all gateways agree.
+-- The beginning of all scripts of rate limits. A bucket holds what a tenant may use in a minute, and fills as time goes
+-- by, by the server's clock, so that all gateways agree.
 --
 -- KEYS[1]  bucket  hash: `requests` and `tokens` that are left, and the time `at` which they were
 -- ARGV     requests a minute (0: no limit), tokens a minute (0: no limit), tokens

@@ -8,8 +8,8 @@ A call that a grammar holds is told in pieces, as the model writes its arguments
 stays a call where the answer is cut in it. Before its arguments begin nothing of it is told, and it is content if it
 is cut there. Any other call is told once it is complete, as only then it is known to be one.
 
-A call that is not valid (its JSON is damaged or cut, it has no name, or no tools were offered) is content, as the model
-wrote it between the marks of a call.
+A call that is not valid is content, as the model wrote it between the marks of a call: its JSON is damaged or cut, it
+has no name, or no tools were offered.
 """
 
 import json

@@ -1,4 +1,4 @@
--- Find out how many entries are gone that no member has finished, as somebody trimmed or deleted a stream. Each is told once.
+-- Find out how many unfinished entries are gone, as somebody trimmed or deleted a stream. Each is told once.
 --
 -- KEYS[1]  finished  hash; by topic how many of its entries were finished or told to be lost, by `<topic>:added` how many
 --                    it ever had

@@ -1,5 +1,5 @@
--- Give a worker new messages, of the groups that it is in: of each class no more than there is room for. Where it gets
--- all that there are, tell behind which entries it may wait for the next ones.
+-- Give a worker new messages of the groups that it is in: of each class no more than it has room for. If it gets all
+-- messages, reply behind which entries it may wait for the next ones.
 --
 -- KEYS     the streams, those first whose messages come first
 -- ARGV     how many messages of the first class, how many of the second, then for each stream: group, own consumer, class

@@ -1,4 +1,4 @@
--- Take over what dead members hold: those whose key expired or holds another token than their consumer's name.
+-- Take over the entries of dead members: their key expired, or holds another token than their consumer's name.
 --
 -- KEYS     the streams that the group reads. It also reads the members' keys.
 -- ARGV     group, own consumer, what member keys begin with, then for each stream how many entries may be taken
