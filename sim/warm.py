@@ -16,7 +16,7 @@ _MODULES = (
     "confluent_kafka", "penstock.bus.kafka.member", "penstock.bus.streams.member", "penstock.cli.gateway",
     "penstock.cli.main", "penstock.cli.worker", "penstock.decode_worker.main", "penstock.decode_worker.role",
     "penstock.endpoint_worker.main", "penstock.endpoint_worker.role", "penstock.engine.loading.proof",
-    "penstock.engine.opening", "penstock.ingest.gateway.server", "penstock.prefill_worker.main",
+    "penstock.engine.opening", "penstock.ingest.main", "penstock.prefill_worker.main",
     "penstock.prefill_worker.role", "penstock.telemetry.spans", "penstock.worker.process", "penstock.worker.worker",
 )  # fmt: skip
 for _module in _MODULES:

@@ -33,7 +33,7 @@ def make_span(name: str, start_s: float, end_s: float, **attributes: str) -> str
 
 
 def test_the_page_has_the_same_words_for_spans() -> None:
-    script = (Path(__file__).parents[1] / "ingest/penstock/ingest/gateway/page/timeline.js").read_text("utf-8")
+    script = (Path(__file__).parents[1] / "ingest/penstock/ingest/http/page/timeline.js").read_text("utf-8")
     table = script.partition("const WORDS = {")[2].partition("}")[0]
     words = dict(re.findall(r'"?([\w.]+)"?: "([^"]+)"', table))
     assert {name: word for name, word in words.items() if name not in ("total", "measured")} == SPAN_WORDS

@@ -9,7 +9,7 @@ import redis
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.ingest.gateway.metrics import GatewayMetrics
+from penstock.ingest.http.metrics import GatewayMetrics
 from penstock.local.valkey import ValkeyServer
 from penstock.ops import eviction
 from penstock.ops.eviction import measure_memory, watch_eviction

@@ -27,6 +27,8 @@ from tools.rooms import (
 )
 
 HERE = Path(__file__).parents[1]
+INGEST = ("http", "streaming", "gateway", "main")
+"""Parts of `penstock.ingest` in their order; none of the others imports one of them."""
 
 
 def test_rooms_import_from_floors_below_them() -> None:
@@ -79,8 +81,18 @@ def test_the_page_draws_these_imports_and_has_a_row_for_each_room() -> None:
 
 def test_endpoints_as_data_know_neither_http_nor_batches() -> None:
     modules = [module for module in FILES if module.startswith("penstock.ingest.openai")]
-    imported = {other for module in modules for other in imported_modules(module)}
-    assert not [name for name in imported if name.startswith(("penstock.ingest.gateway", "penstock.ingest.batch"))]
+    imported = {other.split(".")[2] for module in modules for other in imported_modules(module) if ".ingest." in other}
+    assert not imported & {"batch", *INGEST}
+
+
+def test_http_knows_no_stream_and_streams_know_no_gateway() -> None:
+    def find_floor(module: str) -> int:
+        part = module.split(".")[2]
+        return INGEST.index(part) + 1 if part in INGEST else 0
+
+    modules = [module for module in FILES if module.startswith("penstock.ingest.")]
+    pairs = ((one, other) for one in modules for other in imported_modules(one) if other in modules)
+    assert {pair for pair in pairs if find_floor(pair[0]) < find_floor(pair[1])} == set()
 
 
 def test_the_package_lies_in_these_folders_and_nowhere_else() -> None:
@@ -137,7 +149,7 @@ def test_settings_are_read_where_programs_begin() -> None:
         ("penstock.cli.main", ("torch", "transformers", "numpy")),
         ("penstock.cli.worker", ("penstock.local",)),
         ("penstock.cli.up", ("torch", "transformers", "numpy")),
-        ("penstock.ingest.gateway.server", ("torch", "transformers", "penstock.local")),
+        ("penstock.ingest.main", ("torch", "transformers", "penstock.local")),
     ],
 )
 def test_what_is_not_needed_is_not_imported(module: str, without: tuple[str, ...]) -> None:

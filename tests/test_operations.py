@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 from penstock.bus.kafka.bus import RESULTS_RETENTION_MS, WORK_RETENTION_MS
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.settings import list_variables
-from penstock.ingest.gateway.site import PAGE_FILES
+from penstock.ingest.http.site import PAGE_FILES
 from penstock.names import CLASSES, Pipeline
 from penstock.plan.plan import LOG_REQUEST_BYTES, LOG_TOKEN_BYTES
 

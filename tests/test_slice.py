@@ -13,7 +13,14 @@ def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
     assert {"accept_request", "BaseClient.__init__"} & names == {"accept_request"}, "the gateway's, after its start"
     assert {"Worker._claim_messages", "ServingEngine.add_request", "Worker._append"} <= names
     assert 0 < found.count_lines("worker/penstock/worker/worker.py") < 842
-    assert {one.process for one in found.passes} >= {"gateway", "worker prefill"}
+    assert [one.what for one in found.passes if one.process == "gateway" and not one.is_walk] == [
+        "from_json", "model_validate ChatBody", "model_dump_json Request",
+    ]  # fmt: skip
+    assert [one.what for one in found.passes if one.process == "worker prefill"] == [
+        "model_validate_json Request", "dumps", "loads",  # the last two: to the template's process, and back
+    ]  # fmt: skip
+    assert {one.what for one in found.passes if one.is_walk} == {"walk measure_prompts", "walk chain_prompt"}
+    assert len(found.passes) == 8
 
 
 def test_the_packages_files_count_and_not_the_environments_whatever_the_repository_is_called() -> None:

@@ -23,7 +23,7 @@ from penstock.cli.error_lines import format_address
 from penstock.cli.up import format_curl_command
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import ModelLoadError, PenstockError
-from penstock.ingest.gateway.server import open_listener
+from penstock.ingest.http.server import open_listener
 from penstock.local import memory
 from penstock.local import stack as stack_module
 from penstock.local.processes import find_free_port, start_child

@@ -3,8 +3,9 @@
 It starts an embedded stack (Valkey, a prefill worker, a decode worker, a gateway), sends a chat to warm it up, then
 chats whose functions are noted in all processes. A function counts that was called, or went on, or called another one,
 in each of these chats: what ran in some of them alone, as a heartbeat does, had another reason. A *pass* is one parse,
-dump or validation of all of a body, message or job: of what has the chat's prompt, or a job's token ids. Those of a
-worker end when it dumps the first token's event for the log, as it goes on beside the token's way to the client.
+dump or validation of all of a body, message or job: of what has the chat's prompt, or a job's token ids. A *walk* reads
+the text of all turns without parsing or copying it, to size or to place the prompt (`WALKS`). Those of a worker end
+when it dumps the first token's event for the log, as it goes on beside the token's way to the client.
 
 Each process is started with a `sitecustomize` that has its threads call `_note_call` for each call of a function. What
 is to be noted, a byte in a file says that all processes map: a chat's number, 0 for nothing, and `WRITE` at the end.
@@ -42,6 +43,8 @@ PROMPT_MARK = "slicemark"
 PROMPT = f"{PROMPT_MARK}: chat number {{}} of those whose way through the pipeline is counted, from its first word on."
 JOB_MARK = "token_ids"
 JSON_FUNCTIONS = {"dumps", "loads"}
+PARSER = "from_json"
+"""The function of `pydantic_core` that parses JSON. It is no Python function, so calls of it go through one of ours."""
 PASS_FUNCTIONS = {
     "pydantic/main.py": {
         "BaseModel.__init__",
@@ -59,6 +62,11 @@ PASS_FUNCTIONS = {
     "json/__init__.py": JSON_FUNCTIONS,
 }
 """By file: the functions of libraries that parse, dump or validate, by which the project does."""
+WALKS = {
+    "core/penstock/bus/placement.py": {"chain_prompt"},
+    "ingest/penstock/ingest/gateway/accept.py": {"measure_prompts"},
+}
+"""By file: the project's functions that read all of a prompt."""
 
 
 class Function(NamedTuple):
@@ -78,7 +86,12 @@ class Pass(NamedTuple):
     place: str
     """The file, the line and the function."""
     what: str
-    """The library's function, and the class of the message."""
+    """The library's function, and the class of the message; or `walk` and the project's function."""
+
+    @property
+    def is_walk(self) -> bool:
+        """Whether it only reads the text."""
+        return self.what.startswith("walk ")
 
 
 @dataclass
@@ -141,9 +154,22 @@ def install_trace() -> None:
     """Note the functions of this process, as the byte says. A process's `sitecustomize` calls this."""
     global _notes  # noqa: PLW0603 - one a process
     _notes = _Notes(Path(os.environ[DIRECTORY_VARIABLE]))
+    _wrap_parser()
     threading.Thread(target=_write_when_told, name="slice", daemon=True).start()
     threading.settrace(_note_call)
     sys.settrace(_note_call)
+
+
+def _wrap_parser() -> None:
+    """Replace `from_json` before another module imports it."""
+    import pydantic_core
+
+    parse = pydantic_core.from_json
+
+    def from_json(data: Any, **options: Any) -> Any:
+        return parse(data, **options)
+
+    pydantic_core.from_json = from_json
 
 
 def _write_when_told() -> None:
@@ -164,7 +190,22 @@ def _note_call(frame: FrameType, event: str, argument: object) -> Any:
         _notes.functions[frame.f_code].add(chat)
         if frame.f_back is not None and _notes.kind_of(frame.f_back.f_code).endswith(".py"):
             _notes.functions[frame.f_back.f_code].add(chat)
+        is_walk = frame.f_code.co_name in WALKS.get(kind, ()) and chat not in _notes.answered
+        if is_walk and (made := _describe_pass(_notes, frame, f"walk {frame.f_code.co_name}")) is not None:
+            _notes.passes.append((chat, made))
     return None
+
+
+def _describe_pass(notes: _Notes, frame: FrameType, what: str) -> Pass | None:
+    """Return a pass that a function of the package makes; None where none stands above `frame`."""
+    caller = frame.f_back
+    while caller is not None and not notes.kind_of(caller.f_code).endswith(".py"):
+        caller = caller.f_back
+    if caller is None:
+        return None
+    place = f"{notes.kind_of(caller.f_code)}:{caller.f_lineno} {caller.f_code.co_qualname}"
+    process = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
+    return Pass(process, place, what)
 
 
 def _note_pass(notes: _Notes, chat: int, what: str, frame: FrameType) -> Any:
@@ -176,19 +217,14 @@ def _note_pass(notes: _Notes, chat: int, what: str, frame: FrameType) -> Any:
     if frame.f_code.co_name == "__init__":
         arguments = [type(arguments[0]), frame.f_locals["data"]]
     owner: type | None = next((one if isinstance(one, type) else type(one) for one in arguments[:1]), None)
-    name = owner.__name__ if owner is not None and what not in JSON_FUNCTIONS else ""
+    name = owner.__name__ if owner is not None and what not in {*JSON_FUNCTIONS, PARSER} else ""
     if name == "TokenEvent":
         notes.answered.add(chat)
-    if name == "ChatMessage" or not any(_is_whole(one, name) for one in arguments):
+    if not any(_is_whole(one, name) for one in arguments):
         return None
-    caller = frame.f_back
-    while caller is not None and not notes.kind_of(caller.f_code).endswith(".py"):
-        caller = caller.f_back
-    if caller is None:
+    made = _describe_pass(notes, frame, f"{what} {name}".strip())
+    if made is None:
         return None
-    place = f"{notes.kind_of(caller.f_code)}:{caller.f_lineno} {caller.f_code.co_qualname}"
-    process = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-    made = Pass(process, place, f"{what} {name}".strip())
     if "dump" not in what:
         notes.passes.append((chat, made))
         return None
@@ -215,6 +251,8 @@ def _describe_code(code: CodeType) -> str:
     for file, names in PASS_FUNCTIONS.items():
         if code.co_filename.endswith(file) and code.co_qualname in names:
             return f"pass {code.co_qualname.removeprefix('BaseModel.')}"
+    if code.co_filename == __file__ and code.co_name == PARSER:
+        return f"pass {PARSER}"
     return ""
 
 
@@ -311,10 +349,12 @@ def print_slice(found: Slice) -> None:
         print(f"{folder}: {len(inside)} files, {sum(lines[file] for file in inside):,} lines")
         for file in inside:
             print(f"    {Path(file).name:24} {lines[file]:5,} lines in {len(found.functions[file])} functions")
-    print("Passes over a whole body, message or job:")
-    for number, one in enumerate(found.passes, 1):
-        print(f"    {number:2} {one.process}: {one.what}, {one.place}")
-    print(f"{len(lines)} files, {sum(lines.values()):,} lines, {len(found.passes)} passes")
+    print("Passes over a whole body, message or job, and walks:")
+    for one in found.passes:
+        print(f"    {one.process}: {one.what}, {one.place}")
+    num_walks = sum(one.is_walk for one in found.passes)
+    num_passes = len(found.passes) - num_walks
+    print(f"{len(lines)} files, {sum(lines.values()):,} lines, {num_passes} passes, {num_walks} walks")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from json.encoder import encode_basestring
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -110,6 +110,14 @@ class ToolCall(Wire):
     type: Literal["function"] = "function"
     function: FunctionCall
 
+    def describe(self) -> dict[str, Any]:
+        """Return the call as chat templates have it."""
+        arguments: Any = self.function.arguments
+        with suppress(ValueError):
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
 
 class ChatMessage(Wire):
     """One turn of a chat."""
@@ -125,14 +133,14 @@ class ChatMessage(Wire):
 
     def describe(self) -> dict[str, Any]:
         """Return the turn as chat templates have it: the arguments of calls are objects, not their JSON."""
-        described = self.model_dump(exclude_none=True)
-        for call in described.get("tool_calls", ()):
-            try:
-                arguments = json.loads(call["function"]["arguments"])
-            except ValueError:
-                continue
-            if isinstance(arguments, dict):
-                call["function"]["arguments"] = arguments
+        # No dump: that would copy the text of each turn.
+        described: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls is not None:
+            described["tool_calls"] = [call.describe() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            described["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:
+            described["reasoning_content"] = self.reasoning_content
         return described
 
 

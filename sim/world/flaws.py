@@ -191,8 +191,8 @@ FLAWS = (
         "if task.outcome is not None or not task.hands_off:\n            sampling",
     ),
     Flaw(
-        "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",
-        "if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):",
+        "a result and its offset are not one transaction", f"{BUS}/kafka/settling.py",
+        "if writer is not None and all(output.topic != self._results_topic for output in outputs):",
         "if writer is not None:", "kafka",
         (
             "autos=0.5", "rebalance_s=0.4", "stall=0.02", "crash=0.005", "kill_s=0", "loss=0", "away_s=0", "freeze_s=0",
@@ -201,7 +201,7 @@ FLAWS = (
     ),
     Flaw(
         "who reads for a dead worker begins at the first message", f"{BUS}/kafka/orphans.py",
-        "self._find_start(TopicPartition(*one, offset, metadata or \"\"), partial(self._ask_bounds, consumer))",
+        "self._find_start(TopicPartition(*one, offset, metadata or \"\"), partial(_guess_bounds, consumer))",
         'StartPosition(max(0, offset), metadata or "", None)', "kafka",
         ("away_s=3", "kill_s=0", "freeze_s=0", *FEWER),
     ),
@@ -286,13 +286,13 @@ FLAWS = (
         ("pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
     ),
     Flaw(
-        "a transaction that was aborted counts as committed", f"{BUS}/kafka/member.py",
+        "a transaction that was aborted counts as committed", f"{BUS}/kafka/settling.py",
         "if time.monotonic() > end:", "return\n                    if moved:", "kafka",
     ),
     Flaw(
-        "outputs that are not acknowledged count as written", f"{BUS}/kafka/member.py",
-        "with self._time_settlement(), bus_errors():\n            writer.write_outputs",
-        "with self._time_settlement(), contextlib.suppress(KafkaException):\n            writer.write_outputs", "kafka",
+        "outputs that are not acknowledged count as written", f"{BUS}/kafka/settling.py",
+        "with self.time_settlement(), bus_errors():\n            writer.write_outputs",
+        "with self.time_settlement(), contextlib.suppress(KafkaException):\n            writer.write_outputs", "kafka",
         rates=("full_s=3",),
     ),
     Flaw(
@@ -390,7 +390,7 @@ FLAWS = (
         'self._is_past[index] = _parse_position(position, "") >= self._ranks[index]',
     ),
     Flaw(
-        "a POST under the key of another makes a request of its own", f"{INGEST}/gateway/stream_meta.py",
+        "a POST under the key of another makes a request of its own", f"{INGEST}/streaming/stream_meta.py",
         "hmac.digest(self._secret,", "hmac.digest(secrets.token_hex(8).encode(),",
     ),
     Flaw(

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
-from penstock.bus.kafka import position_lookup
+from penstock.bus.kafka import position_lookup, settling
 from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
@@ -234,7 +234,7 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
         settling = pool.submit(member.settle, [Settlement(delivery)])
-        wait_for(lambda: member._settling_since is not None, "it is being settled")
+        wait_for(lambda: member._settling.since_s is not None, "it is being settled")
         member._on_lost(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
         bus.goes_on.set()
         settling.result()
@@ -264,7 +264,7 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
         first, second, third = member.poll(0.0, CAPACITY)
         bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
         member.settle([Settlement(third)])
-        bus.turn_until(lambda: member._commits._error, "it is refused")
+        bus.turn_until(lambda: member._settling.commits._error, "it is refused")
         member.settle([Settlement(first)])
         bus.commit_refusal = None
         bus.turn_until(lambda: ONE in bus.commits, "it is committed")
@@ -314,12 +314,12 @@ def test_a_commit_that_is_under_way_takes_no_result_back(is_waited_for: bool, mo
     with reading(b"1", b"2", b"3") as (bus, member):
         first, second, third = member.poll(0.0, CAPACITY)
         member.settle([make_output(JOBS[0], first)])
-        bus.turn_until(lambda: member._commits.may_come_late, "its commit is sent")
+        bus.turn_until(lambda: member._settling.commits.may_come_late, "its commit is sent")
         if not is_waited_for:
             monkeypatch.setattr(OffsetCommitter, "may_come_late", False)
         thread = threading.Thread(target=member.settle, args=([make_output(NAMES.results_topic, second)],))
         thread.start()
-        wait_for(lambda: member._outputs is None, "it changes over")
+        wait_for(lambda: member._settling.outputs is None, "it changes over")
         if is_waited_for:
             assert list_results(bus) == []
             bus.turn_until(lambda: not thread.is_alive(), "the commit is answered")
@@ -334,12 +334,12 @@ def test_a_commit_that_is_under_way_takes_no_result_back(is_waited_for: bool, mo
 
 
 def test_a_commit_that_no_broker_answers_is_not_outrun_by_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "BROKER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(settling, "BROKER_TIMEOUT_S", 0.01)
     with reading(b"1", b"2") as (bus, member):
         first, second = member.poll(0.0, CAPACITY)
         bus.commit_refusal = KafkaError._TIMED_OUT
         member.settle([make_output(JOBS[0], first)])
-        bus.turn_until(lambda: member._commits._error, "it is not answered in time")
+        bus.turn_until(lambda: member._settling.commits._error, "it is not answered in time")
         with pytest.raises(BusUnavailable, match="may come late"):
             member.settle([make_output(NAMES.results_topic, second)])
         with pytest.raises(BusUnavailable, match="may come late"):
@@ -394,8 +394,8 @@ def test_a_settlement_without_end_keeps_no_partition(
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
         settling = pool.submit(member.settle, [Settlement(delivery)])
-        wait_for(lambda: member._settling_since is not None, "it is being settled")
-        member._settling_since = time.monotonic() - begun_s
+        wait_for(lambda: member._settling.since_s is not None, "it is being settled")
+        member._settling.since_s = time.monotonic() - begun_s
         member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
         assert not member.is_holding(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):
@@ -419,7 +419,7 @@ def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: p
 def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
     with joined(DoubleBus()) as member:
-        with member._time_settlement():
+        with member._settling.time_settlement():
             wait_for(lambda: "a settlement takes" in member.current_problem, "it is noticed")
         assert member.current_problem == ""
 
@@ -613,7 +613,7 @@ def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     with reading(b"1", b"2", b"3") as (bus, member):
         del bus.logs[ONE][1:]
         bus.reader.free()
-        wait_for(lambda: member._failure is not None, "it is noticed")
+        wait_for(lambda: member._shared.failure is not None, "it is noticed")
         with pytest.raises(BusUnavailable, match="lost its tail"):
             member.poll(0.0, CAPACITY)
 

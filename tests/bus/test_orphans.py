@@ -94,6 +94,8 @@ def test_a_group_that_never_committed_is_read_from_the_beginning(kafka: str, pip
     assert bus.count_unsettled()[topic] == 12
     with closing(KafkaOrphanReader(pipeline, "prefill", bus.clients, begin_with_first)) as reader:
         found = read(reader, [f"{topic}:0", f"{topic}:1"], 12)
+        assert reader.read_orphans([f"{topic}:1"], 1) == []
+        assert reader._starts.keys() == {(topic, 1)}, "what it gave back is forgotten"
     assert sorted(list_numbers(found)) == list(range(12))
     assert {delivery.position.split(":")[0] for delivery in found} == {"0", "1"}
 

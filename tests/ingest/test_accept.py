@@ -14,22 +14,21 @@ import redis
 from fastapi import FastAPI
 
 from penstock.client.aio import AsyncClient
-from penstock.client.core import make_request
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
-from penstock.ingest.gateway import broadcast as broadcasting
 from penstock.ingest.gateway.accept import RequestHeaders, accept_request
-from penstock.ingest.gateway.broadcast import LiveBroadcast
-from penstock.ingest.gateway.sse import StreamFeed
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.gateway.stream_meta import StreamMetaStore
-from penstock.ingest.gateway.streaming import read_answers
 from penstock.ingest.openai import ENDPOINTS
-from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, build_request
 from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.streaming import broadcast as broadcasting
+from penstock.ingest.streaming.answers import read_answers
+from penstock.ingest.streaming.broadcast import LiveBroadcast
+from penstock.ingest.streaming.sse import StreamFeed
+from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Usage, now_s
 from penstock.names import rate_key, stream_meta_key
@@ -136,7 +135,7 @@ async def test_what_waits_is_published_again_once_a_minute_and_what_a_worker_has
 
 @pytest.mark.parametrize("body", [{"prompt": "x" * (MAX_REQUEST_BYTES // 4), "n": 5}, {"prompt": [[7] * 100_000] * 20}])
 async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(site: Site, body: dict[str, Any]) -> None:
-    site.patch.setattr(accepting, "make_request", refuse_to_make)
+    site.patch.setattr(accepting, "build_request", refuse_to_make)
     site.caller = replace(site.caller, requests_per_min=3)
     with pytest.raises(RequestTooLarge, match="fewer choices"):
         await site.post(0, NO_KEY, **body)
@@ -185,18 +184,18 @@ async def test_the_key_of_what_is_too_large_is_free_and_what_was_written_of_it_i
 async def test_who_is_refused_by_the_limits_has_nothing_made(site: Site) -> None:
     site.caller = replace(site.caller, requests_per_min=1)
     await site.post(0, NO_KEY)
-    site.patch.setattr(accepting, "make_request", refuse_to_make)
+    site.patch.setattr(accepting, "build_request", refuse_to_make)
     assert (await site.refuse(0, NO_KEY, prompt="x" * 1_000_000, n=8)).status == 429
 
 
 async def test_large_requests_are_made_beside_the_event_loop(site: Site) -> None:
     loops = list[object]()
 
-    def make(prompt: Any, fields: Any) -> Request:
+    def make(args: SubmitArgs) -> Request:
         loops.append(asyncio._get_running_loop())
-        return make_request(prompt, fields)
+        return build_request(args)
 
-    site.patch.setattr(accepting, "make_request", make)
+    site.patch.setattr(accepting, "build_request", make)
     await site.post(0, NO_KEY, prompt="x" * 200_000, n=2)
     assert loops == [None, None]
     assert [len(request.prompt or "") for request in site.scripted.read_requests()] == [200_000] * 2

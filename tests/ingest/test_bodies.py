@@ -5,7 +5,7 @@ import json
 import re
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,17 +17,18 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import RequestFields, make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
-from penstock.errors import BusUnavailable, PromptTooLong, SettingsError
+from penstock.errors import BusUnavailable, InvalidRequest, PromptTooLong, SettingsError
 from penstock.ingest.anthropic.messages import MESSAGES
-from penstock.ingest.endpoints import find_prompt_field
+from penstock.ingest.endpoints import ENDPOINTS, find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.guard import HOST_NAMES, GuardMiddleware
-from penstock.ingest.gateway.site import read_page_files
+from penstock.ingest.http.guard import HOST_NAMES, GuardMiddleware
+from penstock.ingest.http.site import read_page_files
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
 from penstock.ingest.openai.body import TRANSLATED_FIELDS
-from penstock.ingest.openai.endpoint import use_response_template
+from penstock.ingest.openai.endpoint import SubmitArgs, build_request, use_response_template
 from penstock.ingest.openai.responses import make_unfinished_response
+from penstock.messages import Request, encode_request
 from tests.ingest.answers import TEMPLATE
 
 TURN = {"role": "user", "content": "hi"}
@@ -154,6 +155,61 @@ def test_defaults_of_other_servers_change_nothing(endpoint: ApiEndpoint[Any], de
     assert prompts[0] == prompts[1]
     samplings = [make_request(prompts[0], args).sampling for args in (plain, given)]
     assert samplings[1].model_copy(update={"min_tokens": None}) == samplings[0]
+
+
+FUNCTION = {"name": "f", "description": "é", "parameters": {"type": "object"}}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
+TURNS = [
+    {"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "ü"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED, CALL], "reasoning_content": "Hm."},
+    {"role": "tool", "tool_call_id": "c1", "content": "7"}, {"role": "user", "content": ""},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {
+            "messages": TURNS, "n": 2, "seed": 3, "tools": [{"type": "function", "function": FUNCTION}], "stop": "x",
+            "logit_bias": {"7": 1, "3": -1}, "chat_template_kwargs": {"z": 1, "a": [None]}, "prompt_cache_key": "k",
+        }),
+        ("chat/completions", {"messages": TURNS[:2], "response_format": {"type": "json_object"}}),
+        ("completions", {"prompt": ["a", "é"], "n": 2}), ("completions", {"prompt": [[1, 2], [3]], "logprobs": 2}),
+        ("responses", {"instructions": "Be brief.", "input": [
+            {"role": "user", "content": "u"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "H"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "no JSON"},
+            {"type": "function_call_output", "call_id": "c", "output": "7"},
+        ]}),
+        ("messages", {"max_tokens": 9, "system": "Be brief.", "stop_sequences": ["x"], "messages": [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "7"}]},
+        ]}),
+    ],
+)  # fmt: skip
+def test_the_request_of_a_body_is_the_one_that_its_arguments_make(path: str, body: dict[str, Any]) -> None:
+    endpoint = ENDPOINTS[f"/v1/{path}"]
+    for args in endpoint.make_requests(endpoint.parse_body({"model": "m"} | body), "r"):
+        fields = args.copy()
+        made, built = make_request(fields.pop("prompt", None), fields), build_request(args)
+        assert encode_request(built) == encode_request(made)
+        assert Request.model_validate_json(encode_request(built).value, by_alias=True, by_name=False) == made
+        turns = [turn.model_dump(exclude_none=True) for turn in made.messages or ()]
+        for turn in turns:
+            for call in turn.get("tool_calls", ()):
+                if call["function"]["arguments"].startswith("{"):
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        assert [turn.describe() for turn in built.messages or ()] == turns
+
+
+@pytest.mark.parametrize("wrong", [{"min_tokens": 5}, {"logprobs": 20, "max_tokens": 2**20}, {"session": "a b"}])
+def test_what_no_body_says_of_a_request_is_validated(wrong: dict[str, Any]) -> None:
+    fields = cast("RequestFields", {"id": "r", "max_tokens": 3} | wrong)
+    with pytest.raises(InvalidRequest) as refused:
+        make_request("x", fields)
+    with pytest.raises(InvalidRequest, match=re.escape(str(refused.value))):
+        build_request(SubmitArgs(prompt="x", **fields))
 
 
 def test_a_refusal_says_what_to_do() -> None:

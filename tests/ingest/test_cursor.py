@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from penstock.client.core import Event
 from penstock.errors import Cancelled, StreamDiverged
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.sse import encode_frames
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.sse import ResumePoint, SseEvent, make_token_positions
+from penstock.ingest.streaming.sse import encode_frames
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent, Usage
 from tests.draws import mark_some
 from tests.ingest.answers import make_log

@@ -320,10 +320,16 @@ def test_a_body_of_100_mb_is_refused(gateway: GuardedGateway, path: str, most: i
     assert "connection: close" in reply.headers
 
 
-def test_who_waits_for_a_go_is_told_no_at_once(gateway: GuardedGateway) -> None:
-    headers = {"authorization": f"Bearer {gateway.acme}", "expect": "100-continue", "content-length": str(100 * MB)}
-    reply = gateway.send(encode_request("POST", "/v1/chat/completions", headers))
-    assert reply.status == 413
+@pytest.mark.parametrize("more", [b"", b"expect: other\r\n"])
+@pytest.mark.parametrize(("num_bytes", "key", "status"), [(100 * MB, "", 413), (9, "wrong", 401)])
+def test_who_waits_for_a_go_is_told_no_at_once(
+    gateway: GuardedGateway, more: bytes, num_bytes: int, key: str, status: int
+) -> None:
+    headers = {"authorization": f"Bearer {key or gateway.acme}", "expect": "100-continue"}
+    request = encode_request("POST", "/v1/chat/completions", headers | {"content-length": str(num_bytes)})
+    with gateway.connect() as connection:
+        connection.sendall(request[:-2] + more + b"\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 %d" % status, "not 100 before it"
 
 
 def test_many_half_requests_at_once_hold_up_nobody(impatient: GuardedGateway) -> None:

@@ -15,8 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from penstock.config.settings import GuardSettings
-from penstock.ingest.gateway import protocol
-from penstock.ingest.gateway.protocol import MAX_JOINED_BYTES, GuardedProtocol, JoiningTransport, make_guarded_protocol
+from penstock.ingest.http import protocol
+from penstock.ingest.http.protocol import MAX_JOINED_BYTES, GuardedProtocol, JoiningTransport, make_guarded_protocol
 
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
@@ -218,6 +218,17 @@ async def test_requests_before_a_bad_one_are_answered_first(bad: bytes, statuses
         await wait_until(lambda: client.protocol._refusal is not None)
         server.may_answer.set()
         assert await client.read_statuses() == statuses
+
+
+@pytest.mark.parametrize("before", [GET % b"first", POST % b"first" + b"12345"], ids=["no body", "a body"])
+@on_uvloop
+async def test_a_header_that_comes_with_the_request_before_it_is_counted_at_once(before: bytes) -> None:
+    async with Server(max_header_kb=8).listen() as server:
+        fits = await server.connect(before + b"GET /next HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 8000)
+        assert await fits.reader.readuntil(b"first")
+        assert fits.protocol._refusal is None
+        client = await server.connect(before + b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 9000)
+        assert await client.read_statuses() == [200, 431]
 
 
 @on_uvloop

@@ -9,10 +9,10 @@ import pytest
 import redis.asyncio
 
 from penstock.config.settings import RecordSettings
-from penstock.ingest.gateway import unread
-from penstock.ingest.gateway.stream_meta import StreamMetaStore
-from penstock.ingest.gateway.unread import UnreadStreams
 from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.streaming import unread
+from penstock.ingest.streaming.stream_meta import StreamMetaStore
+from penstock.ingest.streaming.unread import UnreadStreams
 from penstock.names import Pipeline, stream_meta_key, stream_readers_key
 from penstock.redis.client import async_redis_client
 from penstock.redis.servers import Sharded

@@ -8,7 +8,7 @@ import pytest
 from fastapi import Request
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.upload import Upload
+from penstock.ingest.http.upload import Upload
 
 KIND = "multipart/form-data; boundary=cut"
 FIELD = b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, WebhookSettings
 from penstock.errors import PenstockError
-from penstock.ingest.gateway.metrics import REFUSAL_KEY, GatewayMetrics
+from penstock.ingest.http.metrics import REFUSAL_KEY, GatewayMetrics
 from penstock.ingest.webhooks import Webhooks
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s

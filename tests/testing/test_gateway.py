@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from penstock.client import core
-from penstock.ingest.gateway import state
+from penstock.ingest.streaming import state
 from penstock.testing.gateway import TestGateway
 from penstock.testing.pipeline import TestPipeline
 from sim.waiting import wait_for

@@ -7,9 +7,9 @@ settled, or until the bus takes it away (the member died, or the group was rebal
 another.
 
 `settle` publishes the outputs and finishes the deliveries. Both happen together: after a crash either all of it
-happened, or none. Only a `prefill` member may get a delivery again whose outputs are out, as long as it has not settled
-a result, for a job that is published twice is harmless: the first one claimed is bound to its request. From its first
-result on it settles as all others do. Work finishes out of order.
+happened, or none. Only a `prefill` member that has not settled a result may get a delivery again whose outputs are out.
+A job that is published twice is harmless: the first one claimed is bound to its request. From its first result on the
+member settles as all others do. Work finishes out of order.
 """
 
 import math
@@ -40,7 +40,7 @@ class Outgoing:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     chain: PromptChain | None = None
-    """What a request's prompt begins with, by which its worker is chosen if the bus has partitions
+    """The beginning of a request's prompt, by which its worker is chosen if the bus has partitions
     (`penstock.bus.placement`). Without it a message goes by its key. It is not part of the written message."""
 
     @cached_property
@@ -227,8 +227,10 @@ class Member(Protocol):
         """
 
     def count_waiting(self) -> Mapping[tuple[str, int], int]:
-        """Return the partitions of requests that this member alone reads (topic and number), and how many messages wait
-        in each that `poll` has not returned yet, as far as it knows without asking the bus. Any thread may call this.
+        """Return how many messages wait in each partition of requests that this member alone reads (topic and number).
+
+        Messages that `poll` has returned do not count. The member answers without asking the bus. Any thread may call
+        this.
 
         It is empty where `list_partitions` would be, and for a member that reads jobs alone.
         """

@@ -1,8 +1,8 @@
 """Builds dead letters. They are the same on both buses.
 
 A dead letter is the message as it came. Its headers name the topic that it came from (`ORIGIN_HEADER`), how often it
-was tried (`ATTEMPT_HEADER`), the reason (`REASON_HEADER`), the stack of the error (`STACK_HEADER`), and when it became
-a dead letter (`BURIED_HEADER`, milliseconds since the epoch).
+was tried (`ATTEMPT_HEADER`), and the reason (`REASON_HEADER`). They also have the stack of the error (`STACK_HEADER`),
+and when it became a dead letter (`BURIED_HEADER`, milliseconds since the epoch).
 """
 
 import time
@@ -21,7 +21,7 @@ from penstock.names import (
 
 MAX_REASON_CHARS = 1000
 MAX_STACK_CHARS = 6000
-"""Of a longer stack the end is kept, which shows where the error was raised."""
+"""A longer stack is cut at its beginning: its end shows where the error was raised."""
 
 
 def build_dead_letter(

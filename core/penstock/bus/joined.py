@@ -92,8 +92,8 @@ class JoinedMember:
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Let each member settle what it delivered; see `contract.Member.settle`.
 
-        What no member has delivered is published by the one of the requests. Where the second member raises, this
-        object remembers what the first one settled, and leaves it out when the caller settles the rest again.
+        The requests' member publishes outputs of deliveries that no member has made. Where the second member raises,
+        this object remembers what the first one settled. It leaves that out when the caller settles the rest again.
         """
         check_size(output for settlement in settlements for output in settlement.outputs)
         for member in (self._requests, self._jobs):

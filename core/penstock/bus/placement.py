@@ -5,9 +5,9 @@ ago, and a producer remembers what it sent where. The work that is left is what 
 what this producer has sent there since. Producers do not talk, and see nothing of what the others sent: a chat has a
 home among the workers by a hash, the same for all producers, and stays there unless that costs much more.
 
-This changes only the speed: in whatever partition a request is, its record in Redis decides which worker answers it,
-and a prefix that is in no pool is found in the tiers below, or computed. Where no heartbeat is known that is fresh, a
-hash over all partitions chooses. `docs/protocol.md` has the rule for producers in other languages.
+This changes only the speed. The record in Redis decides which worker answers a request, in whatever partition it is. A
+prefix that is in no pool is found in the tiers below, or computed. Where no fresh heartbeat is known, a hash over all
+partitions chooses. `docs/protocol.md` has the rule for producers in other languages.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptChain:
-    """What a request begins with, from the shortest beginning to the longest. It is no part of the written message."""
+    """The beginnings of a request's prompt, from the shortest to the longest. It is no part of the written message."""
 
     klass: PriorityClass
     home: bytes
@@ -61,7 +61,7 @@ class PromptChain:
     text, or of token ids, the first piece."""
     links: tuple[Link, ...]
     length: int
-    """Of the whole prompt."""
+    """Characters or tokens of the whole prompt."""
     is_tokens: bool = False
     hash_key: bytes = b""
     """In place of home where no heartbeat is known, if it is not empty: the last link of a text or of token ids without
@@ -123,7 +123,7 @@ def count_prompt_chars(request: Request) -> int:
 
 @dataclass(frozen=True)
 class WorkerBeat:
-    """What a placer reads in the heartbeat of a worker that reads requests."""
+    """The heartbeat of a worker that reads requests, as far as a placer needs it."""
 
     worker: str
     at_s: float
@@ -138,7 +138,7 @@ class WorkerBeat:
 
 
 class Placement(NamedTuple):
-    """What was chosen, and why."""
+    """The partition that was chosen, and why."""
 
     partition: int
     worker: str = ""

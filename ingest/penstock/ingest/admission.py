@@ -220,7 +220,7 @@ class LagCache:
         except BusUnavailable:  # whoever publishes is told
             pass
         except Exception:  # not to know the lag is no reason to refuse
-            log.exception("the lag of %s", pipeline.name)
+            log.exception("reading the lag of %s failed", pipeline.name)
         finally:
             self._cached[pipeline] = (time.monotonic(), lag)
             del self._refreshing[pipeline]

@@ -56,7 +56,7 @@ NO_RETRY_STATUSES = (409, 504)
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, for programs (`type`, `code`, `param`) and for people (`message`)."""
+    """The error, for programs (`type`, `code`, `param`) and for people (`message`)."""
 
     message: str
     type: str

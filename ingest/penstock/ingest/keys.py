@@ -88,7 +88,7 @@ class FileKeys:
             if mark != self._version:
                 self._book, self._version = await asyncio.to_thread(read_book_file, self._path), mark
         except (OSError, SettingsError) as error:
-            log.error("the keys are not read again: %s", error)
+            log.error("reading the keys again failed, the old ones stay: %s", error)
 
 
 class RedisKeys:

@@ -3,7 +3,8 @@
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, check_together, load_group, load_settings
 from penstock.errors import SettingsError
-from penstock.ingest.gateway.server import serve_gateway
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.http.server import serve_app
 from penstock.names import Pipeline
 from penstock.ops.access import check_access
 from penstock.ops.eviction import watch_eviction
@@ -24,4 +25,5 @@ def run_gateway(**given: object) -> None:
         watch_eviction(addresses, settings.record.eviction),
         open_telemetry("penstock-gateway", addresses, name, telemetry, settings.traces, with_endpoint=False) as meters,
     ):
-        serve_gateway(settings, addresses, meters)
+        app = create_app(settings, addresses, meters)
+        serve_app(app, settings, app.state.gateway.begin_stop)

@@ -145,7 +145,7 @@ def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[Result]:
         try:
             result = decode_message(Result, followed.message.value)
         except RequestError as error:
-            log.warning("%s is no result: %s", followed.offset, error)
+            log.warning("skipped %s, which is no result: %s", followed.offset, error)
             continue
         usage = result.usage
         if (

@@ -1,9 +1,9 @@
 """Tenants' shares of a full pipeline.
 
-Topics are read in order of arrival, so a tenant's share of the work done is its share of the work that waits. While
-a request would have to wait, a tenant is refused if its part of all admitted and unanswered tokens is larger than
-its weight's part of the weights of all tenants that hold any. While no request has to wait, any tenant may hold all
-of it.
+Topics are read in order of arrival, so a tenant's share of the work done is its share of the work that waits. A
+tenant's part of the tokens is its part of all tokens that are admitted and not answered. While a request would have to
+wait, a tenant is refused if that is larger than its part of the weights of all tenants that hold tokens. While no
+request has to wait, any tenant may hold all of it.
 
 Tokens are held until their request is settled, at most for `HELD_TTL_S`: so the requests of a gateway that died stop
 counting.

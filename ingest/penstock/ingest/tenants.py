@@ -25,7 +25,7 @@ _NO_HASH = "0" * 64
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a request. It is derived from the API key alone, never from the request's content."""
+    """The tenant that makes a request. It is derived from the API key alone, never from the request's content."""
 
     tenant: str = "default"
     classes: tuple[PriorityClass, ...] = CLASSES

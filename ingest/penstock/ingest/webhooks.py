@@ -30,7 +30,6 @@ import ssl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cached_property
 from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple, cast
@@ -41,6 +40,7 @@ from redis.exceptions import RedisError
 
 from penstock.config.settings import WebhookSettings
 from penstock.errors import PenstockError, is_failure
+from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.tenants import KeySource
 from penstock.names import WEBHOOK_MARK_KEYS, WEBHOOKS_KEY, webhook_events_key
 from penstock.redis.client import log_outage, translate_outages
@@ -91,11 +91,8 @@ class Webhooks:
         self._read_clock = read_clock
         self._num_waiting = 0
         self._marked_at = -MARK_S
-        self._wake_up = asyncio.Event()
-        self._look_task: asyncio.Task[None] | None = None
+        self._loop = SearchLoop("webhooks", self._start_deliveries, LOOK_S)
         self._delivering: dict[str, asyncio.Task[None]] = {}
-        # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls: the loop looks at this too.
-        self._is_closing = False
         # Threads of their own: a name server that hangs holds up nothing else. There are none until one is needed.
         self._lookups = ThreadPoolExecutor(MAX_TENANTS_AT_ONCE, "webhooks")
         meters.add_source(self._read_gauges)
@@ -132,7 +129,7 @@ class Webhooks:
                 batch.sadd(WEBHOOKS_KEY, tenant)
                 batch.zadd(webhook_events_key(tenant), {body: self._read_clock()}, nx=True)
                 await batch.execute()
-        self._wake_up.set()
+        self._loop.search_now()
 
     async def _is_sent_elsewhere(self, tenant: str) -> bool:
         """Return whether a gateway with other settings can send a tenant's events. Raises `BusUnavailable`."""
@@ -156,31 +153,12 @@ class Webhooks:
         if self.is_on:
             # It would log each URL.
             logging.getLogger("httpx2").setLevel(logging.WARNING)
-            self._look_task = asyncio.create_task(self._look_forever())
+            self._loop.start()
 
     async def close(self) -> None:
         """Stop; other gateways go on, with what is under way here after `TAKEN_S`."""
-        self._is_closing = True
-        tasks = [*self._delivering.values(), *([] if self._look_task is None else [self._look_task])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.close(*self._delivering.values())
         self._lookups.shutdown(wait=False, cancel_futures=True)
-
-    async def _look_forever(self) -> None:
-        while not self._is_closing:
-            self._wake_up.clear()
-            try:
-                await self._start_deliveries()
-            except (PenstockError, RedisError) as error:
-                log_outage(log, f"webhooks: {error}")
-            except BaseException as error:  # else this gateway would deliver nothing until it is started again
-                if not is_failure(error):
-                    raise
-                log.exception("webhooks: looked for again")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._wake_up.wait()
 
     async def _start_deliveries(self) -> None:
         if time.monotonic() > self._marked_at + MARK_S:
@@ -205,14 +183,14 @@ class Webhooks:
         try:
             if await self.find_receiver(tenant) is None and await self._is_sent_elsewhere(tenant):
                 return
-            while not self._is_closing and (events := await self._take_due(tenant)):
+            while not self._loop.is_closing and (events := await self._take_due(tenant)):
                 await self._try_events(tenant, events)
         except (PenstockError, RedisError) as error:
             log_outage(log, f"webhooks of {tenant}: {error}")
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("webhooks of %s: tried again", tenant)
+            log.exception("delivering webhooks of %s failed, retrying", tenant)
         finally:
             del self._delivering[tenant]
 

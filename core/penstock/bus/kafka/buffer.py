@@ -157,7 +157,9 @@ class PrefetchBuffer:
             lost = f"{topic} partition {number} lost its tail: {offsets.next_offset} was reached, now it is {offset}"
             if partition not in self._fresh:
                 raise BusUnavailable(f"Kafka: {lost}; it is begun anew")
-            log.warning("%s; it is begun anew there, and what follows is answered again if it is forgotten", lost)
+            log.warning(
+                "%s: reading restarts there; messages that are not in the record any more are answered again", lost
+            )
             offsets = self._offsets[partition] = PartitionOffsets(offset)
         self._fresh.discard(partition)
         return offsets

@@ -150,6 +150,22 @@ def parse_headers(message: Message) -> Mapping[str, str]:
     return {name: as_text(raw or b"") for name, raw in pairs}
 
 
+def ask_bounds(consumer: Consumer, partition: Partition, limit_s: float) -> tuple[int, int]:
+    """Return where a partition begins and ends, as its leader says. Raise `KafkaException` or `BusUnavailable`."""
+    place = TopicPartition(*partition)
+    try:
+        found = consumer.get_watermark_offsets(place, timeout=limit_s)
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
+            raise
+        # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
+        consumer.list_topics(partition[0], limit_s)
+        found = consumer.get_watermark_offsets(place, timeout=limit_s)
+    if found is None:
+        raise BusUnavailable("no leader answers")
+    return found
+
+
 class DamagedBatches:
     """Counts for each partition how often its current batch could not be unpacked."""
 

@@ -30,7 +30,7 @@ class KafkaClientFactory:
         self.pace = ServerPace(settings.transaction_timeout_s)
         """How late brokers answer, as members and look-ups have seen it."""
         self.fetch_attempts = FetchAttempts()
-        """What members learned about messages that take long to fetch, for those that are made after them."""
+        """Attempts of earlier members to fetch messages that take long, for the members that are made after them."""
 
     def create_consumer(self, settings: Mapping[str, Any]) -> Consumer:
         """Return a consumer with these settings and those that all clients share."""

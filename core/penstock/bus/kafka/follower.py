@@ -108,7 +108,9 @@ class KafkaFollower:
         wanted = self._next_offset(number).offset
         passed = self._damaged.pass_over(self._consumer, (self._topic, number), batch, wanted)
         if passed is not None:
-            log.warning("%s, partition %d: offset %d cannot be unpacked", self._topic, number, passed)
+            log.warning(
+                "Kafka: skipped offset %d of %s partition %d: it cannot be unpacked", passed, self._topic, number
+            )
             self._after[number] = passed
 
     def _move_into_log(self, number: int) -> bool:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -17,34 +17,28 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from penstock.bus.contract import Delivery, OrphanReader, Outgoing, Settlement, check_size
-from penstock.bus.dead_letters import build_dead_letter
-from penstock.bus.kafka.buffer import Commit, PrefetchBuffer
+from penstock.bus.contract import Delivery, OrphanReader, Settlement
+from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.bus.kafka.client import (
-    BROKER_TIMEOUT_S,
     DAMAGED_BATCH_ERRORS,
     FETCH_LIMITS,
     MAX_BATCH_BYTES,
     SOCKET_TIMEOUT_S,
-    DamagedBatches,
     bus_errors,
     parse_delivery,
 )
 from penstock.bus.kafka.client_factory import KafkaClientFactory
+from penstock.bus.kafka.damage import DamagedMessages
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.bus.kafka.position_lookup import LookupThread, PositionLookup, ReadProgress
+from penstock.bus.kafka.settling import MemberSettling
+from penstock.bus.kafka.shared import SharedState
 from penstock.bus.kafka.writers import (
     INIT_TIMEOUT_S,
-    GroupRebalanced,
-    OffsetCommitter,
-    OutputWriter,
-    Transactions,
-    to_topic_partitions,
 )
-from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
-from penstock.failpoints import failpoint
+from penstock.errors import BusUnavailable
 from penstock.names import PriorityClass, WorkerKind
 from penstock.redis.scripts import ScriptCall
 
@@ -75,10 +69,6 @@ STALL_PATIENCE_S = 5.0
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
 EOF = KafkaError._PARTITION_EOF  # noqa: SLF001 - that is its name
-MARKER_COMMIT_INTERVAL_S = 1.0
-"""How often offsets of markers that were passed over are committed while nothing is settled. Where brokers are slow it
-is seldom: it takes a transaction, which holds up the next settlement.
-"""
 
 
 class KafkaMember:
@@ -90,9 +80,8 @@ class KafkaMember:
     caller's, which settles.
 
     The broker checks that a settling member is in the group, but not that it owns the partition. So there are two
-    locks. `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
-    transaction is over; after that, deliveries of the partition are refused here. `_state` guards `_holdings`, for
-    moments only.
+    locks: that of `MemberSettling`, which the callback for revoked partitions waits for, and `_state`, which guards
+    `_holdings`.
 
     An assigned partition is begun in this order:
 
@@ -120,20 +109,14 @@ class KafkaMember:
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
-        self._settling = threading.Lock()
-        self._settling_since: float | None = None
-        self._state, self._wake = threading.Condition(), wake
-        self._holdings = PrefetchBuffer(bus.pipeline, stage)
-        self._damaged = DamagedBatches()
-        self._failure: Exception | None = None
-        self._leaving, self._closing = threading.Event(), threading.Event()
-        self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
+        self._holdings, self._leaving = PrefetchBuffer(bus.pipeline, stage), threading.Event()
+        self._shared = SharedState(self._holdings, wake)
+        self._state, self._closing = self._shared.changed, self._shared.closing
+        self._damage = DamagedMessages(self._shared, bus.pipeline, self._classes)
         # The poller's.
         self._starting: set[Partition] = set()
         self._paused: set[Partition] = set()
         self._progress = ReadProgress(bus.fetch_attempts)
-        self._passing: dict[Partition, int] = {}
-        """Partitions that are read on behind a message that could not be fetched, with its offset."""
         self._refresh_at = self._count_at = self._ask_paused_at = 0.0
         self._turned_at = time.monotonic()
         self._is_losing = False
@@ -145,24 +128,24 @@ class KafkaMember:
         # The problems that `current_problem` describes, each kind by itself.
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
-        self._membership: object = None
         # The lookup thread's.
         self._places = places = PlaceKeeper(bus.pipeline, bus.clients, bus.redis_url, bus.pace)
         settings = _lookup_settings(self._group)
         self._lookup = PositionLookup(bus.create_consumer(settings), lookups.requested, places, self._pace)
         self._topic_parts: list[str] = []
         """All partitions of the interactive topic, as the brokers told last."""
-        self._commit_at = 0.0
-        """When offsets of markers that were passed over are to be committed, if nothing is settled before."""
-        self._open_transactions = partial(bus.create_transactions, f"{self._group}.{name}")
-        self._transactions = self._begin_transactions() if stage != "prefill" else None
-        self._outputs = bus.create_output_writer() if self._transactions is None else None
-        """Writes hand-offs of prefill; None where transactions alone commit offsets, and the consumer none. `_state`
-        guards it.
-        """
-        self._commits = OffsetCommitter()
+        if stage != "prefill":  # its first producer has limits that suit the brokers' pace
+            with bus_errors():
+                self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
+        self._settling = MemberSettling(
+            self._shared,
+            self._pace,
+            self._pipeline.results_topic,
+            partial(bus.create_transactions, f"{self._group}.{name}"),
+            bus.create_output_writer() if stage == "prefill" else None,
+        )
         self._probe_at = time.monotonic() + PROBE_INTERVAL_S
-        settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
+        settings = _consumer_settings(self._group, name) | {"on_commit": self._settling.note_committed}
         # A response that takes longer than the time limit of a socket is dropped, and asked for again from its start.
         timeout_s = min(MAX_SOCKET_TIMEOUT_S, max(SOCKET_TIMEOUT_S, bus.fetch_attempts.longest_patience_s))
         self._consumer = bus.create_consumer(settings | {"socket.timeout.ms": int(timeout_s * 1000)})
@@ -170,12 +153,6 @@ class KafkaMember:
         lookups.serve(self)
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
-
-    def _begin_transactions(self) -> Transactions:
-        """Return the member's first producer with transactions, whose limits suit the brokers' pace."""
-        with bus_errors():
-            self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
-        return self._open_transactions()
 
     @property
     def current_problem(self) -> str:
@@ -197,10 +174,10 @@ class KafkaMember:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
         self._check_alive()
-        self._bury_damaged()
+        self._damage.bury_damaged(self._settling)
         with self._state:
             while True:
-                self._raise_failure()
+                self._shared.raise_failure()
                 found = self._holdings.hand_out(capacity)
                 left_s = end - time.monotonic()
                 if found or left_s <= 0 or self._closing.is_set():
@@ -209,107 +186,7 @@ class KafkaMember:
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish the outputs and finish the deliveries; see `contract.Member.settle` for what each stage promises."""
-        deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
-        outputs = [output for settlement in settlements for output in settlement.outputs]
-        check_size(outputs)
-        if self._closing.is_set():
-            raise BusUnavailable("Kafka: this member has left its group")
-        writer = self._outputs
-        if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):
-            self._publish_then_finish(writer, deliveries, outputs)
-        elif settlements:
-            self._settle_together(deliveries, outputs)
-
-    def _publish_then_finish(self, writer: OutputWriter, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """Make a settlement of the prefill stage, in this order.
-
-        1. Check that the deliveries are still held; if not, nothing is published. 2. Write the outputs, all
-        acknowledged. 3. Finish the deliveries here. 4. The poller commits their offsets, a moment later
-        (`_commit_finished`).
-
-        After a crash in 2, or between it and 4, the deliveries come again though their outputs are out. If the record
-        says by then that the request was handed off, they are settled without output. Otherwise it is handed off again:
-        its second job is stale, as the first one is bound, and a dead letter is there twice. The same happens where a
-        partition goes to another member meanwhile, as revocation does not wait for this settlement.
-        """
-        with self._state:  # 1
-            self._raise_failure()
-            lost = self._holdings.find_lost(deliveries)
-        if lost:
-            raise DeliveryLost(lost)
-        with self._time_settlement(), bus_errors():
-            writer.write_outputs(outputs)  # 2
-        failpoint("kafka.2.acknowledged")
-        with self._state:  # 3
-            self._holdings.finish_deliveries(deliveries)
-        failpoint("kafka.3.finished")
-
-    def _change_over(self) -> Transactions:
-        """Settle in transactions from now on, in a member of the prefill stage that has its first result.
-
-        A result and its message's offset are one transaction, and no commit of the consumer may come behind it: that
-        would take the offset back, and the result would be there a second time.
-
-        1. No commit of the consumer is begun any more. 2. Those under way are answered. 3. The transactions are opened.
-
-        A crash between any two of them costs what it did before: hand-offs whose offsets were not committed come again.
-        After 3 the next transaction commits those too. Raise `BusUnavailable` if 2 or 3 fails: the next settlement goes
-        on there. Where no broker will answer a commit any more this member has to be made anew.
-        """
-        with self._time_settlement(), self._state:
-            self._outputs, limit_s = None, self._pace.stretch(BROKER_TIMEOUT_S)  # 1
-            is_over = self._state.wait_for(lambda: self._failure or not self._commits.may_come_late, limit_s)
-            self._raise_failure()
-            if not is_over:  # 2
-                raise BusUnavailable("Kafka: a commit of offsets may come late, as no broker has answered it")
-        with self._settling, self._time_settlement():
-            if self._closing.is_set():
-                raise BusUnavailable("Kafka: this member has left its group")
-            self._raise_failure()
-            self._transactions = self._transactions or self._open_transactions()  # 3
-            return self._transactions
-
-    def _settle_together(self, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """Make a settlement in a transaction.
-
-        If the group is rebalanced meanwhile (another member joined or left), try again with what is still held. If the
-        brokers are slow, and the producer's limits too short for that, try again with a producer that has longer ones.
-        """
-        end = time.monotonic() + self._pace.stretch(BROKER_TIMEOUT_S)
-        while True:
-            writer = self._transactions or self._change_over()
-            with self._settling, self._time_settlement(), bus_errors():
-                begun_s, slowness = time.monotonic(), self._pace.slowness
-                try:
-                    self._run_transaction(writer, deliveries, outputs)
-                    return
-                except GroupRebalanced as moved:
-                    if time.monotonic() > end:
-                        raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
-                except (KafkaException, MemberFenced) as raised:
-                    if not self._is_too_short(raised, slowness, begun_s):
-                        if isinstance(raised, MemberFenced):
-                            self._note_failure(raised)
-                        raise
-            self._closing.wait(0.02)  # the callbacks run meanwhile
-
-    def _is_too_short(self, raised: KafkaException | MemberFenced, slowness: int, begun_s: float) -> bool:
-        """Return whether a transaction failed as its limits were too short, and longer ones hold by now. It began at
-        `begun_s`, and its limits were chosen by `slowness`.
-
-        The brokers also end the transaction of a member that was away. Then limits follow only from what the lookup
-        thread has measured.
-        """
-        writer = self._transactions
-        if writer is None or not writer.is_late(raised):
-            return False
-        log.info("Kafka: a transaction took too long: %s", raised)
-        if not isinstance(raised, MemberFenced):
-            return self._pace.note_too_short(slowness, begun_s)
-        if self._pace.slowness > writer.slowness:
-            self._transactions = None  # it is of no more use: the next settlement opens them
-            writer.close()
-        return self._transactions is None
+        self._settling.settle(settlements)
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
@@ -345,8 +222,8 @@ class KafkaMember:
     def count_waiting(self) -> dict[Partition, int]:
         """Return what waits in each partition of requests; see `contract.Member.count_waiting`.
 
-        It is what is buffered, and what was unread at the last look, within a part of a second, or, of a partition that
-        is paused as the buffer is full, within some seconds.
+        Messages in the buffer count, and those that were unread when they were counted last: within a part of a second.
+        Partitions that are paused, as the buffer is full, are counted every few seconds.
         """
         if self._stage == "decode":
             return {}
@@ -373,18 +250,8 @@ class KafkaMember:
         Threads that still wait for brokers end by themselves later.
         """
         self._leaving.set()
-        writer = self._transactions
-        if (
-            writer
-            and not self.current_problem
-            and not self._closing.is_set()
-            and self._settling.acquire(timeout=LEAVE_TIMEOUT_S)
-        ):
-            try:
-                with contextlib.suppress(KafkaException, MemberFenced, GroupRebalanced):
-                    self._clear_doubt(writer, LEAVE_TIMEOUT_S)
-            finally:
-                self._settling.release()
+        if not self.current_problem:
+            self._settling.finish_last(LEAVE_TIMEOUT_S)
         self._closing.set()
         with self._state:
             self._state.notify_all()
@@ -396,70 +263,6 @@ class KafkaMember:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _bury_damaged(self) -> None:
-        with self._state:
-            damaged = self._holdings.list_damaged()
-        letters = [
-            Settlement(delivery, [build_dead_letter(self._pipeline, delivery, reason)]) for delivery, reason in damaged
-        ]
-        while letters:
-            try:
-                self.settle(letters)
-                break
-            except DeliveryLost as gone:  # the partition's new owner finds them again
-                letters = [letter for letter in letters if letter.delivery not in gone.deliveries]
-
-    # Settling in transactions: with `_settling` held.
-
-    def _run_transaction(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """Make a settlement, in this order.
-
-        1. Clear what an earlier settlement left unclear: repeat its commit, or abort its transaction. Then change the
-        producer if the brokers' pace has changed since it was made: its limits are fixed. 2. Check that the
-        deliveries are still held; if not, nothing is done. 3. Write the outputs, and flush them: otherwise the next
-        step waits for librdkafka's own interval. 4. Add the offsets to the transaction. 5. Commit the transaction. 6.
-        Finish the deliveries here too.
-
-        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a member of the
-        same name starts. A crash in 5 is decided by the broker, for outputs and offsets alike. A crash before 6 costs
-        nothing.
-        """
-        if self._closing.is_set():
-            raise BusUnavailable("Kafka: this member has left its group")
-        self._clear_doubt(writer, self._pace.stretch(BROKER_TIMEOUT_S))  # 1
-        if writer.slowness != self._pace.slowness:
-            self._transactions = None  # the next settlement opens them where this fails
-            writer.close()
-            self._transactions = writer = self._open_transactions()
-        with self._state:  # 2
-            self._raise_failure()
-            lost = self._holdings.find_lost(deliveries)
-            commits, epochs = [] if lost else self._holdings.build_commits(deliveries), self._holdings.commit_epochs
-        if lost:
-            raise DeliveryLost(lost)
-        self._doubtful = commits, deliveries
-        writer.run_transaction(outputs, to_topic_partitions(commits, epochs), self._membership)  # 3, 4, 5
-        self._commit_at = time.monotonic() + MARKER_COMMIT_INTERVAL_S * self.slowness**2
-        with self._state:  # 6
-            self._raise_failure()  # `_on_lost` does not wait for a step that does not end
-            self._holdings.finish_deliveries(deliveries)
-            self._holdings.note_committed(commits)
-
-    def _clear_doubt(self, writer: Transactions, timeout_s: float) -> None:
-        if writer.clear_doubt(timeout_s):
-            with self._state:
-                commits, deliveries = self._doubtful
-                self._holdings.finish_deliveries(deliveries)
-                self._holdings.note_committed(commits)
-
-    @contextlib.contextmanager
-    def _time_settlement(self) -> Iterator[None]:
-        self._settling_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._settling_since = None
 
     # The polling thread.
 
@@ -478,13 +281,13 @@ class KafkaMember:
                     self._note_message(message)
                     self._buffer_message(message)
                 self._begin_partitions()
-                self._commit_finished()
+                self._settling.commit_finished(self._consumer, self._turned_at)
                 self._pause_full()
                 self._refresh_membership()
                 self._count_unread()
                 self._watch_progress()
         except Exception as error:  # the member cannot go on: its methods raise the error
-            self._note_failure(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
+            self._shared.note_failure(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._consumer.close()
@@ -501,7 +304,7 @@ class KafkaMember:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
         elif error is None or error.code() == EOF:
             self._refused.pop(partition[0], None)
-            self._bury_unfetched(partition, message.offset() or 0)
+            self._damage.note_read(partition, message.offset() or 0)
             self._note_deleted(partition, message.offset() or 0)
             if error is None:  # its end is counted later, perhaps after this member's last note
                 self._places.note_read(partition, message.offset() or 0)
@@ -529,54 +332,12 @@ class KafkaMember:
             log.warning("Kafka: %s", error.str())
             if error.code() in DAMAGED_BATCH_ERRORS:
                 partition = message.topic() or "", message.partition() or 0
-                self._pass_damaged(partition, message.offset() or 0, error.str())
+                self._damage.pass_damaged(self._consumer, partition, message.offset() or 0, error.str())
             return
         delivery = parse_delivery(message, self._classes[message.topic() or ""])
         with self._state:
             self._holdings.add_message(delivery, _epoch_of(message))
-            self._notify_poll()
-
-    def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
-        """Pass over a message that cannot be unpacked, once that was tried a few times. It becomes a dead letter."""
-        if not self._damaged.note_attempt(partition, batch):
-            return
-        with self._state:
-            if partition not in self._holdings.partitions:
-                return
-            _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-            if end >= 0:
-                self._holdings.check_end(partition, batch, end)
-            offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
-            self._notify_poll()
-        self._consumer.seek(TopicPartition(*partition, offset))
-
-    def _pass_unfetched(self, partition: Partition, offset: int) -> None:
-        """Read a partition on behind a message that could not be fetched.
-
-        It becomes a dead letter when the partition brings something from behind it. If it does not, the message is not
-        at fault: nothing is passed over, and this member is made anew.
-        """
-        if partition in self._passing:
-            return
-        log.warning("Kafka: %s partition %d is read on behind offset %d", *partition, offset)
-        self._passing[partition] = offset
-        self._consumer.seek(TopicPartition(*partition, offset + 1))
-        self._progress.note_message(partition, self._turned_at)
-
-    def _bury_unfetched(self, partition: Partition, offset: int) -> None:
-        """Make a dead letter of the message that was passed over, as the partition brought something behind it."""
-        unfetched = self._passing.get(partition)
-        if unfetched is None:
-            return
-        del self._passing[partition]
-        if offset > unfetched:
-            with self._state:
-                if partition in self._holdings.partitions and self._holdings.next_offset(partition) == unfetched:
-                    why = "it took too long to fetch"
-                    self._holdings.add_damaged_message(
-                        partition, unfetched, self._classes[partition[0]], why, "fetched"
-                    )
-                    self._notify_poll()
+            self._shared.notify_poll()
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Do steps 1 and 2 for assigned partitions. The offset does not matter, as nothing is read before 3."""
@@ -599,40 +360,17 @@ class KafkaMember:
                 # The epoch makes the brokers say if the log was cut before this offset, and written anew.
                 self._consumer.seek(TopicPartition(*partition, start.offset, "", epoch))
             except KafkaException as error:  # librdkafka has not begun with it, or not ended its last assignment
-                log.debug("%s is begun later: %s", partition, error)
+                log.debug("beginning %s failed, retrying: %s", partition, error)
                 self._lookup.request_starts([partition])
                 continue
             with self._state:
                 self._holdings.assign_partition(partition, start, epoch)
             self._starting.discard(partition)
 
-    def _commit_finished(self) -> None:
-        """Do step 4 of settlements without transactions."""
-        if not self._holdings.has_uncommitted:
-            self._commits.note_nothing_to_commit()
-        elif self._commits.is_due(self._turned_at):
-            with self._state:
-                if self._outputs is not None:
-                    commits, epochs = self._holdings.build_commits(), self._holdings.commit_epochs
-                    self._commits.send_commits(self._consumer, commits, epochs)
-
-    def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
-        """Note the brokers' answer to a commit.
-
-        Offsets that were refused, as the group was rebalanced, are committed again if the partition is still assigned.
-        Otherwise its next owner settles the messages from the record.
-        """
-        with self._state:
-            self._holdings.note_committed(self._commits.note_answer(error, places))
-            self._state.notify_all()
-
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Commit what is finished of partitions, and forget them. librdkafka revokes them after the answer."""
         gone = {(old.topic, old.partition) for old in partitions}
-        with self._state:
-            if self._outputs is not None:
-                commits = [commit for commit in self._holdings.build_commits() if commit[0] in gone]
-                self._commits.send_commits(consumer, commits, self._holdings.commit_epochs)
+        self._settling.commit_revoked(consumer, gone)
         self._on_lost(consumer, partitions)
 
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
@@ -645,13 +383,13 @@ class KafkaMember:
         self._lookup.cancel_requests(gone)
         self._starting -= gone
         self._paused -= gone
-        self._passing = {one: offset for one, offset in self._passing.items() if one not in gone}
+        self._damage.forget_partitions(gone)
         limit_s, now, self._is_losing = self._pace.stretch(REVOKE_TIMEOUT_S), time.monotonic(), True
         # A member that is made anew because of such a settlement leaves its group at once.
-        is_over = self._settling.acquire(timeout=max(0.0, (self._settling_since or now) + limit_s - now))
+        is_over = self._settling.lock.acquire(timeout=max(0.0, (self._settling.since_s or now) + limit_s - now))
         self._turned_at, self._is_losing = time.monotonic(), False
         if not is_over:
-            self._note_failure(
+            self._shared.note_failure(
                 BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {limit_s:g} s")
             )
         try:
@@ -659,7 +397,7 @@ class KafkaMember:
                 self._holdings.revoke_partitions(gone)
         finally:
             if is_over:
-                self._settling.release()
+                self._settling.lock.release()
 
     def _pause_full(self) -> None:
         with self._state:
@@ -682,7 +420,7 @@ class KafkaMember:
         # This is done on the poller's thread, as librdkafka hangs if two threads use a consumer.
         now = time.monotonic()
         if now >= self._refresh_at:
-            self._membership = self._consumer.consumer_group_metadata()
+            self._settling.membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_REFRESH_S
 
     def _count_unread(self) -> None:
@@ -713,10 +451,13 @@ class KafkaMember:
             positions = {one: self._holdings.next_offset(one) for one in self._holdings.partitions}
         for partition, end in self._lookup.take_ends().items():
             self._told_ends[partition] = end or 0
-            if partition in positions and self._progress.compare_end(
-                partition, positions[partition], end, self._turned_at
+            if partition not in positions:
+                continue
+            position = positions[partition]
+            if self._progress.compare_end(partition, position, end, self._turned_at) and self._damage.pass_unfetched(
+                self._consumer, partition, position
             ):
-                self._pass_unfetched(partition, positions[partition])
+                self._progress.note_message(partition, self._turned_at)
         quiet = [one for one in self._progress.take_quiet(self._turned_at) if one[0] not in self._refused]
         if quiet:
             self._lookup.request_ends(quiet)
@@ -726,28 +467,23 @@ class KafkaMember:
     @property
     def has_requests(self) -> bool:
         """Whether the brokers are to be asked something, by a member that can go on."""
-        return self._failure is None and self._lookup.has_requests
+        return self._shared.failure is None and self._lookup.has_requests
 
     def look_up(self) -> bool:
         """Look up what is asked for; see `position_lookup.LookingUp.look_up`."""
         if self._closing.is_set():
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._lookup.close()
-            with self._settling:  # a settlement under way uses the producer
-                if self._transactions is not None:
-                    self._transactions.close()
+            self._settling.close()
             return False
         try:
-            if self._failure is None:
+            if self._shared.failure is None:
                 self._probe_brokers()
                 self._lookup.answer_requests()
                 self._places.note_commits(self._holdings.commits)
-                writer, now_s = self._transactions, time.monotonic()
-                if writer and self._holdings.has_uncommitted and now_s >= self._commit_at:
-                    self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S * self.slowness**2
-                    self._commit_passed(writer)
+                self._settling.commit_passed()
         except Exception as error:
-            self._note_failure(error)
+            self._shared.note_failure(error)
         return True
 
     def _probe_brokers(self) -> None:
@@ -762,39 +498,20 @@ class KafkaMember:
             self._topic_parts = [format_partition(one) for one in known]
             self._probe_at = time.monotonic() + (PROBE_INTERVAL_S if self._pace.is_steady else 0.0)
 
-    def _commit_passed(self, writer: Transactions) -> None:
-        """Commit the offsets of markers that were passed over, unless a settlement runs, which commits them too.
-
-        A producer with transactions leaves them in the requests topics, which endpoint workers read.
-        """
-        if not self._settling.acquire(blocking=False):
-            return
-        try:
-            with self._time_settlement(), bus_errors():  # the consumer's own commit could wait without end
-                try:
-                    self._run_transaction(writer, [], [])
-                except MemberFenced as fenced:
-                    if not self._is_too_short(fenced, writer.slowness, 0.0):
-                        raise
-        except (BusUnavailable, GroupRebalanced) as error:
-            log.debug("offsets are committed later: %s", error)
-        finally:
-            self._settling.release()
-
     # Problems. Any thread.
 
     def _describe_stall(self) -> str:
         """Return why this member stands still though the brokers answer; empty if it works."""
-        if self._failure is not None:
-            return str(self._failure)
+        if self._shared.failure is not None:
+            return str(self._shared.failure)
         if self._leaving.is_set():
             return ""
-        now, since, limit_s = time.monotonic(), self._settling_since, self._pace.stretch(MAX_SETTLEMENT_S)
+        now, since, limit_s = time.monotonic(), self._settling.since_s, self._pace.stretch(MAX_SETTLEMENT_S)
         if not self._is_losing and now - self._turned_at > MAX_POLLER_PAUSE_S:
             return f"Kafka: nothing was read for {now - self._turned_at:.0f} s"
         if since is not None and now - since > limit_s:
             return f"Kafka: a settlement takes {now - since:.0f} s"
-        return self._progress.current_problem or self._commits.describe_problem(now, limit_s)
+        return self._progress.current_problem or self._settling.commits.describe_problem(now, limit_s)
 
     def _check_alive(self) -> None:
         """Raise `BusUnavailable` if the member has stood still for `STALL_PATIENCE_S`, and has to be made anew."""
@@ -804,21 +521,7 @@ class KafkaMember:
         elif self._stalled_at is None:
             self._stalled_at = now
         elif now - self._stalled_at > STALL_PATIENCE_S:
-            self._note_failure(BusUnavailable(f"{problem}: this member is to be made anew"))
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _notify_poll(self) -> None:
-        """Wake who polls. `_state` is held."""
-        self._state.notify_all()
-        self._wake()
-
-    def _note_failure(self, failure: Exception) -> None:
-        with self._state:
-            self._failure = self._failure or failure
-            self._notify_poll()
+            self._shared.note_failure(BusUnavailable(f"{problem}: this member is to be made anew"))
 
 
 def _epoch_of(message: Message) -> int:

@@ -9,11 +9,12 @@ finished: so runs stay runs.
     state       f  f  .  f  -  f  f          f finished   . unfinished   - left out by the log
     committed        12, and the metadata says 13..16
 
-Where the brokers forgot a commit, messages before the end that the log had then may be answered though no commit says
-so. The metadata of later commits names that end until it is passed: who gets the partition has to know it, too.
+Where the brokers forgot a commit, messages before the log's end of that time may be answered though no commit says so.
+The metadata of later commits names that end until it is passed: the partition's next owner has to know it, too.
 
-A partition is read on only as long as its metadata is sure to have room for all that may be finished, and not too far
-beyond its first unfinished offset (`window_usage`). So a restart repeats no finished work, however slow one request is.
+A partition is read on only while its metadata is sure to have room for all offsets that may be finished. Nor is it read
+too far beyond its first unfinished offset (`window_usage`). So a restart repeats no finished work, however slow one
+request is.
 """
 
 import base64

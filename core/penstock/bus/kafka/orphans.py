@@ -15,8 +15,16 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.admin_lookups import CommittedOffsets, retry_during_election
-from penstock.bus.kafka.client import DAMAGED_BATCH_ERRORS, FETCH_LIMITS, DamagedBatches, bus_errors, parse_delivery
+from penstock.bus.kafka.client import (
+    DAMAGED_BATCH_ERRORS,
+    FETCH_LIMITS,
+    DamagedBatches,
+    ask_bounds,
+    bus_errors,
+    parse_delivery,
+)
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
+from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
@@ -82,7 +90,7 @@ class KafkaOrphanReader:
 
     def close(self) -> None:
         """Free the connection. The next call begins again at the group's committed offsets."""
-        self._offsets = {}
+        self._offsets, self._starts = {}, {}
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
@@ -95,22 +103,15 @@ class KafkaOrphanReader:
         finally:
             asked.close()
         starts = {
-            one: self._find_start(TopicPartition(*one, offset, metadata or ""), partial(self._ask_bounds, consumer))
+            one: self._find_start(TopicPartition(*one, offset, metadata or ""), partial(_guess_bounds, consumer))
             for one, (offset, metadata) in commits.items()
         }
         begun = {one: PartitionOffsets(start.offset, start.metadata) for one, start in starts.items()}
-        self._starts |= starts
+        self._starts = {one: starts.get(one) or self._starts[one] for one in partitions}
         self._offsets = {one: begun.get(one) or self._offsets[one] for one in partitions}
         consumer.assign(
             [TopicPartition(*partition, offsets.next_offset) for partition, offsets in self._offsets.items()]
         )
-
-    def _ask_bounds(self, consumer: Consumer, partition: Partition) -> tuple[int, int]:
-        """Return where a partition begins and ends. Where that is not known, all of it may have been answered."""
-        with contextlib.suppress(KafkaException):
-            if (found := consumer.get_watermark_offsets(TopicPartition(*partition), BOUNDS_TIMEOUT_S)) is not None:
-                return found
-        return 0, MAX_OFFSET
 
     def _fetch_messages(self, consumer: Consumer, max_messages: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -139,6 +140,13 @@ class KafkaOrphanReader:
             passed = self._damaged.pass_over(consumer, partition, batch, offsets.next_offset)
             if passed is not None:
                 offsets.skip_to(passed + 1)
+
+
+def _guess_bounds(consumer: Consumer, partition: Partition) -> tuple[int, int]:
+    """Return where a partition begins and ends. Where that is not known, all of it may have been answered."""
+    with contextlib.suppress(KafkaException, BusUnavailable):
+        return ask_bounds(consumer, partition, BOUNDS_TIMEOUT_S)
+    return 0, MAX_OFFSET
 
 
 def _consumer_settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:

@@ -127,12 +127,16 @@ class PlaceKeeper:
             self._noted |= changed
             for one, count in zip(changed, lost, strict=True):
                 if count:
-                    log.warning("Kafka: %s partition %d: %d messages are gone: their topic was made anew", *one, count)
+                    log.warning(
+                        "Kafka: %s partition %d: %d messages were lost: their topic was deleted and created again",
+                        *one,
+                        count,
+                    )
             while self._uncounted:
                 count_lost(self._redis, self._pipeline, *self._uncounted[0])
                 self._uncounted.popleft()
         except (redis.RedisError, BusUnavailable) as error:
-            log.debug("Kafka: what is finished is noted later: %s", error)
+            log.debug("Kafka: noting finished offsets failed, retrying: %s", error)
             self._retry_s = time.monotonic() + NOTE_RETRY_S
 
     def begin_partitions(self, came: Iterable[Partition]) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import redis
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from penstock.bus.kafka.client import ask_bounds
 from penstock.bus.kafka.offsets import Partition, StartPosition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.errors import BusUnavailable
@@ -176,7 +177,7 @@ class PositionLookup:
             why = str(raised)
         if len(wanted) == 1:
             ((partition, request),) = wanted.items()
-            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partition)), why)
+            log.warning("%s: reading the committed offset failed, retrying: %s", "/".join(map(str, partition)), why)
             with self._lock:
                 if self._starts.get(partition) is request:
                     since_s, _ = self._unknown_starts.get(partition, (time.monotonic(), ""))
@@ -189,27 +190,15 @@ class PositionLookup:
             raise KafkaException(place.error)
         return self._places.find_start(place, self._ask_bounds)
 
+    def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
+        return ask_bounds(self._consumer, partition, self._pace.stretch(END_TIMEOUT_S))
+
     def _ask_end(self, partition: Partition) -> int | None:
         try:
             return self._ask_bounds(partition)[1]
         except (KafkaException, BusUnavailable) as error:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
-
-    def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
-        """Return where a partition begins and ends. Raise `KafkaException` or `BusUnavailable`."""
-        place, limit_s = TopicPartition(*partition), self._pace.stretch(END_TIMEOUT_S)
-        try:
-            found = self._consumer.get_watermark_offsets(place, timeout=limit_s)
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001 - that is its name
-                raise
-            # It was added since this consumer saw its topic, which it looks at every five minutes by itself.
-            self._consumer.list_topics(partition[0], limit_s)
-            found = self._consumer.get_watermark_offsets(place, timeout=limit_s)
-        if found is None:
-            raise BusUnavailable("no leader answers")
-        return found
 
 
 class LookingUp(Protocol):

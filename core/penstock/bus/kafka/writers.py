@@ -272,7 +272,7 @@ class OffsetCommitter:
             self._behind_s = None
             return commits
         self._error = str(error or next(iter(refused.values())))
-        log.info("Kafka: offsets are committed later: %s", self._error)
+        log.info("Kafka: committing offsets failed, retrying: %s", self._error)
         self._next_s = time.monotonic() + COMMIT_RETRY_S
         return [] if error is not None else [commit for commit in commits if commit[0] not in refused]
 

@@ -1,8 +1,8 @@
 """The bus on Redis Streams: one stream for each topic, one consumer group for each stage. It is the embedded default.
 
 A message stays in its stream until it is settled, and is then deleted. Results and dead letters are kept: their streams
-are trimmed to about `MAX_KEPT_ENTRIES`, but results that the usage meter has still to count are never trimmed. What is
-published is as durable as the server's `appendfsync` makes it.
+are trimmed to about `MAX_KEPT_ENTRIES`, but results that the usage meter has still to count are never trimmed. The
+server's `appendfsync` decides how durable messages are.
 """
 
 import contextlib

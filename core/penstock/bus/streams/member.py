@@ -354,8 +354,8 @@ class StreamsMember:
 
 
 class StreamsReader:
-    """Reads messages for members on one server: a worker that serves both stages has two. What concerns an earlier one
-    comes first.
+    """Reads messages for members on one server: a worker that serves both stages has two. Messages of an earlier member
+    come first.
     """
 
     def __init__(self, members: Sequence[StreamsMember], url: str) -> None:

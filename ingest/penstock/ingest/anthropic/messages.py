@@ -38,7 +38,7 @@ from penstock.messages import EndEvent, TokenEvent, Usage
 THREAD_CODE = "thread_unsupported_request"
 """The code of an error after which the SDK's tool runner asks again without a thread, with all turns."""
 THINKING_VARIABLE = "enable_thinking"
-"""What chat templates of models that can think with and without it call it."""
+"""The variable by which chat templates switch thinking on and off."""
 TYPE_BY_OTHER_STATUS: Mapping[int, str] = {
     409: "invalid_request_error",
     413: "request_too_large",
@@ -56,7 +56,7 @@ class TextParam(StrictModel):
 
 
 class ThinkingParam(StrictModel):
-    """What the assistant thought, as an earlier answer has it."""
+    """The assistant's reasoning, as an earlier answer has it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -158,7 +158,7 @@ class CountTokensBody(StrictModel):
     system: TextContent | None = None
     """A system message before them."""
     tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
-    """What the model may call. It must have a response template, to tell its calls from text."""
+    """The tools that the model may call. It must have a response template, to tell its calls from text."""
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -213,10 +213,10 @@ class CountTokensBody(StrictModel):
 
 
 class MetadataParam(StrictModel):
-    """Who asks."""
+    """The user behind a request."""
 
     user_id: str | None = None
-    """What stands behind `session_` names the chat, whose requests find the worker that has their KV."""
+    """The text behind `session_` names the chat. Requests of a chat find the worker that has their KV."""
 
     def find_session(self) -> str | None:
         """Return the chat that `user_id` names; None where it names none."""
@@ -331,7 +331,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """What the model thought before."""
+    """The model's reasoning before its answer."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -340,7 +340,7 @@ class ThinkingBlock(BaseModel):
 
 
 class ToolCaller(BaseModel):
-    """Who calls: the model."""
+    """The caller of a tool: the model."""
 
     type: Literal["direct"] = "direct"
 
@@ -395,13 +395,13 @@ class MessageTokenCount(BaseModel):
 
 
 class MessageErrorCode(BaseModel):
-    """What went wrong, as the gateway's other routes name it in `code`."""
+    """The error, as the gateway's other routes name it in `code`."""
 
     error_code: str
 
 
 class MessageErrorDetail(BaseModel):
-    """What went wrong, for programs (`type`, `details`) and for people (`message`)."""
+    """The error, for programs (`type`, `details`) and for people (`message`)."""
 
     type: str
     message: str
@@ -512,7 +512,7 @@ class ContentBlocks:
         self._index = -1
         """The index of the block that was begun last."""
         self._open: Literal["content", "reasoning", "call"] | None = None
-        """What the open block has."""
+        """The contents of the open block."""
         self._held = AnswerPiece("content", "")
         """White space after the open block, of another kind."""
 
@@ -593,7 +593,7 @@ class MessageChunks:
         self._meta, self._blocks = meta, ContentBlocks(meta)
 
     def open_choice(self, index: int) -> list[SseEvent]:
-        """Return the message without content. What the prompt's tokens are is not known yet."""
+        """Return the message without content. The number of the prompt's tokens is not known yet."""
         message = MessageAnswer(id=self._meta.id, model=self._meta.model, usage=_make_usage(Usage()))
         start = {"type": "message_start", "message": message.model_dump()}
         return _make_events(["s1", "s2"], [start, {"type": "ping"}])

@@ -9,8 +9,8 @@ A crash before 3 costs the rows that were asked and are not yet written: they ar
 joins requests that run, or ended within the hour that a stream is kept, and generates older ones again. There are at
 most `MAX_GROUP_ROWS` of them and those that were under way.
 
-What differs is data: where the lines come from and where they are written (a gateway's object store, or files of this
-machine with a journal), and which pipeline answers a row.
+The differences are data: where the lines come from and where they are written (a gateway's object store, or files of
+this machine with a journal), and which pipeline answers a row.
 
 A row takes two slots: one of its batch, which bounds memory, and one of the pipeline that answers it, which bounds
 what all batches of a process ask of that. So a pipeline that is slow, or has no workers, delays its own rows alone.
@@ -224,7 +224,7 @@ class BatchRun:
         except BaseException as bug:  # this row's, not the whole batch's, which would be tried again for ever
             if not is_failure(bug) or isinstance(bug, (PenstockError, RedisError, OSError)):
                 raise
-            log.exception("line %d of %s", row.number, self._batch.name)
+            log.exception("answering line %d of %s failed", row.number, self._batch.name)
             return self._make_error_row(row, InternalError("internal error"))
         response = {"status_code": 200, "request_id": request_id, "body": answer}
         return self._make_row(row, response, None, sum_usage(one.usage for one in answers))

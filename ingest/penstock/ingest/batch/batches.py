@@ -1,4 +1,4 @@
-"""What is stored of batches. It is all in the object store: Redis holds nothing that a batch needs.
+"""The store of batches. It is all in the object store: Redis holds nothing that a batch needs.
 
     open/<id>                              the tenant: marks a batch that has not ended
     tenants/<tenant>/batches/<id>/
@@ -43,7 +43,7 @@ UNFINISHED_TTL_S = 3600.0
 
 
 class BatchSpec(BaseModel):
-    """What defines a batch."""
+    """The definition of a batch."""
 
     id: str
     tenant: str

@@ -57,7 +57,7 @@ class ObjectStorage:
         await self._run_blocking(lambda: obstore.put(self._store, path, value))
 
     async def put_if_absent(self, path: str, value: bytes) -> bool:
-        """Write an object unless it exists; return whether it was written. Of several writers one succeeds."""
+        """Write an object unless it exists; return whether it was written. One of several writers succeeds."""
         try:
             await self._run_blocking(lambda: obstore.put(self._store, path, value, mode="create"))
         except AlreadyExistsError:

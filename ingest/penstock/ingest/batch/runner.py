@@ -27,10 +27,9 @@ from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
-from penstock.ingest.errors import ApiError
+from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.webhooks import Webhooks
 from penstock.names import batch_lease_key
-from penstock.redis.client import log_outage
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
 log = logging.getLogger(__name__)
@@ -44,8 +43,8 @@ EXPIRY_CHECK_S = 6 * 3600.0
 class _BatchLeases:
     """The leases of batches in Redis: one gateway works on a batch, and another goes on when that one died.
 
-    They only save work. If two gateways work on one batch, after a pause of one of them, they ask for the same
-    requests, write separate parts, and only one of them ends the batch.
+    They only save work. Two gateways may work on one batch after a pause of one of them. They ask for the same
+    requests and write separate parts, and one of them ends the batch.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", lease_s: float) -> None:
@@ -99,46 +98,26 @@ class BatchRunner:
         """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
         self._held: dict[str, _HeldBatch] = {}
-        self._wake_up = asyncio.Event()
-        self._runner_task: asyncio.Task[None] | None = None
-        # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls, so loops look at this too.
-        self._is_closing = False
+        self._loop = SearchLoop("batches", self._search, settings.look_s)
         self._expiry_checked_at = time.monotonic()
 
     def start(self) -> None:
         """Start looking for batches."""
-        self._runner_task = asyncio.create_task(self._run_forever())
+        self._loop.start()
 
     def look_now(self) -> None:
         """Look for batches at once, because one was created."""
-        self._wake_up.set()
+        self._loop.search_now()
 
     async def close(self) -> None:
         """Stop. Finished rows are written, and other gateways can take the batches."""
-        self._is_closing = True
-        held = [one.task for one in self._held.values()]
-        tasks = held if self._runner_task is None else [self._runner_task, *held]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.close(*(one.task for one in self._held.values()))
 
-    async def _run_forever(self) -> None:
-        while not self._is_closing:
-            self._wake_up.clear()
-            try:
-                await self._take_batches()
-                if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
-                    self._expiry_checked_at = time.monotonic()
-                    await self._files.delete_expired()
-            except (ApiError, RedisError) as error:
-                log_outage(log, f"batches: {error}")
-            except BaseException as error:  # else this gateway would work off nothing until it is started again
-                if not is_failure(error):
-                    raise
-                log.exception("batches: looked for again")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.look_s):
-                    await self._wake_up.wait()
+    async def _search(self) -> None:
+        await self._take_batches()
+        if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
+            self._expiry_checked_at = time.monotonic()
+            await self._files.delete_expired()
 
     async def _take_batches(self) -> None:
         waiting = [spec for spec in await self._list_open_specs() if spec.id not in self._held]
@@ -174,7 +153,7 @@ class BatchRunner:
         except ValueError as error:
             if batch_id not in self._unreadable:
                 self._unreadable.add(batch_id)
-                log.error("%s is left alone: what the store has of it cannot be read: %s", batch_id, error)
+                log.error("%s is skipped: its specification in the store cannot be read: %s", batch_id, error)
             return None
         self._unreadable.discard(batch_id)
         return spec
@@ -193,10 +172,10 @@ class BatchRunner:
         """Work on a batch while this process has its lease."""
         working = asyncio.create_task(self._work_or_log(work, spec))
         try:
-            while not working.done() and not self._is_closing:
+            while not working.done() and not self._loop.is_closing:
                 await asyncio.wait((working,), timeout=self._settings.lease_s / 3)
                 if await self._leases.is_lost(spec.id):
-                    log.warning("%s is another gateway's now", spec.id)
+                    log.warning("another gateway works on %s now", spec.id)
                     return
         finally:
             working.cancel()
@@ -210,7 +189,7 @@ class BatchRunner:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("%s: its work is tried again", spec.id)
+            log.exception("working on %s failed, retrying", spec.id)
             await asyncio.sleep(self._settings.look_s)
 
 

@@ -81,7 +81,7 @@ class RequestCounts(BaseModel):
 
 
 class NewBatch(BaseModel):
-    """What a batch is made of."""
+    """The fields from which a batch is made."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -93,7 +93,7 @@ class NewBatch(BaseModel):
 
 
 class BatchState(BaseModel):
-    """What changes in the course of a batch."""
+    """The fields that change in the course of a batch."""
 
     status: Status = "validating"
     errors: LineErrors | None = None

@@ -11,8 +11,9 @@
                 `Idempotency-Key` at once, else when it is renewed
 
 A crash after 3 or 4 costs the tenant an estimate. A crash after 5 or 6 leaves meta data without the note of 7: a
-POST with the same key finds it, and publishes the requests that no worker has seen yet. That may publish a request
-twice that waits in its topic; it is answered once. Each such POST costs the tenant a request of its bucket.
+POST with the same key finds it, and publishes the requests that no worker has seen yet. A request
+that waits in its topic may then be published twice; it is answered once. Each such POST costs the tenant a request of
+its bucket.
 
 Where the brokers refuse a request of 6 as too large, the meta data is deleted, so the key is free. Requests of the same
 POST that they took are computed and paid for, and keep their ids: a POST with the key gets their answers where it asks
@@ -23,29 +24,29 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
-from penstock.client.core import make_request
 from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
 from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.gateway.streaming import settle_after_end
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import (
     ApiEndpoint,
     StreamMeta,
     SubmitArgs,
+    build_request,
     cap_open_answers,
     hash_answer_fields,
     make_stream_meta,
     use_response_template,
 )
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
+from penstock.ingest.streaming.answers import settle_after_end
 from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, EncodedRequest, RequestId, Usage, encode_request, now_s
@@ -128,11 +129,11 @@ async def accept_request(
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args), None
-    check_prompt_sizes(submit_args)
-    ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
+    size = measure_prompts(submit_args)
+    ticket = await _admit_request(gateway, caller, meta, submit_args, size.num_tokens, headers)
     try:
         await _check_grammar(gateway, body, submit_args)
-        requests = await _make_requests(submit_args)
+        requests = await _make_requests(submit_args, size)
         is_lost = not (key or names_chat or input_items is not None or meta.options.get("background"))
         bodies = [encoded.body_hash for encoded in requests]
         meta = meta.model_copy(update={"bodies": bodies, "is_lost_unread": is_lost})
@@ -169,16 +170,41 @@ def _complete_args(args: SubmitArgs, caller: Caller, headers: RequestHeaders, ch
     return args
 
 
-def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
-    """Raise `RequestTooLarge` if the prompts of all choices together are larger than one request may be."""
-    num_bytes = 0
+class PromptSize(NamedTuple):
+    """An estimate of how large the prompts of a request's choices are together."""
+
+    num_bytes: int
+    """As JSON."""
+    num_tokens: int
+
+
+def measure_prompts(submit_args: Sequence[SubmitArgs]) -> PromptSize:
+    """Return the size of all prompts. One that several choices share is read once, and counts for each.
+
+    Raise `RequestTooLarge` if several are larger than one request may be.
+    """
+    known, num_bytes, num_tokens = dict[int, PromptSize](), 0, 0
     for args in submit_args:
-        num_bytes += estimate_prompt_bytes(args)
+        shared = id(args.get("token_ids") or args.get("messages") or args.get("prompt"))
+        if shared not in known:
+            known[shared] = _measure_prompt(args)
+        num_bytes, num_tokens = num_bytes + known[shared].num_bytes, num_tokens + known[shared].num_tokens
         if len(submit_args) > 1 and num_bytes > MAX_REQUEST_BYTES:
             raise RequestTooLarge(
                 f"the prompts of {len(submit_args)} choices have more than {MAX_REQUEST_BYTES:,} bytes together: "
                 "ask for fewer choices (`n`) or prompts at once"
             )
+    return PromptSize(num_bytes, num_tokens)
+
+
+def _measure_prompt(args: SubmitArgs) -> PromptSize:
+    if (token_ids := args.get("token_ids")) is not None:
+        return PromptSize(len(token_ids) * BYTES_PER_TOKEN_ID, len(token_ids))
+    num_bytes = num_chars = 0
+    for text in _prompt_texts(args):
+        num_bytes += len(text) if text.isascii() else len(text.encode())
+        num_chars += len(text)
+    return PromptSize(num_bytes, num_chars // CHARS_PER_TOKEN + 1)
 
 
 async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[SubmitArgs]) -> None:
@@ -194,24 +220,24 @@ async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[Sub
         raise ApiError(400, str(error), param=param, code=error.code) from None
 
 
-async def _make_requests(submit_args: Sequence[SubmitArgs]) -> list[EncodedRequest]:
+async def _make_requests(submit_args: Sequence[SubmitArgs], size: PromptSize) -> list[EncodedRequest]:
     """Return the requests as they are published. Raises `InvalidRequest` or `RequestTooLarge`."""
-    if sum(map(estimate_prompt_bytes, submit_args)) < MIN_THREAD_BYTES:
+    if size.num_bytes < MIN_THREAD_BYTES:
         return _make_requests_here(submit_args)
     return await asyncio.to_thread(_make_requests_here, submit_args)
 
 
 def _make_requests_here(submit_args: Sequence[SubmitArgs]) -> list[EncodedRequest]:
-    requests = []
-    for args in submit_args:
-        fields = args.copy()
-        prompt = fields.pop("prompt", None)
-        requests.append(encode_request(make_request(prompt, fields)))
-    return requests
+    return [encode_request(build_request(args)) for args in submit_args]
 
 
 async def _admit_request(
-    gateway: Gateway, caller: Caller, meta: StreamMeta, submit_args: Sequence[SubmitArgs], headers: RequestHeaders
+    gateway: Gateway,
+    caller: Caller,
+    meta: StreamMeta,
+    submit_args: Sequence[SubmitArgs],
+    num_prompt_tokens: int,
+    headers: RequestHeaders,
 ) -> Ticket:
     limited = [args["max_tokens"] for args in submit_args if "fit_context" not in args]
     try:
@@ -219,7 +245,7 @@ async def _admit_request(
             caller,
             Pipeline(meta.pipeline),
             submit_args[0].get("klass", "interactive"),
-            sum(map(estimate_prompt_tokens, submit_args)) + sum(limited),
+            num_prompt_tokens + sum(limited),
             max_output=sum(args["max_tokens"] for args in submit_args),
             num_open=len(submit_args) - len(limited),
             max_wait_s=headers.x_penstock_reject_if_busy,
@@ -228,22 +254,6 @@ async def _admit_request(
         if refused.status == 429 and (num_unread := gateway.unread.count(caller.tenant)):
             refused.args = (f"{refused}; {num_unread} of your unfinished requests are read by nobody any more",)
         raise
-
-
-def estimate_prompt_tokens(args: SubmitArgs) -> int:
-    """Estimate how many tokens a prompt has."""
-    token_ids = args.get("token_ids")
-    return len(token_ids) if token_ids is not None else sum(map(len, _prompt_texts(args))) // CHARS_PER_TOKEN + 1
-
-
-def estimate_prompt_bytes(args: SubmitArgs) -> int:
-    """Estimate how many bytes a prompt has as JSON."""
-    token_ids = args.get("token_ids")
-    return (
-        len(token_ids) * BYTES_PER_TOKEN_ID
-        if token_ids is not None
-        else sum(len(text.encode()) for text in _prompt_texts(args))
-    )
 
 
 def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
@@ -270,7 +280,8 @@ async def _join_earlier(
         known = await asyncio.gather(*(client.status(request_id) for request_id in found.request_ids))
         # A wish to cancel makes a record of the stage `new`: no worker has seen the request.
         is_seen = [status is not None and status.stage != "new" for status in known]
-        requests = await _make_requests([args for args, seen in zip(submit_args, is_seen, strict=True) if not seen])
+        unseen = [args for args, seen in zip(submit_args, is_seen, strict=True) if not seen]
+        requests = await _make_requests(unseen, measure_prompts(unseen))
         if requests:
             await _publish_requests(gateway, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}

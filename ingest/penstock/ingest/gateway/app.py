@@ -21,27 +21,29 @@ from penstock.ingest.gateway import (
     inference,
     live,
     responses,
-    site,
     streams,
     tokens,
     usage,
 )
-from penstock.ingest.gateway.guard import GuardMiddleware
-from penstock.ingest.gateway.handlers import error_handlers, error_responses
-from penstock.ingest.gateway.metrics import CountingMiddleware
 from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.http.guard import GuardMiddleware
+from penstock.ingest.http.handlers import error_handlers, error_responses
+from penstock.ingest.http.metrics import CountingMiddleware
+from penstock.ingest.http.site import make_router
 from penstock.ingest.keys import KEYS_OPEN
 from penstock.telemetry.meters import Meters
 
-ROUTE_MODULES = (inference, responses, streams, live, batches, tokens, usage, health, site)
+ROUTERS = [part.router for part in (inference, responses, streams, live, batches, tokens, usage, health)]
 
 
 def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
     """Return the gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
+    gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
+    is_open = gateway.keyring.is_open
+    routers = [*ROUTERS, make_router(is_open=is_open)]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        gateway: Gateway = app.state.gateway
         await gateway.open()
         try:
             yield
@@ -55,15 +57,14 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
         lifespan=lifespan,
         # Its spans are of no request of a pipeline, and nobody reads them.
         telemetry={"tracing": False, "metrics": False, "logs": False},
-        exception_handlers=error_handlers([route for part in ROUTE_MODULES for route in part.router.routes]),
+        exception_handlers=error_handlers([route for router in routers for route in router.routes]),
     )
-    app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
-    is_open = app.state.gateway.keyring.is_open
+    app.state.gateway = gateway
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
     app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
-    app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
-    for part in ROUTE_MODULES:
-        app.include_router(part.router)
+    app.add_middleware(CountingMiddleware, metrics=gateway.metrics)
+    for router in routers:
+        app.include_router(router)
 
     def openapi() -> dict[str, Any]:
         app.openapi_schema = app.openapi_schema or build_openapi(app, is_open=is_open, only_local=only_local)
@@ -88,8 +89,7 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
 
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
 _GUARD_STATUSES = (400, 404, 408, 413, 415, 431, 503)
-"""What the guard answers before any route: invalid HTTP, an impossible path, too slow, too large, compressed, too many.
-"""
+"""Statuses of the guard, before any route: invalid HTTP, impossible path, too slow, too large, compressed, too many."""
 
 
 def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str, Any]:

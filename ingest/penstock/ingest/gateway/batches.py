@@ -21,9 +21,9 @@ from penstock.ingest.batch.shapes import (
     NewBatch,
 )
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
-from penstock.ingest.gateway.upload import Upload
+from penstock.ingest.http.handlers import error_responses
+from penstock.ingest.http.upload import Upload
 
 router = APIRouter()
 MAX_NAME_CHARS = 255

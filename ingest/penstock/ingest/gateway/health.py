@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import get_gateway
+from penstock.ingest.http.handlers import error_responses
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.telemetry.exposition import CONTENT_TYPE, render_metrics
 

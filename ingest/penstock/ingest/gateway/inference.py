@@ -12,18 +12,11 @@ from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse
-from penstock.ingest.gateway.metrics import ARRIVAL_KEY, SPAN_KEY
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
-from penstock.ingest.gateway.streaming import (
-    EVENT_STREAM_CONTENT,
-    make_event_stream,
-    read_answers,
-    settle_after_end,
-    settle_request,
-)
+from penstock.ingest.http.handlers import error_responses
+from penstock.ingest.http.metrics import ARRIVAL_KEY, SPAN_KEY
 from penstock.ingest.ignored import IGNORED_HEADER, strip_ignored_fields
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai.body import read_json
@@ -31,6 +24,13 @@ from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta
 from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.openai.tokens import sum_usage
+from penstock.ingest.streaming.answers import (
+    EVENT_STREAM_CONTENT,
+    make_event_stream,
+    read_answers,
+    settle_after_end,
+    settle_request,
+)
 from penstock.telemetry import tracing
 
 router = APIRouter()

@@ -29,25 +29,26 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from penstock.client.core import Event
 from penstock.config.settings import RecordSettings, ResponsesSettings
-from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired, is_failure
+from penstock.errors import RequestError, StreamDiverged, StreamExpired
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S
 from penstock.ingest.errors import not_found_error
-from penstock.ingest.gateway.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
 from penstock.ingest.openai import RESPONSES, StreamMeta
 from penstock.ingest.openai.responses import read_final_status
+from penstock.ingest.search_loop import SearchLoop
+from penstock.ingest.streaming.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id
 from penstock.record.log import parse_event
-from penstock.redis.client import log_outage, translate_outages
+from penstock.redis.client import translate_outages
 from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
@@ -105,9 +106,7 @@ class ResponseKeeper:
         longest_round_s = EVENT_ROUND_S if webhooks.is_on else RENEW_INTERVAL_S
         self._round_s, self._pending_s = min(longest_round_s, record.keep_s / 4), record.pending_keep_s
         self._holder = uuid.uuid4().hex
-        self._task: asyncio.Task[None] | None = None
-        # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls: the loop looks at this too.
-        self._is_closing = False
+        self._loop: SearchLoop | None = None
         self._expiry_checked_at = -EXPIRY_CHECK_S
 
     @property
@@ -146,33 +145,22 @@ class ResponseKeeper:
 
     def start(self, list_pipelines: Callable[[], Iterable[str]]) -> None:
         """Start to move the ended responses of these pipelines, and to delete expired ones."""
-        self._task = asyncio.create_task(self._keep_forever(list_pipelines))
+        self._loop = SearchLoop("responses", partial(self._search, list_pipelines), self._round_s)
+        self._loop.start()
 
     async def close(self) -> None:
         """Stop it; any other gateway goes on."""
-        self._is_closing = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+        if self._loop is not None:
+            await self._loop.close()
 
-    async def _keep_forever(self, list_pipelines: Callable[[], Iterable[str]]) -> None:
-        while not self._is_closing:
-            try:
-                for name in list_pipelines():
-                    pipeline = Pipeline(name)
-                    if await self._acquire_lease(pipeline):
-                        await self.move_ended(pipeline)
-                if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
-                    self._expiry_checked_at = time.monotonic()
-                    await self.delete_expired()
-            except (PenstockError, RedisError) as error:
-                log_outage(log, f"responses: {error}")
-            except BaseException as error:  # a gateway that looks no more would move nothing until it is started again
-                if not is_failure(error):
-                    raise
-                log.exception("responses: looked for again")
-            if not self._is_closing:
-                await asyncio.sleep(self._round_s)
+    async def _search(self, list_pipelines: Callable[[], Iterable[str]]) -> None:
+        for name in list_pipelines():
+            pipeline = Pipeline(name)
+            if await self._acquire_lease(pipeline):
+                await self.move_ended(pipeline)
+        if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
+            self._expiry_checked_at = time.monotonic()
+            await self.delete_expired()
 
     async def move_ended(self, pipeline: Pipeline) -> None:
         """Go once through a pipeline's marks: renew what has not ended, and do steps 4 to 6 and 10 for the rest."""
@@ -185,7 +173,7 @@ class ResponseKeeper:
                 elif has_ended:
                     await self._move_response(response_id)
                 else:
-                    log.warning("%s is not kept: no gateway looked for too long, or it never ended", response_id)
+                    log.warning("%s is not kept: no gateway searched for too long, or it never ended", response_id)
                 await self._remove_mark(pipeline, response_id, mark)
 
         async for marks in self._scan_marks(pipeline):

@@ -1,4 +1,4 @@
-"""What the page shows: `/v1/live`, the state of the pipeline, and `/v1/requests/{id}/timeline`, one request's spans."""
+"""Data of the page: `/v1/live`, the state of the pipeline, and `/v1/requests/{id}/timeline`, one request's spans."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
-from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT
+from penstock.ingest.http.handlers import error_responses
+from penstock.ingest.streaming.answers import EVENT_STREAM_CONTENT
 from penstock.names import Pipeline
 from penstock.redis.client import translate_outages
 from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, Timeline, read_timeline_async

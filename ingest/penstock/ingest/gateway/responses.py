@@ -11,10 +11,9 @@ from pydantic import BaseModel
 
 from penstock.errors import RequestTooLarge
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse, read_whole_log
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
-from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, make_event_stream
+from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.openai.body import unsupported_value
 from penstock.ingest.openai.responses import (
     Response,
@@ -24,6 +23,7 @@ from penstock.ingest.openai.responses import (
     make_unfinished_response,
 )
 from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.streaming.answers import EVENT_STREAM_CONTENT, make_event_stream
 from penstock.messages import MAX_REQUEST_BYTES
 
 router = APIRouter()
@@ -169,8 +169,9 @@ async def describe_response(gateway: Gateway, found: KeptResponse) -> Response:
 async def prepare_response(
     gateway: Gateway, tenant: str, body: ResponseBody
 ) -> tuple[ResponseBody, list[dict[str, Any]] | None, str | None]:
-    """Return a new response's body with the turns before it, its own items if it is to be kept, and the id of the
-    first response before it, if there is one.
+    """Return a new response's body with the turns before it, its own items, and the id of the first response before it.
+
+    The items are None unless the response is to be kept; the id is None where no response is before it.
 
     Raises `ApiError`, `RequestTooLarge` and `BusUnavailable`.
     """

@@ -1,76 +1,52 @@
-"""What all routes of one gateway process share, and which tenant calls."""
+"""The state that all routes of one gateway process share, and which tenant calls."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
 from penstock.bus.connect import connect_bus
-from penstock.client.aio import AsyncClient
-from penstock.client.core import MAX_SILENCE_S, Event
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.grammar.checker import GrammarChecker
-from penstock.ingest.admission import Admission
 from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.broadcast import LiveBroadcast
 from penstock.ingest.gateway.kept_responses import ResponseKeeper
-from penstock.ingest.gateway.metrics import GatewayMetrics
-from penstock.ingest.gateway.stream_meta import StreamMetaStore
-from penstock.ingest.gateway.unread import UnreadStreams
 from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.models import ServedModels
-from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.streaming.state import Streams
 from penstock.ingest.tenants import Caller, Keyring
 from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import GrammarSpec
-from penstock.names import Pipeline
-from penstock.ops.lag import PipelineLag
-from penstock.redis.client import async_redis_client
-from penstock.redis.servers import Sharded
 from penstock.telemetry.meters import Meters
 
 PIPELINE_CHECK_S = 5.0
 """How often to look for further pipelines whose results are to be counted."""
 
 
-class Gateway:
-    """Connections and caches of one event loop; nothing that outlives a request.
+class Gateway(Streams):
+    """Connections and caches of one event loop, beside those of its streams; nothing that outlives a request.
 
     Created with the app, opened and closed with its event loop.
     """
 
     def __init__(self, settings: GatewayProcessSettings, addresses: Addresses, meters: Meters) -> None:
-        self.settings, self.addresses = settings, addresses
+        super().__init__(settings, addresses, meters)
         self.bus = connect_bus(addresses, settings.bus)
-        self.servers = Sharded.from_urls(addresses.stream_url, async_redis_client)
-        self.redis = self.servers.parts[0]
         self.models = ServedModels(self.redis, addresses.pipeline)
-        self.metrics = GatewayMetrics(meters, addresses, settings.bus)
-        self.stream_metas = StreamMetaStore(self.servers, settings.record, self._end_lost)
-        self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
-        self.metrics.count_unread = self.unread.count
         self._key_source = open_key_source(settings.admission, settings.gateway.host, self.redis)
         self.keyring = Keyring(self._key_source)
-        self.admission = Admission(self.redis, self._fetch_lag, settings.admission)
-        self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.tokenizers = ModelTokenizers()
         self._checker = GrammarChecker()
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self.is_stopping = False
-        """Whether this process was told to stop."""
-        self._clients: dict[str, AsyncClient] = {}
-        self._later = set[asyncio.Task[None]]()
 
     async def open(self) -> None:
         """Start what runs in the background. Call it before the first request."""
@@ -97,12 +73,12 @@ class Gateway:
         """Let all streams end, each with an event that says where to go on."""
         self.is_stopping = True
         self._looking.cancel()
-        for client in self._clients.values():
+        for client in self.clients.values():
             client.wake_readers()
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""
-        tasks = {self._metering, self._renewing, self._looking, *self._later}
+        tasks = {self._metering, self._renewing, self._looking, *self.later}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -115,50 +91,15 @@ class Gateway:
         await self.tokenizers.close()
         await self.batch_service.close()
         await self.webhooks.close()
-        for client in self._clients.values():
+        for client in self.clients.values():
             await client.close()
         await asyncio.to_thread(self.bus.close)
         for server in self.servers.parts:
             await server.aclose()
 
-    def run_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background; it is cancelled when this process stops."""
-        task = asyncio.create_task(work)
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
-
     async def check_grammar(self, spec: GrammarSpec) -> None:
         """Have a child process check a grammar. Raises `UnsupportedSchema` or `InvalidRequest`."""
         await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
-
-    def get_client(self, pipeline: str) -> AsyncClient:
-        """Return the client of a pipeline."""
-        if pipeline not in self._clients:
-            addresses = self.addresses.model_copy(update={"pipeline": pipeline})
-            self._clients[pipeline] = AsyncClient(addresses, bus=self.settings.bus, record=self.settings.record)
-        return self._clients[pipeline]
-
-    async def cancel_requests(self, meta: StreamMeta) -> bool:
-        """Cancel all requests of a stream; return whether any had not ended yet. Raises `BusUnavailable`."""
-        client = self.get_client(meta.pipeline)
-        return any(await asyncio.gather(*(client.cancel(request_id) for request_id in meta.request_ids)))
-
-    def read_events(self, meta: StreamMeta) -> list[AsyncGenerator[list[Event], None]]:
-        """Return the events of each request, as `AsyncClient.stream_batches` yields them, if its body is the one
-        sent.
-        """
-        client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
-        settings = self.settings.gateway
-        client.is_let_in = True  # Redis took or gave the stream's meta data: a refusal from now on may be over soon
-        return [
-            client.stream_batches(
-                request_id,
-                timeout_s=settings.patience_s,
-                body=body,
-                max_silence_s=min(settings.keep_alive_s, MAX_SILENCE_S),
-            )
-            for request_id, body in zip(meta.request_ids, bodies, strict=True)
-        ]
 
     async def find_pipeline(self, model: str) -> ModelPipeline:
         """Return the pipeline that serves a model. Raises as `ServedModels.find_model`."""
@@ -167,12 +108,6 @@ class Gateway:
 
     def _list_pipelines(self) -> set[str]:
         return self.metrics.pipelines | {self.addresses.pipeline}
-
-    async def _end_lost(self, pipeline: str, places: Mapping[str, str]) -> None:
-        await self.get_client(pipeline).end_lost(places)
-
-    async def _fetch_lag(self, pipeline: Pipeline) -> PipelineLag:
-        return await self.get_client(pipeline.name).lag()
 
 
 def get_gateway(request: HTTPConnection) -> Gateway:

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
 from penstock.errors import StreamExpired
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import CallerDep, get_gateway
-from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, make_event_stream
+from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.streaming.answers import EVENT_STREAM_CONTENT, make_event_stream
 
 router = APIRouter()
 EventId = Annotated[str | None, Header(max_length=8192)]

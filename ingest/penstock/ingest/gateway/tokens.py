@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, StringConstraints, model_validator
 
 from penstock.ingest.anthropic.messages import MESSAGES, CountTokensBody, MessageErrorBody, MessageTokenCount
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.responses import prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import CHAT, RESPONSES, ApiEndpoint
 from penstock.ingest.openai.body import StrictModel, parse_body
@@ -97,7 +97,7 @@ _ERRORS = error_responses(*_STATUSES)
 
 @router.post("/tokenize", summary="The tokens of a text", responses=_ERRORS, openapi_extra=_describe_body(TokenizeBody))
 async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
-    """Of a prompt or a chat, as the model gets it. It counts as a request."""
+    """Tokens of a prompt or a chat, as the model gets it. It counts as a request."""
     gateway, body = get_gateway(request), parse_body(TokenizeBody, await request.body())
     await gateway.admission.take_request(caller)
     served = await _find_served(gateway, body.model)
@@ -144,7 +144,7 @@ async def detokenize(request: Request, caller: CallerDep) -> DetokenizeAnswer:
     openapi_extra=_describe_body(CountTokensBody),
 )
 async def count_message_tokens(request: Request, caller: CallerDep) -> MessageTokenCount:
-    """Of all that `/v1/messages` makes a prompt of, as the model gets it. It counts as a request."""
+    """Tokens of all that `/v1/messages` makes a prompt of, as the model gets it. It counts as a request."""
     gateway, body = get_gateway(request), parse_body(CountTokensBody, await request.body(), MESSAGES.path)
     await gateway.admission.take_request(caller)
     return MessageTokenCount(input_tokens=await _count_tokens(gateway, MESSAGES, body.make_chat()))
@@ -157,7 +157,7 @@ async def count_message_tokens(request: Request, caller: CallerDep) -> MessageTo
     openapi_extra=_describe_body(ResponseBody),
 )
 async def count_response_tokens(request: Request, caller: CallerDep) -> InputTokenCount:
-    """Of all that `/v1/responses` makes a prompt of, earlier responses included. It counts as a request."""
+    """Tokens of all that `/v1/responses` makes a prompt of, earlier responses included. It counts as a request."""
     gateway, body = get_gateway(request), RESPONSES.parse_body(await request.body())
     await gateway.admission.take_request(caller)
     body, *_ = await prepare_response(gateway, caller.tenant, body)
@@ -177,7 +177,7 @@ async def _count_tokens(gateway: Gateway, endpoint: ApiEndpoint[B], body: B) -> 
 
 @router.get("/version", summary="The server's version", responses=error_responses(401, 503))
 async def show_version(caller: CallerDep) -> Version:
-    """Of the gateway."""
+    """Version of the gateway."""
     return Version(version=version("penstock"))
 
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import CallerDep, get_gateway
+from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.metering import USAGE_COUNTERS, UsageSums, add_sums, list_last_days, make_day_keys, parse_day_sums
 from penstock.names import Pipeline
 from penstock.redis.client import raise_first_error, translate_outages

@@ -1,6 +1,6 @@
 """Tells the reasoning and the calls of an answer from its text, by the model's response template.
 
-transformers parses (`ResponseParser`). What is told is a function of the text alone: however
+transformers parses (`ResponseParser`). The parts of an answer depend on its text alone: however
 it is cut into pieces, the pieces of content and reasoning add up to the same, and the calls are the same. A reader that
 resumes a stream gives a new parser the answer from its beginning.
 
@@ -8,8 +8,8 @@ A call that a grammar holds is told in pieces, as the model writes its arguments
 stays a call where the answer is cut in it. Before its arguments begin nothing of it is told, and it is content if it
 is cut there. Any other call is told once it is complete, as only then it is known to be one.
 
-What is no valid call (its JSON is damaged or cut, it has no name, or no tools were offered) is content, as the model
-wrote it between the marks of a call.
+A call that is not valid is content, as the model wrote it between the marks of a call: its JSON is damaged or cut, it
+has no name, or no tools were offered.
 """
 
 import json
@@ -23,12 +23,12 @@ CALLS_FIELD = "tool_calls"
 MAX_PIECE_CHARS = 64
 """A piece in which a call cannot be parsed is parsed again character by character, so pieces are short."""
 MAX_NAME_CHARS = 256
-"""What has a longer name is no call: it could not be sent again in a history."""
+"""The longest name of a call: a client could not send a longer one again in a history."""
 NO_MARK = "\0"
 """Continues no mark of any template, and stands in no text of JSON: what was held back as the beginning of a mark is
 told after it, and a mark whose first character it replaces is text."""
 _HELD_ARGUMENTS = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-"""What a held call has before its arguments."""
+"""The text of a held call before its arguments."""
 
 
 CallsForm = Literal["free", "held", "or_json"]
@@ -48,7 +48,7 @@ class AnswerPiece(NamedTuple):
 
     kind: Literal["content", "reasoning", "call"]
     text: str
-    """Of a call a part of its arguments, which are JSON: as the model wrote them if it is held, else written anew."""
+    """For a call a part of its arguments, which are JSON: as the model wrote them if it is held, else written anew."""
     name: str = ""
     """The name of the called function, if the call begins with this."""
     is_last: bool = False
@@ -57,7 +57,7 @@ class AnswerPiece(NamedTuple):
 
 @dataclass
 class AnswerPart:
-    """What a piece of text adds to an answer, in the order in which the model wrote it."""
+    """The parts that a piece of text adds to an answer, in the order in which the model wrote it."""
 
     pieces: list[AnswerPiece] = field(default_factory=list)
 

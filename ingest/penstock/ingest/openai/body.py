@@ -1,4 +1,4 @@
-"""What the bodies of all endpoints share: exact types, no unknown fields, and errors that name the field.
+"""The common parts of all endpoints' bodies: exact types, no unknown fields, and errors that name the field.
 
 There are three kinds of fields: those with an effect; those that can be ignored without harm, which are no fields of
 these models but in one list (`penstock.ingest.ignored`); and those that would change the answer if they had an effect
@@ -283,7 +283,7 @@ class CompletionsBody(Body):
     logit_bias: LogitBias | None = None
     """Added to the scores of these tokens."""
     response_format: dict[str, Any] | None = None
-    """What the answer must be: `text`, `json_object`, or `json_schema` with its schema."""
+    """The form of the answer: `text`, `json_object`, or `json_schema` with its schema."""
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""

@@ -108,7 +108,7 @@ class Message(StrictModel):
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
     """The calls of an assistant's message."""
     reasoning_content: str | None = None
-    """What the assistant thought before its message; most chat templates leave it out."""
+    """The assistant's reasoning before its message; most chat templates leave it out."""
     refusal: allow_only() = None  # type: ignore[valid-type]
     annotations: Refused = None
     function_call: Refused = None
@@ -126,7 +126,7 @@ class ChatBody(CompletionsBody):
     top_logprobs: NumTopLogprobs | None = None
     """Return as well the log probabilities of this many likeliest tokens."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    """What the model may call. It must have a response template, to tell its calls from text."""
+    """The tools that the model may call. It must have a response template, to tell its calls from text."""
     tool_choice: ToolChoice | None = None
     """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
     `allowed_tools`: it calls none but these."""
@@ -168,7 +168,7 @@ class ChatBody(CompletionsBody):
 
     @property
     def call_choice(self) -> CallChoice:
-        """What `tool_choice` and `parallel_tool_calls` say."""
+        """The choice that `tool_choice` and `parallel_tool_calls` make."""
         choice, is_single = self.tool_choice, self.parallel_tool_calls is False
         if isinstance(choice, NamedTool):
             return CallChoice(True, [choice.function.name], True)
@@ -208,7 +208,7 @@ class ChatMessageOut(BaseModel):
     refusal: None = None
     annotations: list[None] = []
     reasoning_content: Annotated[str | None, Field(exclude_if=_is_none)] = None
-    """What the model thought before; present if there is any."""
+    """The model's reasoning before its answer; present if there is any."""
     tool_calls: Annotated[list[MessageToolCall] | None, Field(exclude_if=_is_none)] = None
     """The calls; present if there are any."""
 

@@ -1,4 +1,4 @@
-"""What all endpoints have in common: one interface, used by the gateway's routes and by the batch runner.
+"""The interface of all endpoints: one interface, used by the gateway's routes and by the batch runner.
 
 body = endpoint.parse_body(raw)                     # ApiError 400, with the parameter's name
 requests = endpoint.make_requests(body, request_id) # the arguments of `Client.submit`, one for each choice
@@ -16,17 +16,19 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.client.core import Answer, RequestFields
+from penstock.client.core import Answer, RequestFields, make_request
 from penstock.errors import InvalidRequest
 from penstock.ingest.errors import ApiError, ErrorBody
 from penstock.ingest.openai.answer_parser import CallsForm
 from penstock.ingest.openai.body import Body, invalid_value, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
-from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
+from penstock.messages import MAX_LOGPROBS, ChatMessage, EndEvent, FunctionCall, Request, TokenEvent, ToolCall
 
 B = TypeVar("B", bound=Body)
 NO_TOKEN_LIMIT = 2**31 - 1
 """As a limit of tokens: more than any context has."""
+PROMPT_FIELDS = ("prompt", "messages", "token_ids", "chat_template_kwargs")
+"""The fields of `SubmitArgs` that have the prompt."""
 
 
 class SubmitArgs(RequestFields, total=False):
@@ -36,7 +38,7 @@ class SubmitArgs(RequestFields, total=False):
 
 
 class StreamMeta(BaseModel):
-    """What a gateway that never saw a request has to know to stream its answer."""
+    """The data by which a gateway that never saw a request can stream its answer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -67,7 +69,7 @@ class StreamMeta(BaseModel):
     calls: CallsForm = "free"
     """How its calls are written."""
     input_items: list[dict[str, Any]] | None = None
-    """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
+    """The input of a response, without the responses before it; None: it is not kept (`store`)."""
     is_lost_unread: bool = False
     """Its caller gave nothing by which to come back: it may be cancelled when nobody reads it."""
 
@@ -245,6 +247,26 @@ def make_chat_requests(
         fields["fit_context"] = True
     ids = make_request_ids(request_id, body.num_choices)
     return [make_submit_args(fields, body.choice_seed(choice), choice_id) for choice, choice_id in enumerate(ids)]
+
+
+def build_request(args: SubmitArgs) -> Request:
+    """Return a request of the pipeline. Raises `InvalidRequest`.
+
+    Its prompt is not validated again, as it is of a body that was: only the other fields are.
+    """
+    rest = cast("RequestFields", {name: value for name, value in args.items() if name not in PROMPT_FIELDS})
+    prompt: dict[str, Any] = {name: value for name in PROMPT_FIELDS if (value := args.get(name)) is not None}
+    if turns := args.get("messages"):
+        prompt["messages"] = [turn if isinstance(turn, ChatMessage) else _build_turn(turn) for turn in turns]
+    return make_request("-", rest).model_copy(update={"prompt": None, **prompt})
+
+
+def _build_turn(turn: dict[str, Any]) -> ChatMessage:
+    calls = [
+        ToolCall.model_construct(**{**call, "function": FunctionCall.model_construct(**call["function"])})
+        for call in turn.get("tool_calls", ())
+    ]
+    return ChatMessage.model_construct(**{**turn, **({"tool_calls": calls} if calls else {})})
 
 
 def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:

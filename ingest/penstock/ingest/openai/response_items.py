@@ -58,7 +58,7 @@ class InputCallOutput(StrictModel):
 
 
 class InputReasoning(StrictModel):
-    """What the model thought in an earlier turn; most chat templates leave it out."""
+    """The model's reasoning in an earlier turn; most chat templates leave it out."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -101,7 +101,7 @@ ITEMS = TypeAdapter(list[InputItem])
 
 
 class ChatTurns:
-    """The turns of a chat that items are. What the model said in one go, before others had their say, is one turn."""
+    """The turns of a chat that items are. Items of the model that follow each other are one turn."""
 
     def __init__(self, instructions: str | None) -> None:
         self.turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
@@ -187,7 +187,7 @@ class OutputCall(BaseModel):
     id: str
     type: Literal["function_call"] = "function_call"
     call_id: str
-    """What a `function_call_output` names."""
+    """The id that a `function_call_output` names."""
     name: str
     arguments: str
     """As JSON."""
@@ -202,7 +202,7 @@ class ReasoningText(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What the model thought before what follows."""
+    """The model's reasoning before the next item."""
 
     id: str
     type: Literal["reasoning"] = "reasoning"
@@ -223,7 +223,7 @@ def make_item_id(meta: StreamMeta, kind: str, place: int | str) -> str:
 
 
 class OutputBuilder:
-    """Puts the items of an answer together, token by token. What it returns are the events of that.
+    """Puts the items of an answer together, token by token. Its methods return the events of that.
 
     All of it follows from the tokens' texts, in whatever pieces they are added: reasoning, text and calls are items in
     the order in which the model wrote them. White space alone makes no item where there is another one. A token whose

@@ -1,4 +1,4 @@
-"""`/v1/responses`. Who keeps responses for later turns puts those turns into the body."""
+"""`/v1/responses`. The caller prepends stored turns to the body."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -103,7 +103,7 @@ class TextConfig(StrictModel):
     """The form of the answer."""
 
     format: dict[str, Any] | None = None
-    """What the answer must be: `text`, `json_object`, or `json_schema` with its schema."""
+    """The form of the answer: `text`, `json_object`, or `json_schema` with its schema."""
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
 
 
@@ -134,7 +134,7 @@ class ResponseBody(Body):
     user: ShortText | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    """What the model may call. It must have a response template, to tell its calls from text."""
+    """The tools that the model may call. It must have a response template, to tell its calls from text."""
     tool_choice: ToolChoice | None = None
     """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
     `allowed_tools`: it calls none but these."""
@@ -161,7 +161,7 @@ class ResponseBody(Body):
 
     @property
     def call_choice(self) -> CallChoice:
-        """What `tool_choice` and `parallel_tool_calls` say."""
+        """The choice that `tool_choice` and `parallel_tool_calls` make."""
         choice, is_single = self.tool_choice, self.parallel_tool_calls is False
         if isinstance(choice, NamedResponseTool):
             return CallChoice(True, [choice.name], True)

@@ -1,4 +1,4 @@
-"""What chats and responses have in common: roles and texts of turns, tools, reasoning, and the parser of answers."""
+"""The common parts of chats and responses: roles and texts of turns, tools, reasoning, and the parser of answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class ToolFunction(StrictModel):
 
 
 class FunctionKind(StrictModel):
-    """That a tool is a function."""
+    """A tool of the type function."""
 
     type: Literal["function"]
 

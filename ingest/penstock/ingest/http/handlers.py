@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match, Route
 from penstock.errors import PenstockError
 from penstock.ingest.endpoints import find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, ErrorBody, to_api_error
-from penstock.ingest.gateway.metrics import REFUSAL_KEY
+from penstock.ingest.http.metrics import REFUSAL_KEY
 from penstock.ingest.openai.body import validation_error
 from penstock.ingest.openai.response_items import ID_PREFIX
 
@@ -55,7 +55,7 @@ def render_error(request: Request, error: ApiError) -> Response:
 async def _handle_penstock_error(request: Request, error: PenstockError) -> Response:
     found = to_api_error(error, find_prompt_field(request.url.path))
     if found.status == 500 and found.code == "internal_error":
-        log.error("%s %s", request.method, request.url.path, exc_info=error)
+        log.error("answering %s %s failed", request.method, request.url.path, exc_info=error)
     if found.status in REFUSAL_STATUSES:
         request.scope[REFUSAL_KEY] = found.code
     return render_error(request, found)

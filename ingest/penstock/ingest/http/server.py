@@ -1,4 +1,4 @@
-"""One gateway process: the app on uvicorn, and how it stops.
+"""A process with an app on uvicorn, and how it stops.
 
     1  SIGTERM or SIGINT: it stops listening, `/readyz` answers 503, idle connections are closed
     2  each stream ends, within a second, with an event that says where to go on
@@ -13,40 +13,38 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
-from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.garbage import freeze_loaded_objects
-from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.protocol import make_guarded_protocol
+from penstock.ingest.http.protocol import make_guarded_protocol
 from penstock.own_servers import format_place, wait_until_free
-from penstock.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 128 * 1024
-"""What the kernel buffers for a client that does not read; its default is megabytes."""
+"""Bytes that the kernel buffers for a client that does not read; its default is megabytes."""
 MAX_OPEN_FILES = 65536
 NUM_OWN_FILES = 256
 """How many open files are left for Redis, Kafka, receivers and batches, and for connections that are being refused."""
 
 
-def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> None:
-    """Serve until a signal stops it. Raises `PenstockError` if the port is taken."""
+def serve_app(app: FastAPI, settings: GatewayProcessSettings, begin_stop: Callable[[], None]) -> None:
+    """Serve until a signal stops it, which calls `begin_stop` on the event loop. Raises `PenstockError` if the port is
+    taken.
+    """
     allowed = limit_connections(settings.guard.max_connections, raise_file_limit())
     settings = settings._replace(guard=settings.guard.model_copy(update={"max_connections": allowed}))
-    app = create_app(settings, addresses, meters)
     with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
         freeze_loaded_objects()
         log.info("the gateway listens on http://%s", format_place(host, port))
-        _Server(app, settings).run(sockets=[listener])
+        _Server(app, settings, begin_stop).run(sockets=[listener])
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -86,7 +84,7 @@ def limit_connections(wanted: int, max_open_files: int) -> int:
 class _Server(uvicorn.Server):
     """uvicorn, with exit status 0 after a signal."""
 
-    def __init__(self, app: FastAPI, settings: GatewayProcessSettings) -> None:
+    def __init__(self, app: FastAPI, settings: GatewayProcessSettings, begin_stop: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -100,7 +98,7 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.gateway.stop_s,  # type: ignore[arg-type]  # it takes fractions
             )
         )
-        self._app = app
+        self._begin_stop = begin_stop
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -113,4 +111,4 @@ class _Server(uvicorn.Server):
     def _handle_signal(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._app.state.gateway.begin_stop()
+        self._begin_stop()

@@ -20,8 +20,8 @@ from typing import Any
 import redis.asyncio
 
 from penstock.errors import BusUnavailable
-from penstock.ingest.gateway.stream_meta import StreamMetaStore
 from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.names import stream_readers_key
 from penstock.redis.client import translate_outages
 
@@ -70,7 +70,7 @@ class UnreadStreams:
                 with suppress(BusUnavailable):
                     await self.look(cancel)
             except Exception:
-                log.exception("streams without readers were not looked at; it is tried again")
+                log.exception("searching for streams without readers failed, retrying")
 
     async def look(self, cancel: Cancel) -> None:
         """Do steps 3 and 4 once."""

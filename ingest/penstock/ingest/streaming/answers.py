@@ -13,12 +13,12 @@ from penstock.client.core import Answer, Event, build_answer, raise_on_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.batch.answer import gather_answers
-from penstock.ingest.gateway.metrics import STREAM_KEY, GatewayMetrics
-from penstock.ingest.gateway.sse import StreamFeed
-from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.http.metrics import STREAM_KEY, GatewayMetrics
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.openai.tokens import sum_usage
+from penstock.ingest.streaming.sse import StreamFeed
+from penstock.ingest.streaming.state import Streams
 from penstock.messages import EndEvent, Usage
 
 _EVENT_SCHEMA: dict[str, Any] = {
@@ -37,7 +37,7 @@ EVENT_STREAM_CONTENT = {"text/event-stream": {"schema": _EVENT_SCHEMA}}
 
 
 def make_event_stream(
-    gateway: Gateway,
+    streams: Streams,
     meta: StreamMeta,
     resume_point: ResumePoint,
     ticket: Ticket | None = None,
@@ -50,53 +50,53 @@ def make_event_stream(
 
     def settle_later() -> None:
         if ticket is not None:
-            gateway.run_later(settle_after_end(gateway, meta, ticket))
+            streams.run_later(settle_after_end(streams, meta, ticket))
 
     async def on_ended(usage: Usage | None) -> None:
         if usage is None:
             settle_later()
         else:
-            await settle_request(gateway, meta, ticket, usage)
+            await settle_request(streams, meta, ticket, usage)
 
     async def on_left() -> None:
         if ticket is not None and ticket.has_bucket_tokens:
             settle_later()
         if cancel_on_leaving:
-            await gateway.cancel_requests(meta)
+            await streams.cancel_requests(meta)
         else:
-            await gateway.unread.note_left(meta)
+            await streams.unread.note_left(meta)
 
-    feed = StreamFeed(gateway, meta, resume_point, on_ended, after_number=after_number, whole_log=whole_log)
-    return EventStream(feed, meta.id, on_left, gateway.metrics)
+    feed = StreamFeed(streams, meta, resume_point, on_ended, after_number=after_number, whole_log=whole_log)
+    return EventStream(feed, meta.id, on_left, streams.metrics)
 
 
-async def settle_request(gateway: Gateway, meta: StreamMeta, ticket: Ticket | None, usage: Usage) -> None:
+async def settle_request(streams: Streams, meta: StreamMeta, ticket: Ticket | None, usage: Usage) -> None:
     """Settle a request that has ended, with its usage; its meta data then lives as long as its records.
 
     If Redis is away, the estimate stands, and the meta data lives longer.
     """
     with suppress(BusUnavailable):
         if ticket is not None:
-            await gateway.admission.settle(ticket, usage)
-        await gateway.stream_metas.note_ended(meta)
+            await streams.admission.settle(ticket, usage)
+        await streams.stream_metas.note_ended(meta)
 
 
-async def settle_after_end(gateway: Gateway, meta: StreamMeta, ticket: Ticket) -> None:
+async def settle_after_end(streams: Streams, meta: StreamMeta, ticket: Ticket) -> None:
     """Settle a request when it has ended, although no client reads it until then.
 
     Its client left, or got the error of one of several choices.
     """
     with suppress(PenstockError):  # then the estimate stands
-        usages = await asyncio.gather(*map(_read_usage, gateway.read_events(meta)))
-        await settle_request(gateway, meta, ticket, sum_usage(usages))
+        usages = await asyncio.gather(*map(_read_usage, streams.read_events(meta)))
+        await settle_request(streams, meta, ticket, sum_usage(usages))
 
 
-async def read_answers(gateway: Gateway, meta: StreamMeta) -> list[Answer]:
+async def read_answers(streams: Streams, meta: StreamMeta) -> list[Answer]:
     """Return the answers to all its requests when they are complete. The first error ends the reading of the others."""
     return await gather_answers(
         [
             _read_answer(request_id, updates)
-            for request_id, updates in zip(meta.request_ids, gateway.read_events(meta), strict=True)
+            for request_id, updates in zip(meta.request_ids, streams.read_events(meta), strict=True)
         ]
     )
 
@@ -113,12 +113,6 @@ async def _read_usage(updates: AsyncGenerator[list[Event], None]) -> Usage:
             if events and isinstance(events[-1], EndEvent):
                 return events[-1].usage
     return Usage()
-
-
-async def cancel_requests(gateway: Gateway, meta: StreamMeta) -> bool:
-    """Cancel all its requests; return whether any had not ended yet. Raises `BusUnavailable`."""
-    client = gateway.get_client(meta.pipeline)
-    return any(await asyncio.gather(*(client.cancel(request_id) for request_id in meta.request_ids)))
 
 
 class EventStream(StreamingResponse):

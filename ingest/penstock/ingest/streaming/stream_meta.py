@@ -1,4 +1,4 @@
-"""What any gateway must know of a request to stream it: its `StreamMeta`, in Redis; with several servers, in the first.
+"""The data by which any gateway can stream a request: its `StreamMeta`, in Redis; with several servers, in the first.
 
 It lives for `PENSTOCK_RECORD_KEEP_S`. The gateway that wrote it, or found it for a reader, renews it until its
 requests have ended. If that gateway dies and no reader comes back, the meta data of an unfinished request expires;
@@ -131,7 +131,7 @@ class StreamMetaStore:
             except BusUnavailable:
                 continue  # they live for three more of these rounds
             except Exception:
-                log.exception("what is stored of open streams was not renewed; it is tried again")
+                log.exception("renewing the meta data of open streams failed, retrying")
 
     async def renew_all(self) -> None:
         """Renew once. Requests that have ended are not renewed again. End those that no worker has seen and whose

@@ -9,9 +9,7 @@ from importlib.resources.abc import Traversable
 from fastapi import APIRouter, Request, Response
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.state import get_gateway
 
-router = APIRouter(include_in_schema=False)
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -57,24 +55,27 @@ def read_page_files(folder: Traversable) -> dict[str, PageFile]:
     }
 
 
-PAGE_FILES = read_page_files(files("penstock.ingest.gateway").joinpath("page"))
+PAGE_FILES = read_page_files(files("penstock.ingest.http").joinpath("page"))
 """All files, by name."""
 OPEN_PAGE = PageFile.from_body(PAGE_FILES["index.html"].body.replace(_KEYS_NEEDED, _KEYS_OPEN), "index.html")
 """The page of a gateway that asks for no key."""
 
 
-@router.get("/")
-async def page(request: Request) -> Response:
-    """The page. It depends on the gateway only in whether it asks for a key."""
-    return _make_response(request, OPEN_PAGE if get_gateway(request).keyring.is_open else PAGE_FILES["index.html"])
+def make_router(*, is_open: bool) -> APIRouter:
+    """Return the routes of the page. `is_open`: the gateway asks for no key, and so does its page."""
+    router = APIRouter(include_in_schema=False)
 
+    @router.get("/")
+    async def page(request: Request) -> Response:
+        return _make_response(request, OPEN_PAGE if is_open else PAGE_FILES["index.html"])
 
-@router.get("/page/{name}")
-async def file(request: Request, name: str) -> Response:
-    """A file of the page."""
-    if name not in PAGE_FILES:
-        raise ApiError(404, f"Unknown request URL: GET {request.url.path}.", code="unknown_url")
-    return _make_response(request, PAGE_FILES[name])
+    @router.get("/page/{name}")
+    async def file(request: Request, name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise ApiError(404, f"Unknown request URL: GET {request.url.path}.", code="unknown_url")
+        return _make_response(request, PAGE_FILES[name])
+
+    return router
 
 
 def _make_response(request: Request, file: PageFile) -> Response:

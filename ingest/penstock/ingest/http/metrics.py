@@ -1,4 +1,4 @@
-"""What a gateway measures: its own requests and streams, and the state of its pipelines."""
+"""The metrics of a gateway: its own requests and streams, and the state of its pipelines."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ when the layers within have returned."""
 SPAN_KEY = "penstock.span"
 """In the scope of a request that other requests are made for: its span, which ends with the last byte of the answer."""
 _SERVER_KEYS = {"type", "method", "path", "http_version", SPAN_KEY}
-"""What uvicorn and the outermost layer read of the scope of an answer that has begun."""
+"""Keys that uvicorn and the outermost layer read in the scope of an answer that has begun."""
 WORKER_STATES = ("loading", "ready", "degraded", "draining")
 NO_ROUTE = "none"
 

@@ -16,10 +16,10 @@ from penstock.client.core import Event
 from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired, is_failure
 from penstock.ingest.endpoints import ENDPOINTS, find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, to_api_error
-from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import DONE_ID, ResumePoint
+from penstock.ingest.streaming.state import Streams
 from penstock.messages import Usage
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class StreamFeed:
 
     def __init__(
         self,
-        gateway: Gateway,
+        streams: Streams,
         meta: StreamMeta,
         resume_point: ResumePoint,
         on_ended: OnEnded,
@@ -52,7 +52,7 @@ class StreamFeed:
         request that ended long ago; otherwise the logs are read from Redis.
         """
         self._whole_log = whole_log
-        self._gateway, self._meta, self._on_ended = gateway, meta, on_ended
+        self._streams, self._meta, self._on_ended = streams, meta, on_ended
         self._cursor = SseCursor(ENDPOINTS[meta.path], meta, resume_point, after_number)
         self.is_over = False
         """Whether this connection got everything that it is sent, so that a client that leaves now does not leave
@@ -74,7 +74,7 @@ class StreamFeed:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("stream %s", self._meta.id)
+            log.exception("sending stream %s failed", self._meta.id)
             self.is_over = True
             yield self._encode_error(ApiError(500, "internal error", code="internal_error"), is_last=True)
 
@@ -93,12 +93,12 @@ class StreamFeed:
                 if sent:
                     yield sent
                     last_sent_at = time.monotonic()
-                elif time.monotonic() > last_sent_at + KEEP_ALIVE_SHARE * self._gateway.settings.gateway.keep_alive_s:
+                elif time.monotonic() > last_sent_at + KEEP_ALIVE_SHARE * self._streams.settings.gateway.keep_alive_s:
                     yield KEEP_ALIVE_FRAME
                     last_sent_at = time.monotonic()
                 if error is not None:
                     raise error
-                if self._gateway.is_stopping and not self._cursor.has_ended:
+                if self._streams.is_stopping and not self._cursor.has_ended:
                     message = f"this gateway stops: go on at /v1/streams/{self._meta.id}, after the last event's id"
                     raise ApiError(503, message, code="gateway_stopping")
         await self._on_ended(self._cursor.usage)
@@ -120,13 +120,13 @@ class StreamFeed:
         if self._whole_log is not None:
             yield 0, self._whole_log
             return
-        streams = self._gateway.read_events(self._meta)
-        if len(streams) == 1:
-            async with aclosing(streams[0]) as only:
+        found = self._streams.read_events(self._meta)
+        if len(found) == 1:
+            async with aclosing(found[0]) as only:
                 async for events in only:
                     yield 0, events
             return
-        async with aclosing(_merge_streams(streams)) as merged:
+        async with aclosing(_merge_streams(found)) as merged:
             async for index, events in merged:
                 yield index, events
 

@@ -2,7 +2,7 @@
 
 Uvicorn's parser bounds neither the size of headers nor the time they take, and a client that does not read keeps its
 answer forever. Here a connection costs bounded memory and bounded time outside of a request's body, which `guard`
-limits. What is not HTTP is answered here too, with the same error body as any other error.
+limits. Bytes that are not HTTP are answered here too, with the same error body as any other error.
 
 A connection is idle from its beginning, or from the end of its last request and answer, until the first byte of a
 request. An idle connection is closed without a word: after its time, or because another client needs its place. A
@@ -29,16 +29,16 @@ from penstock.config.settings import GuardSettings
 from penstock.ingest.errors import ApiError
 
 LINGER_S = 1.0
-"""How long a refused client may go on sending, so that it gets to read the answer. What it sends is dropped."""
+"""How long a refused client may go on sending, so that it gets to read the answer. Its bytes are dropped."""
 UNREAD_KEY = "penstock.has_unread"
 """In the scope of a request: returns whether bytes of the connection have come that the application has not read."""
 MAX_JOINED_BYTES = 32 * 1024
-"""What a connection holds back at most until the end of a turn of the event loop."""
+"""The most bytes that a connection holds back until the end of a turn of the event loop."""
 
 
 class JoiningTransport(asyncio.Transport):
-    """Sends what is written within a turn of the event loop in one call, as each call of the system costs as much as
-    all else that is done for an event. The wrapped transport limits what waits for a client, as before.
+    """Sends what is written within a turn of the event loop in one call. A system call costs as much as all other
+    work for an event. The wrapped transport limits what waits for a client, as before.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -127,6 +127,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """Bytes of the headers that are complete."""
         self._num_bare_bytes = 0
         """Bytes since the last headers or body bytes: what the parser may have to keep."""
+        self._num_body_bytes = 0
+        """Body bytes among those that came last, since the last headers."""
+        self._has_ended = False
+        """Whether a request ended among the bytes that came last."""
         self._refusal: ApiError | None = None
         """Why nothing more is read. It is sent when the requests before it are answered."""
         self._is_refused = False
@@ -172,7 +176,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._num_bare_bytes += len(data)
+        self._num_body_bytes, self._has_ended = 0, False
         self._parse(memoryview(data))
+        if self._has_ended and self._awaits_headers:  # what follows the request that ended is kept
+            end = data.rfind(b"\r\n\r\n")
+            self._num_bare_bytes = max(0, len(data) - (end + 4 if end >= 0 else 0) - self._num_body_bytes)
         if self._num_bare_bytes > self.guard.max_header_kb * 1024:
             self._refuse_connection(self._headers_too_large())
         elif self._awaits_headers and self._header_timer is None:
@@ -239,7 +247,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the time limit for headers, and begin the request unless it has to be read again."""
-        self._awaits_headers, self._num_bare_bytes = False, 0
+        self._awaits_headers, self._num_bare_bytes, self._num_body_bytes = False, 0, 0
         self._stop_header_timer()
         self._check_head()
         self._is_offer = self.parser.should_upgrade()
@@ -250,11 +258,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Pass on some of the body."""
         self._num_bare_bytes = 0
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is complete, unless it has to be read again."""
-        self._num_bare_bytes = 0
+        self._num_bare_bytes, self._has_ended = 0, True
         if self._is_offer:
             return
         super().on_message_complete()

@@ -1,8 +1,8 @@
 """The ASGI layer around the gateway: limits the size and duration of bodies, and which paths are possible.
 
 It is the outermost layer, so what it refuses costs nothing further. Bodies are counted as they arrive, whatever
-their `Content-Length` is. If a client gets its answer before all of its body has arrived, the guard reads on for a
-moment, so that the client sees the answer, and then closes the connection.
+their `Content-Length` is. A client may get its answer before all of its body has arrived. Then the guard reads on for a
+moment, so that the client sees the answer, and closes the connection.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from penstock.config.settings import GuardSettings, is_loopback
 from penstock.errors import InternalError, is_failure
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.metrics import REFUSAL_KEY
-from penstock.ingest.gateway.protocol import LINGER_S, UNREAD_KEY
+from penstock.ingest.http.metrics import REFUSAL_KEY
+from penstock.ingest.http.protocol import LINGER_S, UNREAD_KEY
 
 MB = 2**20
 DRAIN_S = 0.05
@@ -29,9 +29,9 @@ HOST_NAMES = frozenset({
     "host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.lima.internal",
     "host.rancher-desktop.internal", "host.orb.internal", "host.minikube.internal", "host.k3d.internal",
 })  # fmt: skip
-"""What containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack, minikube and k3d call
-their host. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any machine of
-the network may answer to a name that ends with `.local`.)"""
+"""Names of the host in containers and machines of Docker, Podman, Lima (also Colima), Rancher Desktop, OrbStack,
+minikube and k3d. Nobody else can own a name that ends with `.internal`. (`*.orb.local` names containers, and any
+machine of the network may answer to a name that ends with `.local`.)"""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 
@@ -105,7 +105,8 @@ class _GuardedRequest:
         self._coding = "" if codings in ([], ["chunked"]) else ", ".join(codings)
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
-        self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
+        # Any of several lines, as the protocol takes it.
+        self._expects_continue = (b"expect", b"100-continue") in ((name, one.lower()) for name, one in scope["headers"])
         self._has_unread: Callable[[], bool] = scope.get(UNREAD_KEY, lambda: False)
         self._num_bytes = 0
         self._started_at = time.monotonic()

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, limits, the form of errors, uploads, figures, the page. It knows no gateway."""
