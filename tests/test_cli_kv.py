@@ -13,8 +13,7 @@ import pytest
 import redis
 
 from penstock.config.addresses import Addresses
-from penstock.kvstore.codec import INT8, LOSSLESS
-from penstock.kvstore.codec.int8 import Int8Codec
+from penstock.kvstore.codec import LOSSLESS
 from penstock.kvstore.codec.lossless import LosslessCodec
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tools import TierLocation as Shown
@@ -334,9 +333,7 @@ def test_redis_needs_nothing_of_a_worker_but_xxhash(host: Host) -> None:
 
 
 def test_codecs_have_the_names_that_settings_have() -> None:
-    assert {LOSSLESS: LosslessCodec.name, INT8: Int8Codec.name} == {
-        number: codec_name(number) for number in (LOSSLESS, INT8)
-    }
+    assert codec_name(LOSSLESS) == LosslessCodec.name
     assert "number 9" in codec_name(9)
 
 

@@ -16,7 +16,7 @@ from penstock.kvstore.tiers.contract import Tier, TierEntry, TierUsage
 from penstock.redis.urls import hide_password
 
 T = TypeVar("T")
-CODEC_NAMES = {RAW: "raw", 1: "lossless", 2: "int8"}
+CODEC_NAMES = {RAW: "raw", 1: "lossless"}
 """Names of codecs by number. They stand here, as the codecs' modules need packages that these tools do not."""
 REMOVE_BATCH = 256
 """Blocks that are removed in one call."""
