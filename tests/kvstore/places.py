@@ -52,6 +52,18 @@ class Place(Protocol):
         """Replace what is stored under `key` (header and content) by what `change` makes of it."""
 
 
+def read_stored(place: Place, tier: Tier, key: bytes) -> bytes:
+    """Return header and content of a block as they are stored."""
+    found = []
+
+    def keep(stored: bytes) -> bytes:
+        found.append(stored)
+        return stored
+
+    place.damage(tier, key, keep)
+    return found[0]
+
+
 class SharedPlace:
     """Arenas in a directory."""
 
