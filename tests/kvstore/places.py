@@ -39,6 +39,13 @@ def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
     return True
 
 
+def wait_until_mapped(tier: HostTier, timeout_s: float) -> bool:
+    """Wait until all slots have memory that is mapped here. Return whether they have."""
+    thread = tier.arena.allocator._thread
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
 class Place(Protocol):
     """A place that is empty at first."""
 
