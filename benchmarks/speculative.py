@@ -38,8 +38,7 @@ from penstock.engine.model.model import LoadedModel
 from penstock.engine.sampling.sampler import SamplingParams, sample_tokens
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
-from tools.tool_corpus import make_conversation
-from tools.train_tools import TOOL_MODEL, render_conversation
+from tools.tool_corpus import TOOL_MODEL, make_conversation, render_conversation
 
 GREEDY = Sampling(temperature=0.0)
 MIN_ANSWER_TOKENS = 24
