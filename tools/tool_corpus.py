@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerFast
 
@@ -100,9 +100,8 @@ class Words:
                 return word
 
     def _invent_word(self) -> str:
-        return "".join(self.choose(LISTS["syllables"]) for _ in range(self.choose([2, 2, 3]))) + str(
-            self.choose(ENDINGS)
-        )
+        syllables = [self.choose(LISTS["syllables"]) for _ in range(self.choose([2, 2, 3]))]
+        return "".join([*syllables, self.choose(ENDINGS)])
 
     def draw_person(self) -> str:
         """Return a first name, mostly with a last name."""
@@ -188,8 +187,7 @@ def make_sum(words: Words) -> Task:
     )  # fmt: skip
     number = {"type": words.choose(["number", "integer"])}
     x, y = words.choose([("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")])
-    shape = words.choose(["expression", "expression", "operation"])
-    if shape == "expression":
+    if words.choose([True, True, False]):
         name = words.choose(["calculator", "calculate", "calc", "evaluate", "compute", "math", "eval_math"])
         key = words.choose(["expression", "formula", "expr", "input"])
         tool = make_tool(words, name, "Evaluate an arithmetic expression.", {key: {"type": "string"}}, [key])
@@ -214,6 +212,9 @@ DRAWS: dict[str, Callable[[Words], Any]] = {
     "other currency": lambda words: words.choose(LISTS["currencies"][3:]),
     "company": lambda words: f"{words.draw_open(LISTS['last'])} {words.choose(['Ltd', 'Inc', 'Group', 'Labs'])}",
     "order": Words.draw_number,
+    "flag": lambda words: words.has_chance(0.5),
+    "foods": lambda words: list(dict.fromkeys(words.draw_open(LISTS["foods"]) for _ in range(words.choose([2, 3])))),
+    "status": lambda words: words.choose(["open", "sent", "closed"]),
     "last": lambda words: words.draw_open(LISTS["last"]),
     "city": lambda words: words.draw_open(LISTS["cities"]),
 }
@@ -227,31 +228,28 @@ def draw_value(words: Words, what: str) -> Any:
     name, *limits = what.split()
     if limits:
         return words.random.randrange(*map(int, limits))
-    draw = words.choose if name in ("day", "room", "colour", "language") else words.draw_open
+    draw = words.choose if name in ("day", "room", "colour", "language", "job") else words.draw_open
     return draw(LISTS[f"{name}s"])
 
 
 def make_action(words: Words) -> Task:
     """Return something to be done with one to three arguments, such as a message to be sent."""
     action = words.choose(WORDS["actions"])
-    description, slots = action["description"], action["slots"]
-    keys = [words.choose(options.split()) for options, _, _ in slots]
-    values = [draw_value(words, what) for _, _, what in slots]
-    properties = {key: {"type": kind} for key, (_, kind, _) in zip(keys, slots, strict=True)}
+    keys = [words.choose(options.split()) for options, _, _ in action["slots"]]
+    values = [draw_value(words, what) for _, _, what in action["slots"]]
+    properties = {key: {"type": kind} for key, (_, kind, _) in zip(keys, action["slots"], strict=True)}
     name = words.choose(action["names"].split())
-    tool = make_tool(words, name, description, properties, keys)
+    tool = make_tool(words, name, action["description"], properties, keys)
     arguments = dict(zip(keys, values, strict=True))
     result = words.choose([{"ok": True}, {"status": "done"}, {"success": True}])
     question = words.choose(action["questions"]).format(*values)
-    thought = f"{name} is the tool for this."
-    text = action["reply"].format(*values)
-    return Task(description, tool, question, arguments, result, text[0].upper() + text[1:], thought)
+    text, thought = action["reply"].format(*values), f"{name} is the tool for this."
+    return Task(action["description"], tool, question, arguments, result, text[0].upper() + text[1:], thought)
 
 
 def make_task(words: Words) -> Task:
     """Return a task of any sort."""
-    make: Callable[[Words], Task] = words.choose([make_lookup, make_lookup, make_sum, make_action])
-    return make(words)
+    return cast(Task, words.choose([make_lookup, make_lookup, make_sum, make_action])(words))
 
 
 def make_other_task(words: Words, tasks: list[Task]) -> Task:
@@ -276,10 +274,10 @@ def say(role: str, content: str | None, **more: Any) -> Json:
     return {"role": role, "content": content, **more}
 
 
-def call_tools(tasks: list[Task], first_id: int = 0) -> Json:
+def call_tools(tasks: list[Task]) -> Json:
     """Return the assistant's message that makes the calls of the tasks."""
     calls = [
-        {"id": f"call_{first_id + i}", "type": "function", "function": {"name": task.name, "arguments": task.arguments}}
+        {"id": f"call_{i}", "type": "function", "function": {"name": task.name, "arguments": task.arguments}}
         for i, task in enumerate(tasks)
     ]
     return say("assistant", None, tool_calls=calls)
@@ -383,32 +381,21 @@ def join_words(items: list[str]) -> str:
 
 def make_plain_exchange(words: Words) -> tuple[str, str]:
     """Return a short instruction and its answer."""
-    kind = words.random.randrange(8)
+    number = words.random.randrange(len(WORDS["plain"]))
     items = [words.draw_open(LISTS["foods"]) for _ in range(words.choose([2, 3, 4]))]
-    match kind:
-        case 0:
-            country = words.choose(list(CAPITALS))
-            questions = ["What is the capital of {}?", "Which city is the capital of {}?", "Capital of {}?"]
-            exchange = words.choose(questions).format(country), f"The capital of {country} is {CAPITALS[country]}."
-        case 1:
-            name = words.draw_open(LISTS["first"])
-            greeting = words.choose(["Hello, I am {}.", "Hi! My name is {}.", "Good morning, {} here."])
-            exchange = greeting.format(name), f"Hello {name}, how can I help you?"
-        case 2:
-            exchange = words.choose(["Thank you!", "Thanks.", "Thanks a lot!"]), "You are welcome."
-        case 3:
-            exchange = f"{words.choose(['Repeat', 'Say', 'Write'])}: {' '.join(items)}", " ".join(items)
-        case 4:
-            exchange = f"How many things are these: {', '.join(items)}?", f"These are {len(items)} things."
-        case 5:
-            which, place = words.choose([("first", 0), ("last", -1)])
-            exchange = f"What is the {which} of these: {', '.join(items)}?", f"The {which} is {items[place]}."
-        case 6:
-            exchange = words.choose(["Who are you?", "What are you?"]), "I am a small model that calls tools."
-        case _:
-            dashed = "\n".join(f"- {item}" for item in items)
-            exchange = f"List these with dashes: {', '.join(items)}", dashed
-    return exchange
+    told: Json = {"spaced": " ".join(items), "listed": ", ".join(items), "count": len(items)}
+    told["dashed"] = "\n".join(f"- {item}" for item in items)
+    questions, answer = WORDS["plain"][number]
+    if "{country}" in answer:
+        country = words.choose(list(CAPITALS))
+        told |= {"country": country, "capital": CAPITALS[country]}
+    elif "{name}" in answer:
+        told["name"] = words.draw_open(LISTS["first"])
+    elif "{which}" in answer:
+        which, place = words.choose([("first", 0), ("last", -1)])
+        told |= {"which": which, "item": items[place]}
+    question = words.choose(questions) if len(questions) > 1 else questions[0]
+    return question.format(**told), answer.format(**told)
 
 
 def make_plain(words: Words) -> Conversation:
@@ -442,78 +429,34 @@ def make_refusal(words: Words) -> Conversation:
     return Conversation("refusal", [*messages, say("user", task.question), message], tools, options)
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A part of a sentence: the keys it may have, its schema and value, and the phrase that tells it."""
-
-    keys: list[str]
-    schema: Json
-    value: Any
-    phrase: str
-
-
-def describe_person(words: Words) -> tuple[str, list[Fact]]:
-    """Return sentences about a person."""
-    name, age = words.draw_person(), words.random.randrange(18, 90)
-    city, job, married = words.draw_open(LISTS["cities"]), words.choose(LISTS["jobs"]), words.has_chance(0.5)
-    foods = list(dict.fromkeys(words.draw_open(LISTS["foods"]) for _ in range(words.choose([2, 3]))))
-    return name, [
-        Fact(["name", "full_name", "person"], {"type": "string"}, name, ""),
-        Fact(["age", "years"], {"type": "integer"}, age, words.choose(["is {} years old", "is {}"]).format(age)),
-        Fact(["city", "home", "town"], {"type": "string"}, city, f"{words.choose(['lives in', 'comes from'])} {city}"),
-        Fact(["job", "profession"], {"type": "string"}, job, f"works as a {job}"),
-        Fact(["married"], {"type": "boolean"}, married, "is married" if married else "is not married"),
-        Fact(["likes", "foods"], {"type": "array", "items": {"type": "string"}}, foods, f"likes {join_words(foods)}"),
-    ]  # fmt: skip
+def describe_subject(words: Words) -> tuple[str, list[Json]]:
+    """Return who or what sentences are about, and what they may tell of it."""
+    described = words.choose(WORDS["described"])
+    facts: list[Json] = [fact | {"value": draw_value(words, fact["draw"])} for fact in described["facts"]]
+    for fact in facts[1:]:
+        fact["phrase"] = tell_value(words, fact["value"], fact["phrases"])
+    return described["subject"].format(facts[0]["value"]), facts
 
 
-def describe_order(words: Words) -> tuple[str, list[Fact]]:
-    """Return sentences about an order."""
-    name, product, quantity = words.draw_person(), words.draw_open(LISTS["products"]), words.random.randrange(2, 40)
-    price, paid, number = words.draw_number(), words.has_chance(0.5), words.draw_number()
-    status, states = words.choose(["open", "sent", "closed"]), ["closed", "open", "sent"]
-    return name, [
-        Fact(["customer", "name", "buyer"], {"type": "string"}, name, ""),
-        Fact(["product", "item"], {"type": "string"}, product, f"ordered the article {product}"),
-        Fact(["quantity", "count", "amount"], {"type": "integer"}, quantity, f"wants {quantity} pieces"),
-        Fact(["price", "total"], {"type": "number"}, price, f"pays {price} euros"),
-        Fact(["paid"], {"type": "boolean"}, paid, "has paid" if paid else "has not paid"),
-        Fact(["order", "order_id"], {"type": "integer"}, number, f"has order number {number}"),
-        Fact(["status", "state"], {"type": "string", "enum": states}, status, f"has an order that is {status}"),
-    ]
-
-
-def describe_event(words: Words) -> tuple[str, list[Fact]]:
-    """Return sentences about an event."""
-    title, place = words.draw_open(LISTS["titles"]), words.draw_open(LISTS["cities"])
-    day, time = words.choose(LISTS["days"]), words.draw_time()
-    guests, host = words.draw_number(), words.draw_person()
-    return f"The {title}", [
-        Fact(["title", "event", "name"], {"type": "string"}, title, ""),
-        Fact(
-            ["place", "city", "location"], {"type": "string"}, place,
-            f"{words.choose(['is in', 'takes place in'])} {place}",
-        ),
-        Fact(["day", "date"], {"type": "string"}, day, f"is on {day}"),
-        Fact(["time", "start"], {"type": "string"}, time, f"begins at {time}"),
-        Fact(["guests", "people"], {"type": "integer"}, guests, f"has {guests} guests"),
-        Fact(["host", "organizer"], {"type": "string"}, host, f"is given by {host}"),
-    ]  # fmt: skip
+def tell_value(words: Words, value: Any, phrases: list[str]) -> str:
+    """Return the phrase that tells a value; of a flag there are two."""
+    if isinstance(value, bool):
+        return phrases[not value]
+    phrase = words.choose(phrases) if len(phrases) > 1 else phrases[0]
+    return str(phrase.format(join_words(value) if isinstance(value, list) else value))
 
 
 def make_extraction(words: Words) -> Conversation:
     """A sentence, and the JSON of some of what it says, under a schema of the prompt."""
-    subject, facts = words.choose([describe_person, describe_order, describe_event])(words)
+    subject, facts = describe_subject(words)
     told = words.random.sample(facts[1:], words.choose([2, 2, 3, 4]))
-    text = f"{subject} {join_words([fact.phrase for fact in told])}."
+    text = f"{subject} {join_words([fact['phrase'] for fact in told])}."
     wanted = words.random.sample([facts[0], *told], min(words.choose([2, 2, 3, 3, 4]), len(told) + 1))
-    keys = [words.choose(fact.keys) for fact in wanted]
-    schema = make_schema(words, {key: fact.schema for key, fact in zip(keys, wanted, strict=True)}, keys)
-    values = {key: fact.value for key, fact in zip(keys, wanted, strict=True)}
+    keys = [words.choose(fact["keys"]) for fact in wanted]
+    schema = make_schema(words, {key: fact["schema"] for key, fact in zip(keys, wanted, strict=True)}, keys)
+    values = {key: fact["value"] for key, fact in zip(keys, wanted, strict=True)}
     options: Json = choose_thinking(words)
-    demand = words.choose(
-        ["Answer in JSON by this schema:", "Extract JSON with this schema:", "Return JSON for this schema:"]
-    )
+    demand = words.choose(WORDS["demands"])
     if words.has_chance(0.3):
         messages = [say("system", f"{demand} {json.dumps(schema)}"), say("user", text)]
     elif words.has_chance(0.5):
@@ -543,18 +486,11 @@ def make_conversation(seed: str, *, held_out: bool = False, repetitions: float =
     if words.has_chance(repetitions):
         return make_repetition(words)
     makers, weights = zip(*KINDS, strict=True)
-    make: Callable[[Words], Conversation] = words.random.choices(makers, weights)[0]
-    return make(words)
+    return cast(Conversation, words.random.choices(makers, weights)[0](words))
 
 
 def render_conversation(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, *, whole: bool) -> str:
     """Return the text of a conversation: whole, or up to where the answer begins."""
-    return str(
-        tokenizer.apply_chat_template(
-            conversation.messages if whole else conversation.prompt,
-            tools=conversation.tools or None,
-            add_generation_prompt=not whole,
-            tokenize=False,
-            **conversation.options,
-        )
-    )
+    turns, options = conversation.messages if whole else conversation.prompt, conversation.options
+    tools = conversation.tools or None
+    return str(tokenizer.apply_chat_template(turns, tools, add_generation_prompt=not whole, tokenize=False, **options))
