@@ -63,7 +63,7 @@ demo: .venv/installed
 	@$(BIN)/penstock demo --since $(STARTED)
 
 demo-kafka: .venv/installed
-	@$(BIN)/penstock demo --kafka --since $(STARTED)
+	@$(BIN)/python -m sim.kafka_server $(BIN)/penstock demo --kafka --since $(STARTED)
 
 # Collected once, and run in processes that are forked from that one. The simulated world needs these hashes of strings.
 test test-all test-clients: export PYTHONHASHSEED := 0

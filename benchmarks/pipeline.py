@@ -58,10 +58,10 @@ from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.errors import DependencyMissing
-from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
 from penstock.local.valkey import ValkeyServer
 from sim.chaos.proxy import Proxy
+from sim.kafka_server import find_or_start_kafka
 
 BARE, TWO_THREADS = "bare", "bare, two threads"
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.

@@ -44,9 +44,9 @@ from penstock.engine.scheduling.cost import StepCost
 from penstock.plan.coarse import CoarseSimulation
 from penstock.plan.goodput import Slo, Slos, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, Tier, WorkerSpec
-from penstock.plan.simulator import Simulation, compute_imbalance
+from penstock.plan.simulator import Simulation
 from penstock.plan.trace import compute_quantile
-from sim.placement.rules import RULES
+from sim.placement.rules import RULES, compute_imbalance
 from sim.placement.traces import SHAPES, Shape, draw_load, list_requests, make_requests, read_requests
 
 BLOCK_TOKENS, POOL_TOKENS = 128, 500_000

@@ -61,7 +61,6 @@ from penstock.client.core import make_request
 from penstock.config.settings import BusSettings
 from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PenstockError
-from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, encode_request
 from penstock.names import Pipeline
@@ -70,6 +69,7 @@ from penstock.plan.placing import Beat, PlacedRequest, View, WorkerSpec
 from penstock.plan.simulator import Outcome, Simulation
 from penstock.plan.trace import compute_quantile
 from penstock.redis.client import redis_client
+from sim.kafka_server import find_or_start_kafka
 from sim.placement.rules import RULES
 
 NUM_PRODUCERS = 2

@@ -43,9 +43,9 @@ from penstock.engine.opening import open_serving_engine
 from penstock.engine.serving import ServingEngine
 from penstock.engine_vllm.core import VllmCore
 from penstock.engine_vllm.opening import ENVIRONMENT, open_vllm_core
-from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
+from sim.kafka_server import find_or_start_kafka
 
 BLOCK = 32
 PREFIX_TOKENS, NEW_TOKENS = 2048, 16

@@ -28,7 +28,7 @@ from penstock.testing.bus import MemoryBus
 from penstock.testing.client import MemoryClient
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.grammars import GrammarCompiler
-from penstock.worker.loop import run_until_idle
+from penstock.worker.loop import WorkerLoop
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.waiting import wait_for
@@ -111,6 +111,12 @@ class PipelineServers:
         self.publisher.close()
         for client in self.clients.parts:
             client.close()
+
+
+def run_until_idle(worker: WorkerLoop) -> None:
+    """Run until there is nothing to do."""
+    while worker.run_once() or worker.running or not worker.is_settled():
+        pass
 
 
 class InProcessPipeline(PipelineServers):

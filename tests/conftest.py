@@ -17,11 +17,11 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Member
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.local.kafka import find_or_start_kafka
-from penstock.local.valkey import find_or_start_redis
 from penstock.names import Pipeline
 from penstock.record import Record
 from sim import forked
+from sim.kafka_server import find_or_start_kafka
+from sim.redis_servers import find_or_start_redis
 from sim.servers import serve_address, share_server
 from tests.commands import Terminal
 

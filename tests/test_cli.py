@@ -62,6 +62,14 @@ def url(stack: Stack) -> str:
     return stack.addresses.stream_url
 
 
+def test_a_demo_on_kafka_without_one_says_how_to_start_it(terminal: Terminal) -> None:
+    done = terminal("demo", "--kafka")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "penstock: --kafka: set PENSTOCK_KAFKA=HOST:PORT, or run `make demo-kafka` in a checkout"
+    ]
+
+
 @pytest.mark.proof
 def test_doctor_says_what_to_do_where_nothing_runs(terminal: Terminal) -> None:
     done = terminal("doctor")

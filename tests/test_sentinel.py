@@ -20,13 +20,13 @@ from penstock.config.settings import load_settings
 from penstock.errors import AccessRefused, SettingsError
 from penstock.kvstore.tiers.redis import RedisTier, url_identity
 from penstock.local.processes import find_free_port
-from penstock.local.valkey import ReplicatedValkey
 from penstock.ops.access import check_access
 from penstock.record.live import LiveFeed
 from penstock.redis.client import async_redis_client, is_away, redis_client
 from penstock.redis.sentinel import parse_sentinels
 from penstock.redis.urls import hide_password, hide_passwords, server_name, split_urls
 from sim.forked import pause_process
+from sim.redis_servers import ReplicatedValkey
 from sim.servers import serve_server
 from sim.waiting import wait_for
 from tests.kvstore.blocks import FORM, new_names, put, read

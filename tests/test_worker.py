@@ -45,6 +45,7 @@ from sim.chaos.proxy import Proxy
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.site import hanging
+from tests.record.play import claim_prefill
 
 Fetch = Callable[[int], list[Delivery]]
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
@@ -426,7 +427,7 @@ def test_where_redis_hangs_the_loop_is_watched_and_the_session_is_right(
             beat,
             Session(record, "p-0", is_stalled=beat.watch.is_stalled, keep=beat.keep_session) as session,
         ):
-            claim = record.claim_prefill("r1", session.id, "body")
+            claim = claim_prefill(record, "r1", session.id, "body")
             assert isinstance(claim, Claim)
             session.add_claim(claim)
             beat.watch.note_turn()
@@ -444,7 +445,7 @@ def test_where_redis_hangs_the_loop_is_watched_and_the_session_is_right(
 
             wait_for(has_heard, "it learns that the session is over")
             assert found == [(claim, ClaimEvent.LOST)]
-            assert isinstance(record.claim_prefill("r1", session.id, "body"), Claim)
+            assert isinstance(claim_prefill(record, "r1", session.id, "body"), Claim)
             with redis_client(server.url) as client:
                 client.delete(pipeline.worker_key("prefill", "p-0"))
                 wait_for(lambda: read_states(client, pipeline), "heartbeats go on")

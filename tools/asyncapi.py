@@ -1,6 +1,7 @@
 """`python -m tools.asyncapi [FILE]`: the AsyncAPI 3.0 document of a pipeline, from the message models.
 
-Topics and keys come from `names.Pipeline`, schemas from `messages`. docs/protocol.md says the same in prose.
+A release runs it; the document is not checked in. Topics and keys come from `names.Pipeline`, schemas from `messages`.
+docs/protocol.md says the same in prose.
 """
 
 import inspect

@@ -183,7 +183,7 @@ takes a request over goes on at the last snapshot. A found prefix counts up to i
 The engine drafts tokens if a comparison at load shows that no token's bits depend on other tokens of the step (they do
 with latent attention, or experts on PyTorch's operators). Drafts are read into a copy of the state, and the right ones
 once more into the state itself, so it is the state that single tokens give.
-`PENSTOCK_KV_STORE_REDIS_CODEC=int8` is refused. Models without keys and values (Mamba, RWKV, xLSTM)
+Models without keys and values (Mamba, RWKV, xLSTM)
 are refused, and so are models that keep a state in their modules (RecurrentGemma, MiniMax).
 """
 """The page's section about layers that keep a state."""

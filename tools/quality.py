@@ -9,8 +9,11 @@ distribution, in nats, and how often the likeliest token is the same.
 import argparse
 import json
 import math
+import subprocess
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +27,15 @@ from penstock.engine.model.trial import make_trial_sequence
 from penstock.engine.steps import hooks
 from penstock.engine.steps.native_step import NativeStep
 from penstock.engine.steps.step_batch import StepBatch
-from tools.tool_corpus import make_conversation
-from tools.train_demo import encode_chapters, read_chapters, split_corpus
-from tools.train_tools import TOOL_MODEL, render_conversation
+from tools.tool_corpus import TOOL_MODEL, make_conversation, render_conversation
 
 FORMS: dict[str, dict[str, str]] = {
     "bf16": {}, "int8": {"weights": "int8"}, "int4": {"weights": "int4"}, "KV int8": {"kv_dtype": "int8"},
 }  # fmt: skip
 """By name: the settings of a form."""
 NUM_CONVERSATIONS = 60
+HOLD_OUT_EVERY = 33
+"""One chapter in so many was held out when the demo model was trained."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,31 @@ class Text:
     num_chars: int
 
 
+def read_chapters() -> list[str]:
+    """Return the whole text by chapter, without references: a printed line reads `Ge1:1 In the beginning ...`."""
+    command = ["bible", "-f", "Gen1:1-Rev22:21"]
+    printed = subprocess.run(command, check=True, capture_output=True, encoding="ascii").stdout
+    verses = (line.split(" ", 1) for line in printed.splitlines() if line.strip())
+    by_chapter = groupby(verses, key=lambda verse: verse[0].rpartition(":")[0])
+    return ["\n".join(text.strip() for _, text in chapter) for _, chapter in by_chapter]
+
+
+def encode_chapters(tokenizer: Any, chapters: list[str]) -> list[int]:
+    """Return one stream of token ids, with the end-of-sequence token after each chapter."""
+    return [token for text in chapters for token in [*tokenizer.encode(text), tokenizer.eos_token_id]]
+
+
 def make_texts() -> dict[str, Text]:
     """Return the held-out text of each model, by its name."""
     demo, tools = (load_model(EngineSettings(model=name)) for name in ("demo", str(TOOL_MODEL)))
-    chapters = split_corpus(read_chapters("bible")).held_out
+    chapters = read_chapters()[HOLD_OUT_EVERY // 2 :: HOLD_OUT_EVERY]
     said = [
         render_conversation(tools.tokenizer, make_conversation(f"quality {number}", held_out=True), whole=True)
         for number in range(NUM_CONVERSATIONS)
     ]
     spoken = [tools.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
     return {
-        "demo": Text("demo", cut(encode_chapters(demo.tokenizer, chapters).tolist(), 1024), sum(map(len, chapters))),
+        "demo": Text("demo", cut(encode_chapters(demo.tokenizer, chapters), 1024), sum(map(len, chapters))),
         "tools": Text(str(TOOL_MODEL), [ids[: tools.context_length] for ids in spoken], sum(map(len, said))),
     }
 

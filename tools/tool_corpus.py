@@ -1,5 +1,4 @@
-# ruff: noqa: SIM905
-"""Make the synthetic conversations that the tool model learns from and is scored on.
+"""Make the synthetic conversations that the tool model learnt from, for tests, benchmarks and `tools.quality`.
 
 Each conversation is made from a seed: short instructions, extraction of JSON under a schema, calls of calculators and
 look-ups, parallel calls, answers to tool results, and requests that need no tool. Names of tools and parameters vary,
@@ -12,83 +11,25 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+from transformers import PreTrainedTokenizerFast
+
+from penstock.engine.weights.files import DEMO_MODEL
+
+TOOL_MODEL = DEMO_MODEL.parent / "tool_model"
 Json = dict[str, Any]
 
-FIRST = (
-    "Ada Alan Amir Anna Ben Bela Carla Chen Clara Dana David Elena Emil Eva Farid Felix Fiona Greta Hana Hugo Ida Ines "
-    "Ivan Jana Jonas Julia Kai Karim Lara Leo Lina Lucas Maria Marta Max Mia Mila Nadia Nils Nina Noah Nora Olga Omar "
-    "Oscar Otto Paula Pedro Petra Rosa Ruth Sami Sara Sofia Tara Theo Tom Uma Vera Yuki Zoe"
-).split()
-LAST = (
-    "Adler Baker Berg Braun Costa Cruz Dietz Duval Engel Fischer Fox Garcia Gray Haas Hall Ito Jansen Jung Keller Khan "
-    "King Klein Lang Lopez Maier Mann Meyer Moreau Nagy Novak Olsen Park Perez Petrov Reed Rossi Sato Silva Singh "
-    "Stein Stone Tanaka Vogel Wagner Weber Wolf Wong Young Zeller Ziegler"
-).split()
-CITIES = (
-    "Athens Basel Berlin Bern Bogota Bonn Boston Cairo Chicago Dakar Delhi Denver Dublin Essen Geneva Ghent Graz Hanoi "
-    "Helsinki Istanbul Kyoto Lagos Leeds Lima Lisbon London Lyon Madrid Malmo Miami Milan Mumbai Munich Nairobi Naples "
-    "Nice Oslo Osaka Paris Porto Prague Quito Riga Rome Seoul Sofia Sydney Tallinn Tokyo Toronto Turin Vienna Warsaw "
-    "Zagreb Zurich"
-).split()
-PRODUCTS = (
-    "lamp chair table desk sofa shelf mirror clock kettle teapot mug plate spoon knife pan pot oven fridge radio "
-    "camera phone tablet laptop printer monitor keyboard mouse cable charger speaker bicycle helmet tent backpack "
-    "jacket shirt coat scarf hat glove boot sandal pillow blanket carpet curtain candle vase basket bottle ladder "
-    "hammer drill saw"
-).split()
-FOODS = (
-    "apples bananas beans bread butter carrots cheese coffee eggs flour garlic grapes honey lemons lentils milk nuts "
-    "oats oil olives onions oranges pasta pears peas pepper plums potatoes rice salt soap sugar tea tomatoes yoghurt"
-).split()
-JOBS = (
-    "baker nurse teacher pilot lawyer farmer painter driver doctor engineer singer waiter tailor plumber clerk".split()
-)
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-COLOURS = "red blue green yellow black white brown orange purple grey".split()
-LANGUAGES = "French German Spanish Italian Polish Dutch Greek Turkish Japanese Korean Arabic Danish".split()
-ROOMS = "kitchen bedroom office hall garage garden cellar bathroom".split()
-CURRENCIES = "euros dollars pounds yen francs crowns".split()
-TITLES = "lunch dinner meeting review workshop training party concert lecture interview picnic rehearsal".split()
-CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Austria": "Vienna", "Japan": "Tokyo",
-    "Portugal": "Lisbon", "Greece": "Athens", "Norway": "Oslo", "Ireland": "Dublin", "Egypt": "Cairo", "Peru": "Lima",
-    "Poland": "Warsaw", "Finland": "Helsinki", "Kenya": "Nairobi", "Vietnam": "Hanoi", "Latvia": "Riga",
-}  # fmt: skip
-SYLLABLES = (
-    "ba be bo da de do fa fi ga go ka ke ko la le lo ma me mi mo na ne "
-    "no pa pe po ra re ri ro sa se so ta te ti to va ve vi vo za ze zo"
-).split()
-ENDINGS = ["", "", "n", "r", "l", "s", "x", "k", "t"]
-
-# What can be looked up, by what it is looked up for: (names of the parameter, attributes).
+WORDS: Json = json.loads(Path(__file__).with_name("tool_words.json").read_text("utf-8"))
+"""Words by their class, what can be looked up and done, and ways to ask."""
+LISTS: dict[str, list[str]] = {name: words.split() for name, words in WORDS.items() if isinstance(words, str)}
+CAPITALS, QUESTIONS = WORDS["capitals"], WORDS["questions"]
 SUBJECTS: dict[str, tuple[list[str], list[str]]] = {
-    "city": (
-        ["city", "place", "location", "town"],
-        ["weather", "population", "temperature", "mayor", "area", "traffic", "rainfall", "timezone", "postcode"],
-    ),
-    "person": (
-        ["name", "person", "employee", "user"],
-        ["address", "phone", "email", "birthday", "role", "salary", "manager", "team", "office", "shift"],
-    ),
-    "product": (
-        ["product", "item", "article"],
-        ["price", "stock", "weight", "colour", "rating", "supplier", "size", "discount", "warranty"],
-    ),
-    "order": (["order_id", "order", "number", "id"], ["status", "total", "carrier", "customer", "invoice", "route"]),
-    "company": (
-        ["company", "firm", "business"],
-        ["revenue", "founder", "ticker", "sector", "website", "profit", "chairman"],
-    ),
+    kind: (keys.split(), attributes.split()) for kind, (keys, attributes) in WORDS["subjects"].items()
 }
-NUMERIC = {"population", "temperature", "salary", "price", "stock", "weight", "discount", "total", "revenue", "profit"}
-LOOKUP_VERBS = ["get", "find", "fetch", "lookup", "read", "query", "check", "show"]
-QUESTIONS = [
-    "What is the {n} of {e}?", "Tell me the {n} of {e}.", "I need the {n} of {e}.", "Find the {n} of {e}.",
-    "Can you check the {n} of {e}?", "Please look up the {n} of {e}.", "Give me the {n} for {e}.",
-    "{e}: what is the {n}?",
-]  # fmt: skip
+"""What can be looked up, by what it is looked up for: (names of the parameter, attributes)."""
+ENDINGS = ["", "", "n", "r", "l", "s", "x", "k", "t"]
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "divided by": "/"}
 
 
@@ -159,12 +100,13 @@ class Words:
                 return word
 
     def _invent_word(self) -> str:
-        return "".join(self.choose(SYLLABLES) for _ in range(self.choose([2, 2, 3]))) + str(self.choose(ENDINGS))
+        syllables = [self.choose(LISTS["syllables"]) for _ in range(self.choose([2, 2, 3]))]
+        return "".join([*syllables, self.choose(ENDINGS)])
 
     def draw_person(self) -> str:
         """Return a first name, mostly with a last name."""
-        first = self.draw_open(FIRST)
-        return f"{first} {self.draw_open(LAST)}" if self.has_chance(0.6) else first
+        first = self.draw_open(LISTS["first"])
+        return f"{first} {self.draw_open(LISTS['last'])}" if self.has_chance(0.6) else first
 
     def draw_number(self) -> int:
         """Return a number of one to four digits."""
@@ -197,28 +139,13 @@ def join_name(words: Words, verb: str, noun: str) -> str:
     return verb + noun.capitalize() if words.has_chance(0.12) else f"{verb}_{noun}"
 
 
-def draw_subject(words: Words, kind: str) -> Any:
-    """Return something of that kind that can be asked about."""
-    match kind:
-        case "city":
-            return words.draw_open(CITIES)
-        case "person":
-            return words.draw_person()
-        case "product":
-            return words.draw_open(PRODUCTS)
-        case "order":
-            return words.draw_number()
-        case _:
-            return f"{words.draw_open(LAST)} {words.choose(['Ltd', 'Inc', 'Group', 'Labs'])}"
-
-
 def make_lookup(words: Words) -> Task:
     """Return a look-up of one attribute, such as the price of a lamp; some attributes are invented words."""
     kind = words.choose(list(SUBJECTS))
     keys, attributes = SUBJECTS[kind]
     key = words.choose(keys)
     noun = words.draw_open([]) if words.has_chance(0.15) else words.choose(attributes)
-    subject = draw_subject(words, kind)
+    subject = draw_value(words, kind)
     properties: Json = {key: {"type": "integer" if kind == "order" else "string"}}
     arguments: Json = {key: subject}
     question = words.choose(QUESTIONS).format(n=noun, e=subject if kind != "order" else f"order {subject}")
@@ -227,8 +154,8 @@ def make_lookup(words: Words) -> Task:
     description = words.choose(
         [f"Get the {noun} of a {kind}.", f"Look up the {noun} for a {kind}.", f"{noun} of a {kind}"]
     )
-    tool = make_tool(words, join_name(words, words.choose(LOOKUP_VERBS), noun), description, properties, [key])
-    value = words.draw_number() if noun in NUMERIC else words.draw_open(COLOURS, invented=0.7)
+    tool = make_tool(words, join_name(words, words.choose(LISTS["verbs"]), noun), description, properties, [key])
+    value = words.draw_number() if noun in LISTS["numeric"] else words.draw_open(LISTS["colours"], invented=0.7)
     named = f"order {subject}" if kind == "order" else subject
     result = {noun: value} if words.has_chance(0.7) else {key: subject, noun: value}
     reply, thought = f"The {noun} of {named} is {value}.", f"The {noun} of {named} is asked for."
@@ -238,7 +165,7 @@ def make_lookup(words: Words) -> Task:
 def add_option(words: Words, question: str, properties: Json, arguments: Json) -> str:
     """Give a look-up an optional parameter, which two questions in three fill; returns the question."""
     key, values, preposition = words.choose(
-        [("day", DAYS, "on"), ("currency", CURRENCIES, "in"), ("language", LANGUAGES, "in")]
+        [("day", LISTS["days"], "on"), ("currency", LISTS["currencies"], "in"), ("language", LISTS["languages"], "in")]
     )
     properties[key] = {"type": "string"}
     if key == "currency":
@@ -260,8 +187,7 @@ def make_sum(words: Words) -> Task:
     )  # fmt: skip
     number = {"type": words.choose(["number", "integer"])}
     x, y = words.choose([("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")])
-    shape = words.choose(["expression", "expression", "operation"])
-    if shape == "expression":
+    if words.choose([True, True, False]):
         name = words.choose(["calculator", "calculate", "calc", "evaluate", "compute", "math", "eval_math"])
         key = words.choose(["expression", "formula", "expr", "input"])
         tool = make_tool(words, name, "Evaluate an arithmetic expression.", {key: {"type": "string"}}, [key])
@@ -277,84 +203,53 @@ def make_sum(words: Words) -> Task:
     return Task("sum", tool, question, arguments, result, reply, thought)
 
 
-# What can be done: name, description, ways to ask, slots (names of the parameter, type, how its value is drawn), reply.
-Slot = tuple[list[str], str, Callable[[Words], Any]]
-ACTIONS: list[tuple[list[str], str, list[str], list[Slot], str]] = [
-    (["send_message", "message", "sendMessage"], "Send a message to a person.",
-     ["Send {0} the message: {1}.", "Tell {0}: {1}.", "Write to {0}: {1}."],
-     [(["to", "recipient", "name"], "string", Words.draw_person),
-      (["text", "message", "body"], "string", lambda w: f"{w.draw_open(PRODUCTS)} at {w.draw_time()}")],
-     "I sent the message to {0}."),
-    (["create_event", "add_event", "schedule"], "Put an event into the calendar.",
-     ["Put {0} on {1} at {2} into my calendar.", "Schedule {0} for {1} at {2}.", "Plan {0} on {1}, {2}."],
-     [(["title", "event", "name"], "string", lambda w: w.draw_open(TITLES)),
-      (["day", "date"], "string", lambda w: w.choose(DAYS)), (["time", "start"], "string", Words.draw_time)],
-     "{0} is planned for {1} at {2}."),
-    (["set_timer", "start_timer", "timer"], "Start a timer.",
-     ["Set a timer for {0} minutes.", "Start a timer of {0} minutes.", "Wake me in {0} minutes."],
-     [(["minutes", "duration"], "integer", lambda w: w.random.randrange(1, 120))], "The timer runs for {0} minutes."),
-    (["book_table", "reserve_table", "bookTable"], "Book a table in a restaurant.",
-     ["Book a table for {1} people at {0} on {2}.", "Reserve {1} seats at {0} for {2}."],
-     [(["restaurant", "place"], "string", lambda w: w.draw_open(LAST)),
-      (["people", "guests", "seats"], "integer", lambda w: w.random.randrange(1, 13)),
-      (["day", "date"], "string", lambda w: w.choose(DAYS))],
-     "The table at {0} is booked for {2}."),
-    (["add_to_list", "add_item", "buy"], "Add something to the shopping list.",
-     ["Add {1} {0} to my list.", "I want to buy {1} {0}.", "Put {1} {0} on the list."],
-     [(["item", "product", "name"], "string", lambda w: w.draw_open(FOODS)),
-      (["quantity", "amount", "count"], "integer", lambda w: w.random.randrange(2, 50))],
-     "{1} {0} are on the list."),
-    (["turn_on", "switch_on", "turnOn"], "Turn a device on.",
-     ["Turn on the {0} in the {1}.", "Switch the {0} in the {1} on."],
-     [(["device", "name"], "string", lambda w: w.draw_open(PRODUCTS)),
-      (["room", "place"], "string", lambda w: w.choose(ROOMS))],
-     "The {0} in the {1} is on."),
-    (["translate", "translate_text"], "Translate a text.",
-     ["Translate {0} into {1}.", "What is {0} in {1}?", "Say {0} in {1}."],
-     [(["text", "phrase", "word"], "string", lambda w: w.draw_open(FOODS)),
-      (["language", "target"], "string", lambda w: w.choose(LANGUAGES))],
-     "{0} in {1} is translated."),
-    (["convert", "convert_currency", "exchange"], "Convert an amount of money.",
-     ["Convert {0} {1} to {2}.", "How many {2} are {0} {1}?", "Change {0} {1} into {2}."],
-     [(["amount", "value"], "number", Words.draw_number),
-      (["from", "source"], "string", lambda w: w.choose(CURRENCIES[:3])),
-      (["to", "target"], "string", lambda w: w.choose(CURRENCIES[3:]))],
-     "{0} {1} are converted to {2}."),
-    (["find_flight", "search_flights", "flights"], "Search flights between two cities.",
-     ["Find a flight from {0} to {1} on {2}.",
-      "I want to fly from {0} to {1} on {2}.", "Flights to {1} from {0} on {2}?"],
-     [(["from", "origin", "departure"], "string", lambda w: w.draw_open(CITIES)),
-      (["to", "destination", "arrival"], "string", lambda w: w.draw_open(CITIES)),
-      (["day", "date"], "string", lambda w: w.choose(DAYS))],
-     "I found flights from {0} to {1}."),
-    (["set_light", "set_lamp", "light"], "Set the brightness and colour of a light.",
-     ["Make the light in the {0} {1}, {2} percent.", "Set the light in the {0} to {1} at {2} percent."],
-     [(["room"], "string", lambda w: w.choose(ROOMS)), (["colour", "color"], "string", lambda w: w.choose(COLOURS)),
-      (["percent", "brightness", "level"], "integer", lambda w: w.random.randrange(1, 101))],
-     "The light in the {0} is {1}."),
-]  # fmt: skip
+DRAWS: dict[str, Callable[[Words], Any]] = {
+    "amount": Words.draw_number,
+    "person": Words.draw_person,
+    "time": Words.draw_time,
+    "errand": lambda words: f"{words.draw_open(LISTS['products'])} at {words.draw_time()}",
+    "currency": lambda words: words.choose(LISTS["currencies"][:3]),
+    "other currency": lambda words: words.choose(LISTS["currencies"][3:]),
+    "company": lambda words: f"{words.draw_open(LISTS['last'])} {words.choose(['Ltd', 'Inc', 'Group', 'Labs'])}",
+    "order": Words.draw_number,
+    "flag": lambda words: words.has_chance(0.5),
+    "foods": lambda words: list(dict.fromkeys(words.draw_open(LISTS["foods"]) for _ in range(words.choose([2, 3])))),
+    "status": lambda words: words.choose(["open", "sent", "closed"]),
+    "last": lambda words: words.draw_open(LISTS["last"]),
+    "city": lambda words: words.draw_open(LISTS["cities"]),
+}
+"""How a subject or a parameter's value is drawn, beside ranges and the classes of words."""
+
+
+def draw_value(words: Words, what: str) -> Any:
+    """Return a subject that can be asked about, or the value of a parameter."""
+    if what in DRAWS:
+        return DRAWS[what](words)
+    name, *limits = what.split()
+    if limits:
+        return words.random.randrange(*map(int, limits))
+    draw = words.choose if name in ("day", "room", "colour", "language", "job") else words.draw_open
+    return draw(LISTS[f"{name}s"])
 
 
 def make_action(words: Words) -> Task:
     """Return something to be done with one to three arguments, such as a message to be sent."""
-    names, description, questions, slots, reply = words.choose(ACTIONS)
-    keys = [words.choose(options) for options, _, _ in slots]
-    values = [draw(words) for _, _, draw in slots]
-    properties = {key: {"type": kind} for key, (_, kind, _) in zip(keys, slots, strict=True)}
-    name = words.choose(names)
-    tool = make_tool(words, name, description, properties, keys)
+    action = words.choose(WORDS["actions"])
+    keys = [words.choose(options.split()) for options, _, _ in action["slots"]]
+    values = [draw_value(words, what) for _, _, what in action["slots"]]
+    properties = {key: {"type": kind} for key, (_, kind, _) in zip(keys, action["slots"], strict=True)}
+    name = words.choose(action["names"].split())
+    tool = make_tool(words, name, action["description"], properties, keys)
     arguments = dict(zip(keys, values, strict=True))
     result = words.choose([{"ok": True}, {"status": "done"}, {"success": True}])
-    question = words.choose(questions).format(*values)
-    thought = f"{name} is the tool for this."
-    text = reply.format(*values)
-    return Task(description, tool, question, arguments, result, text[0].upper() + text[1:], thought)
+    question = words.choose(action["questions"]).format(*values)
+    text, thought = action["reply"].format(*values), f"{name} is the tool for this."
+    return Task(action["description"], tool, question, arguments, result, text[0].upper() + text[1:], thought)
 
 
 def make_task(words: Words) -> Task:
     """Return a task of any sort."""
-    make: Callable[[Words], Task] = words.choose([make_lookup, make_lookup, make_sum, make_action])
-    return make(words)
+    return cast(Task, words.choose([make_lookup, make_lookup, make_sum, make_action])(words))
 
 
 def make_other_task(words: Words, tasks: list[Task]) -> Task:
@@ -379,10 +274,10 @@ def say(role: str, content: str | None, **more: Any) -> Json:
     return {"role": role, "content": content, **more}
 
 
-def call_tools(tasks: list[Task], first_id: int = 0) -> Json:
+def call_tools(tasks: list[Task]) -> Json:
     """Return the assistant's message that makes the calls of the tasks."""
     calls = [
-        {"id": f"call_{first_id + i}", "type": "function", "function": {"name": task.name, "arguments": task.arguments}}
+        {"id": f"call_{i}", "type": "function", "function": {"name": task.name, "arguments": task.arguments}}
         for i, task in enumerate(tasks)
     ]
     return say("assistant", None, tool_calls=calls)
@@ -397,13 +292,7 @@ def return_results(tasks: list[Task]) -> list[Json]:
 
 def begin(words: Words) -> list[Json]:
     """Return the beginning of a conversation: often nothing, else a system message."""
-    texts = [
-        "You are a helpful assistant.",
-        "You are a concise assistant.",
-        "You are an agent. Use tools.",
-        "Be brief.",
-    ]
-    return [say("system", words.choose(texts))] if words.has_chance(0.35) else []
+    return [say("system", words.choose(WORDS["systems"]))] if words.has_chance(0.35) else []
 
 
 def count_others(words: Words) -> int:
@@ -421,18 +310,11 @@ def choose_thinking(words: Words) -> Json:
     return {"enable_thinking": True} if words.has_chance(1 / 6) else {}
 
 
-def make_call(words: Words) -> Conversation:
-    """One request, one call; in some, `tool_choice` demands it, or other requests and their answers come before."""
-    return make_exchanges(words, 1 + words.has_chance(0.12), count_others(words))
-
-
-def make_long(words: Words) -> Conversation:
-    """Many requests with their calls and answers, for the far end of the context."""
-    return make_exchanges(words, words.random.randrange(4, 12), words.random.randrange(3))
-
-
 def make_exchanges(words: Words, count: int, num_others: int) -> Conversation:
-    """Return requests of which all but the last have been answered, and the call for the last."""
+    """Return requests of which all but the last have been answered, and the call for the last.
+
+    In some, `tool_choice` demands the call.
+    """
     options, messages = choose_thinking(words), begin(words)
     tasks: list[Task] = []
     for _ in range(count):
@@ -468,10 +350,10 @@ def make_series(words: Words) -> tuple[list[Task], str]:
     kind = words.choose(list(SUBJECTS))
     keys, attributes = SUBJECTS[kind]
     key, noun = words.choose(keys), words.draw_open([]) if words.has_chance(0.15) else words.choose(attributes)
-    name = join_name(words, words.choose(LOOKUP_VERBS), noun)
+    name = join_name(words, words.choose(LISTS["verbs"]), noun)
     properties = {key: {"type": "integer" if kind == "order" else "string"}}
     tool = make_tool(words, name, f"Get the {noun} of a {kind}.", properties, [key])
-    subjects = list(dict.fromkeys(draw_subject(words, kind) for _ in range(words.choose([2, 2, 3]))))
+    subjects = list(dict.fromkeys(draw_value(words, kind) for _ in range(words.choose([2, 2, 3]))))
     tasks = [Task(noun, tool, "", {key: subject}, {noun: words.draw_number()}, "", "") for subject in subjects]
     listed = join_words([f"order {subject}" if kind == "order" else str(subject) for subject in subjects])
     return tasks, words.choose(QUESTIONS[:4]).format(n=noun, e=listed)
@@ -499,32 +381,21 @@ def join_words(items: list[str]) -> str:
 
 def make_plain_exchange(words: Words) -> tuple[str, str]:
     """Return a short instruction and its answer."""
-    kind = words.random.randrange(8)
-    items = [words.draw_open(FOODS) for _ in range(words.choose([2, 3, 4]))]
-    match kind:
-        case 0:
-            country = words.choose(list(CAPITALS))
-            questions = ["What is the capital of {}?", "Which city is the capital of {}?", "Capital of {}?"]
-            exchange = words.choose(questions).format(country), f"The capital of {country} is {CAPITALS[country]}."
-        case 1:
-            name = words.draw_open(FIRST)
-            greeting = words.choose(["Hello, I am {}.", "Hi! My name is {}.", "Good morning, {} here."])
-            exchange = greeting.format(name), f"Hello {name}, how can I help you?"
-        case 2:
-            exchange = words.choose(["Thank you!", "Thanks.", "Thanks a lot!"]), "You are welcome."
-        case 3:
-            exchange = f"{words.choose(['Repeat', 'Say', 'Write'])}: {' '.join(items)}", " ".join(items)
-        case 4:
-            exchange = f"How many things are these: {', '.join(items)}?", f"These are {len(items)} things."
-        case 5:
-            which, place = words.choose([("first", 0), ("last", -1)])
-            exchange = f"What is the {which} of these: {', '.join(items)}?", f"The {which} is {items[place]}."
-        case 6:
-            exchange = words.choose(["Who are you?", "What are you?"]), "I am a small model that calls tools."
-        case _:
-            dashed = "\n".join(f"- {item}" for item in items)
-            exchange = f"List these with dashes: {', '.join(items)}", dashed
-    return exchange
+    number = words.random.randrange(len(WORDS["plain"]))
+    items = [words.draw_open(LISTS["foods"]) for _ in range(words.choose([2, 3, 4]))]
+    told: Json = {"spaced": " ".join(items), "listed": ", ".join(items), "count": len(items)}
+    told["dashed"] = "\n".join(f"- {item}" for item in items)
+    questions, answer = WORDS["plain"][number]
+    if "{country}" in answer:
+        country = words.choose(list(CAPITALS))
+        told |= {"country": country, "capital": CAPITALS[country]}
+    elif "{name}" in answer:
+        told["name"] = words.draw_open(LISTS["first"])
+    elif "{which}" in answer:
+        which, place = words.choose([("first", 0), ("last", -1)])
+        told |= {"which": which, "item": items[place]}
+    question = words.choose(questions) if len(questions) > 1 else questions[0]
+    return question.format(**told), answer.format(**told)
 
 
 def make_plain(words: Words) -> Conversation:
@@ -558,84 +429,34 @@ def make_refusal(words: Words) -> Conversation:
     return Conversation("refusal", [*messages, say("user", task.question), message], tools, options)
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A part of a sentence: the keys it may have, its schema and value, and the phrase that tells it."""
-
-    keys: list[str]
-    schema: Json
-    value: Any
-    phrase: str
-
-
-def describe_person(words: Words) -> tuple[str, list[Fact]]:
-    """Return sentences about a person."""
-    name, age, city, job = (
-        words.draw_person(),
-        words.random.randrange(18, 90),
-        words.draw_open(CITIES),
-        words.choose(JOBS),
-    )
-    married, foods = (
-        words.has_chance(0.5),
-        list(dict.fromkeys(words.draw_open(FOODS) for _ in range(words.choose([2, 3])))),
-    )
-    return name, [
-        Fact(["name", "full_name", "person"], {"type": "string"}, name, ""),
-        Fact(["age", "years"], {"type": "integer"}, age, words.choose(["is {} years old", "is {}"]).format(age)),
-        Fact(["city", "home", "town"], {"type": "string"}, city, f"{words.choose(['lives in', 'comes from'])} {city}"),
-        Fact(["job", "profession"], {"type": "string"}, job, f"works as a {job}"),
-        Fact(["married"], {"type": "boolean"}, married, "is married" if married else "is not married"),
-        Fact(["likes", "foods"], {"type": "array", "items": {"type": "string"}}, foods, f"likes {join_words(foods)}"),
-    ]  # fmt: skip
+def describe_subject(words: Words) -> tuple[str, list[Json]]:
+    """Return who or what sentences are about, and what they may tell of it."""
+    described = words.choose(WORDS["described"])
+    facts: list[Json] = [fact | {"value": draw_value(words, fact["draw"])} for fact in described["facts"]]
+    for fact in facts[1:]:
+        fact["phrase"] = tell_value(words, fact["value"], fact["phrases"])
+    return described["subject"].format(facts[0]["value"]), facts
 
 
-def describe_order(words: Words) -> tuple[str, list[Fact]]:
-    """Return sentences about an order."""
-    name, product, quantity = words.draw_person(), words.draw_open(PRODUCTS), words.random.randrange(2, 40)
-    price, paid, number = words.draw_number(), words.has_chance(0.5), words.draw_number()
-    status, states = words.choose(["open", "sent", "closed"]), ["closed", "open", "sent"]
-    return name, [
-        Fact(["customer", "name", "buyer"], {"type": "string"}, name, ""),
-        Fact(["product", "item"], {"type": "string"}, product, f"ordered the article {product}"),
-        Fact(["quantity", "count", "amount"], {"type": "integer"}, quantity, f"wants {quantity} pieces"),
-        Fact(["price", "total"], {"type": "number"}, price, f"pays {price} euros"),
-        Fact(["paid"], {"type": "boolean"}, paid, "has paid" if paid else "has not paid"),
-        Fact(["order", "order_id"], {"type": "integer"}, number, f"has order number {number}"),
-        Fact(["status", "state"], {"type": "string", "enum": states}, status, f"has an order that is {status}"),
-    ]
-
-
-def describe_event(words: Words) -> tuple[str, list[Fact]]:
-    """Return sentences about an event."""
-    title, place, day, time = words.draw_open(TITLES), words.draw_open(CITIES), words.choose(DAYS), words.draw_time()
-    guests, host = words.draw_number(), words.draw_person()
-    return f"The {title}", [
-        Fact(["title", "event", "name"], {"type": "string"}, title, ""),
-        Fact(
-            ["place", "city", "location"], {"type": "string"}, place,
-            f"{words.choose(['is in', 'takes place in'])} {place}",
-        ),
-        Fact(["day", "date"], {"type": "string"}, day, f"is on {day}"),
-        Fact(["time", "start"], {"type": "string"}, time, f"begins at {time}"),
-        Fact(["guests", "people"], {"type": "integer"}, guests, f"has {guests} guests"),
-        Fact(["host", "organizer"], {"type": "string"}, host, f"is given by {host}"),
-    ]  # fmt: skip
+def tell_value(words: Words, value: Any, phrases: list[str]) -> str:
+    """Return the phrase that tells a value; of a flag there are two."""
+    if isinstance(value, bool):
+        return phrases[not value]
+    phrase = words.choose(phrases) if len(phrases) > 1 else phrases[0]
+    return str(phrase.format(join_words(value) if isinstance(value, list) else value))
 
 
 def make_extraction(words: Words) -> Conversation:
     """A sentence, and the JSON of some of what it says, under a schema of the prompt."""
-    subject, facts = words.choose([describe_person, describe_order, describe_event])(words)
+    subject, facts = describe_subject(words)
     told = words.random.sample(facts[1:], words.choose([2, 2, 3, 4]))
-    text = f"{subject} {join_words([fact.phrase for fact in told])}."
+    text = f"{subject} {join_words([fact['phrase'] for fact in told])}."
     wanted = words.random.sample([facts[0], *told], min(words.choose([2, 2, 3, 3, 4]), len(told) + 1))
-    keys = [words.choose(fact.keys) for fact in wanted]
-    schema = make_schema(words, {key: fact.schema for key, fact in zip(keys, wanted, strict=True)}, keys)
-    values = {key: fact.value for key, fact in zip(keys, wanted, strict=True)}
+    keys = [words.choose(fact["keys"]) for fact in wanted]
+    schema = make_schema(words, {key: fact["schema"] for key, fact in zip(keys, wanted, strict=True)}, keys)
+    values = {key: fact["value"] for key, fact in zip(keys, wanted, strict=True)}
     options: Json = choose_thinking(words)
-    demand = words.choose(
-        ["Answer in JSON by this schema:", "Extract JSON with this schema:", "Return JSON for this schema:"]
-    )
+    demand = words.choose(WORDS["demands"])
     if words.has_chance(0.3):
         messages = [say("system", f"{demand} {json.dumps(schema)}"), say("user", text)]
     elif words.has_chance(0.5):
@@ -649,8 +470,10 @@ def make_extraction(words: Words) -> Conversation:
 
 
 KINDS: list[tuple[Callable[[Words], Conversation], int]] = [
-    (make_call, 38), (make_extraction, 22), (make_parallel, 13), (make_final, 13), (make_plain, 10), (make_refusal, 4),
-    (make_long, 3), (make_repetition, 3),
+    (lambda words: make_exchanges(words, 1 + words.has_chance(0.12), count_others(words)), 38),
+    (make_extraction, 22), (make_parallel, 13), (make_final, 13), (make_plain, 10), (make_refusal, 4),
+    (lambda words: make_exchanges(words, words.random.randrange(4, 12), words.random.randrange(3)), 3),
+    (make_repetition, 3),
 ]  # fmt: skip
 
 
@@ -663,5 +486,11 @@ def make_conversation(seed: str, *, held_out: bool = False, repetitions: float =
     if words.has_chance(repetitions):
         return make_repetition(words)
     makers, weights = zip(*KINDS, strict=True)
-    make: Callable[[Words], Conversation] = words.random.choices(makers, weights)[0]
-    return make(words)
+    return cast(Conversation, words.random.choices(makers, weights)[0](words))
+
+
+def render_conversation(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, *, whole: bool) -> str:
+    """Return the text of a conversation: whole, or up to where the answer begins."""
+    turns, options = conversation.messages if whole else conversation.prompt, conversation.options
+    tools = conversation.tools or None
+    return str(tokenizer.apply_chat_template(turns, tools, add_generation_prompt=not whole, tokenize=False, **options))

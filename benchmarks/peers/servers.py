@@ -22,9 +22,9 @@ from benchmarks.peers.shapes import MAX_LENGTH
 from benchmarks.peers.words import make_words_directory
 from benchmarks.processor import find_brokers, read_processor_s, read_proportional_bytes
 from penstock.errors import PenstockError
-from penstock.local.kafka import find_or_start_kafka
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.waiting import wait_until
+from sim.kafka_server import find_or_start_kafka
 
 OURS = ("embedded", "kafka")
 SERVERS = (*OURS, "llama-server", "vllm", "transformers")

@@ -10,9 +10,9 @@ from typing import Self
 
 from confluent_kafka.admin import AdminClient
 
-from penstock.local.kafka import KafkaCluster, KafkaServer
-from penstock.local.valkey import ReplicatedValkey
 from sim.chaos.system import Servers
+from sim.kafka_server import KafkaCluster, KafkaServer
+from sim.redis_servers import ReplicatedValkey
 from sim.waiting import PATIENCE_S, wait_for
 
 

@@ -17,7 +17,6 @@ from penstock.bus.connect import connect_bus
 from penstock.cli.up import build_endpoint_environment
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON_HEADER, Pipeline, WorkerKind
@@ -50,6 +49,7 @@ from sim.chaos.poison import make_poisoned_model, send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
+from sim.kafka_server import SHORT_TIMEOUTS
 from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
 
 POLL_S = 0.05

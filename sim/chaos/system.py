@@ -18,7 +18,6 @@ import redis
 
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
-from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
@@ -29,6 +28,7 @@ from sim.chaos.faults import ANY_TIME, Bus, KillPlan
 from sim.chaos.history import History
 from sim.chaos.proxy import Proxy
 from sim.forked import fork_process, is_stopped
+from sim.kafka_server import KafkaServer
 
 PIPELINE = "chaos"
 ENVIRONMENT = {

@@ -7,12 +7,13 @@ heartbeats tell what the others sent. None is told what pools hold: each takes t
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.bus.placement import Placer, WorkerBeat, choose_by_hash
+from penstock.bus.placement import MAX_SENT_S, Placer, WorkerBeat, choose_by_hash
 from penstock.names import CLASSES, PriorityClass
 from penstock.plan.placing import Beat, PlacedRequest, RoundRobin, Rule, View
+from penstock.plan.simulator import SimulatedWorker
 
 FOREVER_S = math.inf
 
@@ -161,7 +162,7 @@ def estimate_queue_s(view: View, worker: int) -> float:
     cost, num_tokens = spec.cost, max(1, spec.max_step_tokens - beat.num_decodes)
     rows_s = beat.num_decodes * (cost.row_s + cost.known_outside_s) + cost.context_s * beat.context_tokens
     step_s = cost.fixed_s + cost.chunk_s + num_tokens * cost.token_s + rows_s
-    return (beat.waiting_tokens + view.count_sent_tokens(worker)) * step_s / num_tokens
+    return (beat.waiting_tokens + count_sent_tokens(view, worker)) * step_s / num_tokens
 
 
 def estimate_work_s(request: PlacedRequest, view: View, num_cached: int) -> float:
@@ -234,3 +235,14 @@ RULES: Mapping[str, Callable[[], Rule]] = {
     "mooncake": Mooncake,
     "ours": Placed,
 }
+
+
+def count_sent_tokens(view: View, worker: int) -> int:
+    """Return the uncached prompt tokens that were sent to a worker since its heartbeat."""
+    return sum(tokens for at_s, tokens in view.own[worker].sent if view.now_s - at_s <= MAX_SENT_S)
+
+
+def compute_imbalance(workers: Sequence[SimulatedWorker]) -> float:
+    """Return the busiest worker's seconds in steps, to the mean of all."""
+    busy = [worker.busy_s for worker in workers]
+    return max(busy) * len(busy) / max(sum(busy), 1e-9)

@@ -25,6 +25,10 @@ NAMES = sorted(
     if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS
 )
 RUNS = [f"{name} --smoke" for name in NAMES] + [
+    *(
+        f"engine --smoke --row {rows}"
+        for rows in ("moe", "avx2", "forms gguf loads", "linears kv_int8", "hybrid", "drafts")
+    ),
     "chaos --smoke --one-kill",
     "pipeline --smoke --mixed",
     "pipeline --smoke --late",

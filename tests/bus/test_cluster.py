@@ -18,8 +18,8 @@ from penstock.bus.kafka.admin_lookups import list_partitions, read_log_offsets
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
-from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster, KafkaServer
 from penstock.names import Pipeline
+from sim.kafka_server import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster, KafkaServer
 from sim.servers import serve_server, start_or_skip
 from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import (

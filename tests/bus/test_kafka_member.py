@@ -1,13 +1,14 @@
 """A Kafka member over brokers in memory: what is assigned is read, whatever comes, goes and hangs meanwhile."""
 
 import contextlib
+import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import position_lookup, settling
 from penstock.bus.kafka.buffer import PrefetchBuffer
-from penstock.bus.kafka.member import KafkaMember
+from penstock.bus.kafka.member import KafkaMember, _lookup_settings
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
 from penstock.bus.kafka.orphans import format_partition
 from penstock.bus.kafka.places import PlaceKeeper
@@ -31,7 +32,7 @@ from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from sim.waiting import PATIENCE_S, wait_for
 from sim.world.kafka_broker import LEADER_EPOCH
 from tests.bus.buses import CAPACITY
-from tests.bus.kafka_double import DoubleBus, refusal
+from tests.bus.kafka_world import PlayedBus, PlayedWorld, played, refusal
 
 NAMES = Pipeline("double")
 ONE, OTHER, BATCH = (
@@ -52,6 +53,16 @@ def place_of(delivery: Delivery) -> tuple[Partition, int]:
     return (delivery.topic, int(number)), int(offset)
 
 
+def in_world(act: Callable[..., None]) -> Callable[..., None]:
+    """Let a machine's method run in its world."""
+
+    @functools.wraps(act)
+    def run(self: "MemberMachine", *args: Any, **kwargs: Any) -> None:
+        self.world.play(lambda: act(self, *args, **kwargs))
+
+    return run
+
+
 class MemberMachine(RuleBasedStateMachine):
     """The model: what was settled, and what came of each partition since it was assigned."""
 
@@ -61,11 +72,15 @@ class MemberMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._patches = contextlib.ExitStack()
+        self.world = self._patches.enter_context(PlayedWorld())
         # Where the machine stands still, the member is not at fault.
-        for module, limit in ((kafka_member, "MAX_POLLER_PAUSE_S"), (position_lookup, "STALLED_PARTITION_S")):
+        for module, limit in (
+            (kafka_member, "MAX_POLLER_PAUSE_S"), (position_lookup, "STALLED_PARTITION_S"),
+            (position_lookup, "UNKNOWN_START_S"),
+        ):  # fmt: skip
             self._patches.enter_context(mock.patch.object(module, limit, math.inf))
-        self.bus = DoubleBus()
-        self.member = KafkaMember(self.bus, self.stage, "a")
+        self.bus = self.world.play(PlayedBus)
+        self.member = self.world.play(lambda: KafkaMember(self.bus, self.stage, "a"))
         self.came: dict[Partition, set[int]] = {}
         self.settled: set[tuple[Partition, int]] = set()
         self.held: list[Delivery] = []
@@ -76,6 +91,7 @@ class MemberMachine(RuleBasedStateMachine):
         self.bus.publish(partition, *[b"x"] * count, *[None] * has_marker)
 
     @rule(number=NUMBERS)
+    @in_world
     def give(self, number: int) -> None:
         partition = self.partitions[number]
         if partition not in self.came:
@@ -83,6 +99,7 @@ class MemberMachine(RuleBasedStateMachine):
             self.bus.give(partition)
 
     @rule(number=NUMBERS)
+    @in_world
     def take_away(self, number: int) -> None:
         partition = self.partitions[number]
         if partition in self.came:
@@ -90,12 +107,17 @@ class MemberMachine(RuleBasedStateMachine):
             self.bus.take_away(partition)
 
     @rule(count=st.integers(1, 150))
+    @in_world
     def turn(self, count: int) -> None:
         for _ in range(count):
             self.bus.turn()
 
     @rule(count=st.integers(0, 100))
+    @in_world
     def poll(self, count: int) -> None:
+        self.take(count)
+
+    def take(self, count: int) -> None:
         for delivery in self.member.poll(0.0, {"interactive": count, "batch": count}):
             partition, offset = place_of(delivery)
             assert offset not in self.came[partition], "it came twice"
@@ -104,6 +126,7 @@ class MemberMachine(RuleBasedStateMachine):
             self.held.append(delivery)
 
     @rule(numbers=st.sets(st.integers(0, 999), max_size=30))
+    @in_world
     def settle(self, numbers: set[int]) -> None:
         # How many are held depends on the member's thread: what is drawn must not, or a seed draws other things again.
         picked = {number % len(self.held) for number in numbers} if self.held else set()
@@ -119,18 +142,22 @@ class MemberMachine(RuleBasedStateMachine):
 
     @rule(is_stable=st.booleans())
     def commits_are_stable(self, is_stable: bool) -> None:
-        self.bus.commit_error = None if is_stable else KafkaError.UNSTABLE_OFFSET_COMMIT
+        self.bus.broker.commit_error = None if is_stable else KafkaError.UNSTABLE_OFFSET_COMMIT
 
     @rule()
+    @in_world
     def come_to_rest(self) -> None:
+        self.rest()
+
+    def rest(self) -> None:
         """Everything that is assigned is read."""
-        self.bus.commit_error = None
+        self.bus.broker.commit_error = None
         self.bus.turn_until(self.all_came, "what is assigned is read")
 
     def all_came(self) -> bool:
-        self.poll(100)
+        self.take(100)
         logs = self.bus.logs
-        wanted = {(one, n) for one in self.came for n, value in enumerate(logs.get(one, [])) if value is not None}
+        wanted = {(one, n) for one in self.came for n, entry in enumerate(logs[one]) if entry.is_visible}
         return wanted <= self.settled | {(one, n) for one, came in self.came.items() for n in came}
 
     @invariant()
@@ -146,9 +173,9 @@ class MemberMachine(RuleBasedStateMachine):
         with self._patches:
             self.leave()
 
+    @in_world
     def leave(self) -> None:
-        self.come_to_rest()
-        self.bus.reader.free()
+        self.rest()
         self.member.close()
         for partition in self.came:  # all that was settled is committed when it leaves
             done = {offset for one, offset in self.settled if one == partition}
@@ -169,39 +196,39 @@ TestPrefill.settings = TestDecode.settings = settings(max_examples=30, stateful_
 
 
 @contextmanager
-def joined(bus: DoubleBus, stage: Stage = "prefill") -> Iterator[KafkaMember]:
+def joined(bus: PlayedBus, stage: Stage = "prefill") -> Iterator[KafkaMember]:
     """A member. Nothing hangs or is away any more when it is left."""
     member = KafkaMember(bus, stage, "a")
     try:
         yield member
     finally:
         bus.goes_on.set()
-        bus.reader.free()
         member.close()
 
 
+@played
 def test_one_partition_whose_commits_are_not_stable_holds_up_neither_the_others_nor_leaving() -> None:
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.publish(ONE, b"1")
     with joined(bus) as member:
         bus.give(ONE)
         bus.turn_until(lambda: member.poll(0.0, CAPACITY), "the first partition is read")
-        bus.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
+        bus.broker.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
         bus.give(OTHER)
         bus.publish(ONE, b"2")
         bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it is read on")
         assert member.list_partitions() == [f"{ONE[0]}:0"]
-        bus.reader.free()
         member.stop_consuming()
         assert not member._poller.is_alive()
 
 
+@played
 def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
     """A partition that went and came back is begun where the member between stopped."""
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.commits[ONE] = TopicPartition(*ONE, 10)
     places = PlaceKeeper(bus.pipeline, {}, "", bus.pace)
-    questions = PositionLookup(bus.create_consumer({}), threading.Condition(), places, bus.pace)
+    questions = PositionLookup(bus.create_consumer(_lookup_settings("group")), threading.Condition(), places, bus.pace)
 
     def answer_late(places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         found = [bus.commits[ONE]]
@@ -219,30 +246,35 @@ def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
     assert questions.take_starts()[ONE].offset == 50
 
 
+@played
 def test_commits_that_are_refused_are_not_asked_for_for_ever() -> None:
-    bus = DoubleBus()
-    bus.commit_error = KafkaError.GROUP_AUTHORIZATION_FAILED
+    bus = PlayedBus()
+    bus.broker.commit_error = KafkaError.GROUP_AUTHORIZATION_FAILED
     with joined(bus) as member:
         bus.give(ONE)
         with pytest.raises(BusUnavailable, match="check its access"):
             member.poll(PATIENCE_S, CAPACITY)
 
 
+@played
 def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
     """Whoever has it now finds in the record that it was handed off: nobody waits, and nothing is done again here."""
-    with reading(b"1") as (bus, member), ThreadPoolExecutor(1) as pool:
+    with reading(b"1") as (bus, member):
+        pool = ThreadPoolExecutor(1)
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
-        settling = pool.submit(member.settle, [Settlement(delivery)])
+        settling = pool.submit(member.settle, [make_output(JOBS[0], delivery)])
         wait_for(lambda: member._settling.since_s is not None, "it is being settled")
         member._on_lost(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
         bus.goes_on.set()
+        wait_for(settling.done, "it has ended")
         settling.result()
         assert (member.count_held(), bus.commits) == (0, {})
         with pytest.raises(DeliveryLost):
             member.settle([Settlement(delivery)])
 
 
+@played
 def test_what_came_again_is_another_delivery_also_while_the_lost_one_is_settled() -> None:
     """It stays with this member until it is settled itself: another one may have done its request anew meanwhile."""
     with reading(b"1") as (bus, member):
@@ -259,27 +291,28 @@ def test_what_came_again_is_another_delivery_also_while_the_lost_one_is_settled(
         assert member.count_held() == 0
 
 
+@played
 def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None:
     with reading(b"1", b"2", b"3") as (bus, member):
         first, second, third = member.poll(0.0, CAPACITY)
-        bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
+        bus.broker.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
         member.settle([Settlement(third)])
         bus.turn_until(lambda: member._settling.commits._error, "it is refused")
+        assert member._holdings.has_uncommitted
         member.settle([Settlement(first)])
-        bus.commit_refusal = None
-        bus.turn_until(lambda: ONE in bus.commits, "it is committed")
+        bus.broker.commit_refusal = None
+        bus.turn_until(lambda: not member._holdings.has_uncommitted, "it is committed")
         assert (bus.commits[ONE].offset, member.is_holding(second)) == (1, True)
         assert PartitionOffsets(1, bus.commits[ONE].metadata or "").note_delivered(1)
-        assert not member._holdings.has_uncommitted
 
 
-Reading = tuple[DoubleBus, KafkaMember]
+Reading = tuple[PlayedBus, KafkaMember]
 
 
 @contextmanager
 def reading(*values: bytes | None, partition: Partition = ONE, committed: int | None = None) -> Iterator[Reading]:
     """A bus with messages in one partition, and a member that has begun it and fetched them all."""
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.publish(partition, *values)
     if committed is not None:
         bus.commits[partition] = TopicPartition(*partition, committed)
@@ -293,7 +326,7 @@ def make_output(topic: str, delivery: Delivery) -> Settlement:
     return Settlement(delivery, [Outgoing(topic, delivery.value)])
 
 
-def settle_what_comes_again(bus: DoubleBus, num_unsettled: int) -> None:
+def settle_what_comes_again(bus: PlayedBus, num_unsettled: int) -> None:
     """Let another member have the partition, as after a crash, and settle what comes there but for the last ones."""
     dead = bus.reader
     with joined(bus) as heir:
@@ -301,18 +334,20 @@ def settle_what_comes_again(bus: DoubleBus, num_unsettled: int) -> None:
         bus.turn_until(lambda: ONE in heir._holdings.partitions and bus.has_all_fetched(), "all is fetched")
         found = heir.poll(0.0, CAPACITY)
         heir.settle([make_output(NAMES.results_topic, one) for one in found[: len(found) - num_unsettled]])
-    bus._reader = dead
+    bus.reader = dead
 
 
-def list_results(bus: DoubleBus) -> list[bytes]:
+def list_results(bus: PlayedBus) -> list[bytes]:
     return [output.value for output in bus.written if output.topic == NAMES.results_topic]
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
+@played
 def test_a_commit_that_is_under_way_takes_no_result_back(is_waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the commit that is not waited for is executed behind the transaction."""
     with reading(b"1", b"2", b"3") as (bus, member):
         first, second, third = member.poll(0.0, CAPACITY)
+        bus.broker.commits_go_on.clear()
         member.settle([make_output(JOBS[0], first)])
         bus.turn_until(lambda: member._settling.commits.may_come_late, "its commit is sent")
         if not is_waited_for:
@@ -322,22 +357,25 @@ def test_a_commit_that_is_under_way_takes_no_result_back(is_waited_for: bool, mo
         wait_for(lambda: member._settling.outputs is None, "it changes over")
         if is_waited_for:
             assert list_results(bus) == []
+            bus.broker.commits_go_on.set()
             bus.turn_until(lambda: not thread.is_alive(), "the commit is answered")
         thread.join()
+        bus.broker.commits_go_on.set()
         bus.turn()
         assert bus.commits[ONE].offset == (2 if is_waited_for else 1)
-        settle_what_comes_again(bus, num_unsettled=1)
-        assert list_results(bus) == ([b"2"] if is_waited_for else [b"2", b"2"])
         if is_waited_for:
             member.settle([make_output(JOBS[0], third)])
             assert bus.commits[ONE].offset == 3, "hand-offs share the transactions from now on"
+        settle_what_comes_again(bus, num_unsettled=1)
+        assert list_results(bus) == ([b"2"] if is_waited_for else [b"2", b"2"])
 
 
+@played
 def test_a_commit_that_no_broker_answers_is_not_outrun_by_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "BROKER_TIMEOUT_S", 0.01)
     with reading(b"1", b"2") as (bus, member):
         first, second = member.poll(0.0, CAPACITY)
-        bus.commit_refusal = KafkaError._TIMED_OUT
+        bus.broker.commit_refusal = KafkaError._TIMED_OUT
         member.settle([make_output(JOBS[0], first)])
         bus.turn_until(lambda: member._settling.commits._error, "it is not answered in time")
         with pytest.raises(BusUnavailable, match="may come late"):
@@ -350,17 +388,18 @@ def test_a_commit_that_no_broker_answers_is_not_outrun_by_a_result(monkeypatch: 
 @pytest.mark.parametrize(
     ("code", "mend"),
     [
-        (KafkaError.GROUP_AUTHORIZATION_FAILED, lambda bus: setattr(bus, "commit_refusal", None)),
+        (KafkaError.GROUP_AUTHORIZATION_FAILED, lambda bus: setattr(bus.broker, "commit_refusal", None)),
         (KafkaError.STALE_MEMBER_EPOCH, lambda bus: bus.take_away(ONE)),
     ],
     ids=["until it is committed", "until its partition has gone"],
 )
+@played
 def test_finished_work_that_cannot_be_committed_shows(
-    code: int, mend: Callable[[DoubleBus], None], monkeypatch: pytest.MonkeyPatch
+    code: int, mend: Callable[[PlayedBus], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
     with reading(b"1") as (bus, member):
-        bus.commit_refusal = code
+        bus.broker.commit_refusal = code
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
         bus.turn_until(lambda: "were not committed" in member.current_problem, "it is noticed")
         mend(bus)
@@ -386,11 +425,13 @@ def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> No
 
 
 @pytest.mark.parametrize(("limit_s", "begun_s"), [(0.05, 0.0), (1000.0, 1000.0)], ids=["short", "over"])
+@played
 def test_a_settlement_without_end_keeps_no_partition(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, begun_s: float
 ) -> None:
     monkeypatch.setattr(kafka_member, "REVOKE_TIMEOUT_S", limit_s)
-    with reading(b"1", partition=JOBS) as (bus, member), ThreadPoolExecutor(1) as pool:
+    with reading(b"1", partition=JOBS) as (bus, member):
+        pool = ThreadPoolExecutor(1)
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
         settling = pool.submit(member.settle, [Settlement(delivery)])
@@ -401,10 +442,12 @@ def test_a_settlement_without_end_keeps_no_partition(
         with pytest.raises(BusUnavailable, match="does not end"):
             member.poll(0.0, CAPACITY)
         bus.goes_on.set()
+        wait_for(settling.done, "it has ended")
         with pytest.raises(BusUnavailable):  # whether it was done is not known
             settling.result()
 
 
+@played
 def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.05)
     with reading() as (bus, member):
@@ -416,9 +459,10 @@ def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: p
             wait_for(lambda: member.poll(0.0, CAPACITY), "a poll raises")
 
 
+@played
 def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
-    with joined(DoubleBus()) as member:
+    with joined(PlayedBus()) as member:
         with member._settling.time_settlement():
             wait_for(lambda: "a settlement takes" in member.current_problem, "it is noticed")
         assert member.current_problem == ""
@@ -431,12 +475,13 @@ def notice_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("has_leader", [True, False])
+@played
 def test_a_partition_that_is_not_read_though_it_has_more_shows(
     monkeypatch: pytest.MonkeyPatch, has_leader: bool
 ) -> None:
     """Not one that has no leader: that is an outage."""
     notice_soon(monkeypatch)
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.deaf.add(ONE)
     bus.publish(ONE, b"1")
     with joined(bus) as member:
@@ -475,13 +520,14 @@ def test_a_message_that_takes_long_to_fetch_is_waited_for_twice_as_long_by_each_
 
 
 @pytest.mark.parametrize("has_more", [True, False])
+@played
 def test_a_message_that_cannot_be_fetched_is_passed_over_in_the_end(
     monkeypatch: pytest.MonkeyPatch, has_more: bool
 ) -> None:
     """Unless what is behind it does not come either: then the message is not at fault."""
     notice_soon(monkeypatch)
     monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.01)
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.publish(ONE, b"0", b"1", b"2")
     bus.publish(OTHER, b"other")
     bus.unfetchable |= {(ONE, 1)} if has_more else {(ONE, 1), (ONE, 2)}
@@ -510,9 +556,10 @@ def test_a_message_that_cannot_be_fetched_is_passed_over_in_the_end(
             bus.turn_until(lambda: len(member.list_prefetched()) == 2, "both come")
 
 
+@played
 def test_a_partition_that_stands_still_is_not_named_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     notice_soon(monkeypatch)
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.fetch_attempts.note_stall(ONE, 0)
     bus.fetch_attempts._stalls[ONE] = 0, 20  # this member waits for hours
     bus.deaf.add(ONE)
@@ -523,21 +570,23 @@ def test_a_partition_that_stands_still_is_not_named_and_the_others_are(monkeypat
         assert member.list_partitions() == [format_partition(OTHER)]
 
 
+@played
 def test_a_partition_whose_committed_offset_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transaction that hangs may hold up the answer for long."""
     monkeypatch.setattr(position_lookup, "UNKNOWN_START_S", 0.0)
-    bus = DoubleBus()
-    bus.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
+    bus = PlayedBus()
+    bus.broker.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
     with joined(bus) as member:
         bus.give(ONE)
         what = f"{ONE[0]} partition 0 is not read, its committed offset is not known: "
         wait_for(lambda: what in member.current_problem, "it is told")
         assert member.list_partitions() == []
-        bus.commit_error = None
+        bus.broker.commit_error = None
         bus.turn_until(member.list_partitions, "it is begun")
         assert member.current_problem == ""
 
 
+@played
 def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
     """The log lost its tail: what is there now was accepted after that, whatever its offsets."""
     with reading(b"1", b"2", committed=60) as (bus, member):
@@ -546,6 +595,7 @@ def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
 
 
 @pytest.mark.parametrize("ends_in_a_marker", [False, True])
+@played
 def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marker: bool) -> None:
     """With one that is too low the next reader would believe that the log was cut, and begin before the commit."""
     with reading(b"1", *([None] if ends_in_a_marker else [])) as (bus, member):
@@ -555,6 +605,7 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
         assert bus.commits[ONE].leader_epoch == (None if ends_in_a_marker else LEADER_EPOCH)
 
 
+@played
 def test_a_commit_behind_a_message_that_cannot_be_unpacked_has_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its epoch is not known, and may be later than that of the message before it."""
     monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
@@ -567,30 +618,35 @@ def test_a_commit_behind_a_message_that_cannot_be_unpacked_has_no_epoch(monkeypa
         assert bus.commits[ONE].leader_epoch is None
 
 
+@played
 def test_nothing_is_passed_over_at_the_end_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that cannot be unpacked is behind the commit, which is at the log's end: the log was cut, and what comes
     at its end is a message that nobody has read.
     """
     monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
-    bus = DoubleBus()
+    bus = PlayedBus()
     bus.commits[ONE] = TopicPartition(*ONE, 2)
     bus.publish(ONE, b"1", b"2")
+    bus.deaf.add(ONE)
     with joined(bus) as member:
         bus.give(ONE)
         bus.turn_until(member.list_partitions, "it is begun")
+        bus.reader.high[ONE] = 2  # as the fetch said that brought the batch
         bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION, 1))
         bus.turn_until(member.count_held, "the batch is passed over")
+        bus.deaf.clear()
         bus.publish(ONE, b"3")
         bus.turn_until(member.list_prefetched, "it is fetched")
         assert [delivery.value for delivery in member.list_prefetched()] == [b"3"]
 
 
 @pytest.mark.parametrize("is_all", [False, True])
+@played
 def test_what_was_deleted_is_told_and_not_what_the_log_leaves_out(
     is_all: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the log begins behind the position, at a message or at its end; and not what was finished before it."""
-    bus = DoubleBus()
+    bus = PlayedBus()
     with joined(bus) as member:
         bus.give(ONE)
         bus.publish(ONE, *[b"x"] * 4, None, None, b"y")
@@ -608,16 +664,17 @@ def test_what_was_deleted_is_told_and_not_what_the_log_leaves_out(
         bus.turn_until(lambda: bus.commits[ONE].offset == (10 if is_all else 8), "it is committed")
 
 
+@played
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     """What it holds bears offsets that may mean something else now."""
     with reading(b"1", b"2", b"3") as (bus, member):
         del bus.logs[ONE][1:]
-        bus.reader.free()
         wait_for(lambda: member._shared.failure is not None, "it is noticed")
         with pytest.raises(BusUnavailable, match="lost its tail"):
             member.poll(0.0, CAPACITY)
 
 
+@played
 def test_a_topic_that_may_not_be_read_shows() -> None:
     with reading() as (bus, member):
         bus.reader.errors.append(refusal(ONE, KafkaError.TOPIC_AUTHORIZATION_FAILED))
@@ -629,9 +686,11 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
         assert member.current_problem == ""
 
 
+@played
 def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
     with reading() as (bus, member):
+        bus.publish(ONE, b"what cannot be unpacked")
         bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION))
         bus.turn_until(member.count_held, "it is read")
         bus.is_away = True

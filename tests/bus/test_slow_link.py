@@ -18,13 +18,13 @@ from penstock.bus.kafka.writers import Transactions
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable
-from penstock.local.kafka import KafkaServer
 from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.record.record import UnclaimedMessage
 from penstock.redis.client import redis_client
 from sim.chaos.proxy import Proxy
+from sim.kafka_server import KafkaServer
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
 from tests.bus.buses import (

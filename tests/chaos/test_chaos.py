@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES, WorkerKind
 from sim.chaos.clients import Load
 from sim.chaos.faults import (
@@ -20,6 +19,7 @@ from sim.chaos.faults import (
     plan_kill,
 )
 from sim.chaos.runner import ChaosRound, run_round
+from sim.kafka_server import find_jars, find_java
 from sim.servers import start_or_skip
 from sim.waiting import PATIENCE_S
 

@@ -11,9 +11,10 @@ import redis
 from compose_spec import PyCompose
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 
-from penstock.local import kafka, valkey
-from penstock.local.kafka import BROKER_SETTINGS, KafkaServer
+from penstock.local import valkey
 from penstock.local.processes import find_free_port, start_child
+from sim.kafka_server import BROKER_SETTINGS, KAFKA_IMAGE, KafkaServer
+from sim.redis_servers import VALKEY_IMAGE
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
 from tests.commands import Terminal
@@ -70,8 +71,8 @@ def test_who_is_told_to_stop_has_the_time_and_memory_holds_what_is_put_into_it()
 
 
 def test_the_images_of_servers_are_those_that_tests_use() -> None:
-    assert SERVICES["kafka"]["image"] == kafka.KAFKA_IMAGE
-    assert SERVICES["redis-stream"]["image"] == SERVICES["redis-kv"]["image"] == valkey.VALKEY_IMAGE
+    assert SERVICES["kafka"]["image"] == KAFKA_IMAGE
+    assert SERVICES["redis-stream"]["image"] == SERVICES["redis-kv"]["image"] == VALKEY_IMAGE
 
 
 def broker_settings() -> dict[str, str]:

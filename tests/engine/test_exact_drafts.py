@@ -20,8 +20,7 @@ from penstock.names import CLASSES
 from penstock.worker.grammars import GrammarCompiler
 from tests.engine.helpers import GREEDY, GivenDrafts, sequence
 from tools.handover import export_blocks
-from tools.tool_corpus import Conversation, make_conversation
-from tools.train_tools import TOOL_MODEL, render_conversation
+from tools.tool_corpus import TOOL_MODEL, Conversation, make_conversation, render_conversation
 
 NUM_NEW = 40
 SCHEMA = {

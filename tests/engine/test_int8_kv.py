@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.config.settings import EngineSettings, KVSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.library import load_library
 from penstock.engine.loading.loading import load_model
 from penstock.engine.loading.proof import prove_model
 from penstock.engine.memory.storage import BlockLayout, LayerShape
 from penstock.engine.model.model import LoadedModel
-from penstock.errors import KVStoreError, ModelLoadError
-from penstock.kvstore.store import KVStore, StoreLayout
+from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 from tests.engine.helpers import needs_kernels, run_sequences, sequence, use_instruction_set
 from tests.engine_contract.engines import Caller, serve
@@ -94,9 +93,3 @@ def test_without_kernels_for_all_layers_it_is_refused(
     monkeypatch.setattr(f"penstock.engine.model.{place}", lambda *given: value)
     with pytest.raises(ModelLoadError, match=message):
         prove_model(load_model(SETTINGS), SETTINGS)
-
-
-def test_the_store_does_not_round_a_second_time(model: LoadedModel, tmp_path: Path) -> None:
-    settings = KVSettings(redis_codec="int8", redis_mb=1)
-    with pytest.raises(KVStoreError, match="blocks are int8 already"):
-        KVStore.open(StoreLayout.from_model(model), settings, "redis://127.0.0.1:1", "demo")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config.settings import EngineSettings, KVSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine.contract import Loaded
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.recurrence import Run
@@ -22,8 +22,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.steps import state_runs
 from penstock.engine.steps.state_runs import Group, Piece
-from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
-from penstock.kvstore.store import KVStore, StoreLayout
+from penstock.errors import ModelLoadError, SequenceFailed
 from penstock.messages import Sampling
 from tests.draws import draw_cases
 from tests.engine.helpers import GREEDY, GivenDrafts, drain, make_block_keys, make_tiny, needs_kernels
@@ -313,12 +312,6 @@ def test_a_job_is_handed_over_with_its_state(model: LoadedModel, line: list[Serv
     prefill.add("last", [7], GREEDY.model_copy(update={"max_tokens": 2}))
     prefill.run_to_end()
     prefill.run_until(lambda: tier.read_usage().leased == 0, "the leases have ended")
-
-
-def test_a_lossy_codec_is_refused(model: LoadedModel) -> None:
-    layout = StoreLayout.from_model(model)
-    with pytest.raises(KVStoreError, match="int8 is for keys and values only"):
-        KVStore.open(layout, KVSettings(redis_mb=1, redis_codec="int8"), "redis://127.0.0.1:1", "states")
 
 
 def test_states_that_do_not_fit_are_told(model: LoadedModel) -> None:

@@ -3,15 +3,16 @@
 import json
 from typing import Any
 
+import jsonschema
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model
 from penstock.engine.model.model import LoadedModel
 from tests.engine.helpers import run_sequences, sequence
-from tools.tool_corpus import KINDS, Conversation, make_conversation
-from tools.train_tools import TOOL_MODEL, render_conversation, score_answer
+from tools.tool_corpus import KINDS, TOOL_MODEL, Conversation, make_conversation, render_conversation
 
 NUM_CONVERSATIONS = 400
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -41,6 +42,33 @@ def answer(loaded: LoadedModel, prompts: list[str], max_tokens: int = 80) -> lis
     encoded = [loaded.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
     outputs = run_sequences(Engine(loaded, EngineSettings()), [sequence(ids, max_tokens) for ids in encoded])
     return [loaded.tokenizer.decode(output).partition("<|im_end|>")[0] + "<|im_end|>" for output in outputs]
+
+
+def compare_calls(given: list[Any], expected: list[Any]) -> bool:
+    """Return whether both are calls of the same functions with the same arguments, in the same order."""
+    return [call.get("function") for call in given] == [call["function"] for call in expected]
+
+
+def score_answer(
+    tokenizer: PreTrainedTokenizerFast, conversation: Conversation, prompt: str, text: str
+) -> dict[str, bool]:
+    """Return what is right about an answer; the keys are the parts of the score."""
+    kind, expected = conversation.kind, conversation.answer
+    try:
+        parsed = tokenizer.parse_response(text, prefix=prompt)
+        calls, content = parsed.get("tool_calls", []), parsed.get("content", "")
+    except ValueError:
+        return {f"{kind}: parses": False, f"{kind}: equal": False}
+    scores = {f"{kind}: parses": text.endswith("<|im_end|>")}
+    if conversation.schema is None:
+        same = content == (expected["content"] or "") and compare_calls(calls, expected.get("tool_calls", []))
+        return scores | {f"{kind}: equal": same}
+    try:
+        value = json.loads(content)
+    except ValueError:
+        value = None
+    valid = jsonschema.Draft202012Validator(conversation.schema).is_valid(value)
+    return scores | {f"{kind}: valid": valid, f"{kind}: equal": value == json.loads(expected["content"])}
 
 
 def test_any_text_survives_the_tokenizer_and_digits_stand_alone(loaded: LoadedModel) -> None:

@@ -15,8 +15,7 @@ from penstock.config.addresses import Addresses
 from penstock.local.processes import Child, start_child
 from penstock.messages import Request, Result, decode_message
 from penstock.names import CLASSES, Pipeline
-from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, run_until_idle
 from sim.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.proof

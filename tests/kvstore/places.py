@@ -39,6 +39,13 @@ def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
     return True
 
 
+def wait_until_mapped(tier: HostTier, timeout_s: float) -> bool:
+    """Wait until all slots have memory that is mapped here. Return whether they have."""
+    thread = tier.arena.allocator._thread
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
 class Place(Protocol):
     """A place that is empty at first."""
 
@@ -50,6 +57,18 @@ class Place(Protocol):
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """Replace what is stored under `key` (header and content) by what `change` makes of it."""
+
+
+def read_stored(place: Place, tier: Tier, key: bytes) -> bytes:
+    """Return header and content of a block as they are stored."""
+    found = []
+
+    def keep(stored: bytes) -> bytes:
+        found.append(stored)
+        return stored
+
+    place.damage(tier, key, keep)
+    return found[0]
 
 
 class SharedPlace:

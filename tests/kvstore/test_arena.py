@@ -34,6 +34,7 @@ from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers.host import HostTier
 from sim.waiting import PATIENCE_S
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, keys_of, make_form, new_names, put, read
+from tests.kvstore.places import wait_until_mapped
 
 BUDGET = 2**18
 Open = Callable[..., HostTier]
@@ -71,7 +72,7 @@ def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budge
 
 def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
     tier = open_tier()
-    assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
+    assert wait_until_mapped(tier, PATIENCE_S)
     put(tier, new_names(200))
     status = tier.arena.path.stat()
     assert BUDGET - 8192 < status.st_blocks * 512 <= BUDGET
@@ -144,7 +145,7 @@ def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.M
     """Here another process is at it, and does not get on. When it is gone the next one goes on."""
     monkeypatch.setattr(growth, "CHUNK_BYTES", 8192)
     first = open_tier()
-    assert first.arena.allocator.wait_until_mapped(PATIENCE_S)
+    assert wait_until_mapped(first, PATIENCE_S)
     path = first.arena.path
     first.close()
     path.unlink()
@@ -153,12 +154,12 @@ def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.M
     tier, names = open_tier(), new_names(5)
     writer = threading.Thread(target=put, args=(tier, names))
     writer.start()
-    assert not tier.arena.allocator.wait_until_mapped(0.1)
+    assert not wait_until_mapped(tier, 0.1)
     assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 0
     os.close(empty)
     writer.join(PATIENCE_S)
     assert read(tier, names) == [content(name) for name in names]
-    assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
+    assert wait_until_mapped(tier, PATIENCE_S)
     assert tier.arena.tables.words[W_ALLOCATED] == tier.arena.geometry.num_slots
     assert check_integrity(tier.arena) == []
 
@@ -193,7 +194,7 @@ def test_memory_that_runs_out(
         return
     with caplog.at_level(logging.WARNING):
         tier, names = HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path)), new_names(30)
-        assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
+        assert wait_until_mapped(tier, PATIENCE_S)
         assert all(put(tier, names))
     assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
     assert read(tier, names[-12:]) == [content(name) for name in names[-12:]]
@@ -282,7 +283,7 @@ def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFi
     put(tier, names)
     for number in range(8):
         tier.lease_blocks(str(number), keys_of(names[:1]), 0 if number == 5 else 600)
-        tier.arena.allocator.wait_until_mapped(PATIENCE_S)
+        wait_until_mapped(tier, PATIENCE_S)
     tier.arena.reclaim_stale()
     tier.lease_blocks("5", keys_of(names[:1]), 60)
     for _ in range(3):
@@ -325,7 +326,7 @@ def swap_in_index(arena: Arena) -> None:
 )  # fmt: skip
 def test_the_checker_finds_what_is_wrong(open_tier: Open, damage: Callable[[Arena], None]) -> None:
     tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 10).total_bytes), new_names(4)
-    assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
+    assert wait_until_mapped(tier, PATIENCE_S)
     put(tier, names)
     tier.lease_blocks("a job", keys_of(names[:2]), 600)
     assert check_integrity(tier.arena) == []

@@ -18,6 +18,7 @@ from penstock.kvstore.tiers.host import HostTier
 from sim.container import run_on_small_disk
 from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
+from tests.kvstore.places import wait_until_mapped
 
 NUM_SLOTS = 8
 BUDGET, HALF = (Geometry(PAYLOAD_BYTES, slots, on_disk=True).total_bytes for slots in (NUM_SLOTS, NUM_SLOTS // 2))
@@ -34,7 +35,7 @@ def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]
     def make(form: BlockFormat = FORM, budget: int = BUDGET, tables: str = "memory") -> HostTier:
         (tmp_path / tables).mkdir(exist_ok=True)
         opened.append(HostTier.open_disk(form, tmp_path / "kv", budget, str(tmp_path / tables)))
-        assert opened[-1].arena.allocator.wait_until_mapped(PATIENCE_S)
+        assert wait_until_mapped(opened[-1], PATIENCE_S)
         return opened[-1]
 
     yield make

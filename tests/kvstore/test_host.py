@@ -29,7 +29,7 @@ from tests.kvstore.blocks import (
     put,
     read,
 )
-from tests.kvstore.places import open_host, overwrite_block
+from tests.kvstore.places import open_host, overwrite_block, wait_until_mapped
 
 NUM_SLOTS = 4
 
@@ -193,7 +193,7 @@ class DiskMachine(ArenaMachine):
             path.unlink()
         self.tiers = [self.open(), self.open()]
         for tier in self.tiers:
-            assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
+            assert wait_until_mapped(tier, PATIENCE_S)
         self.order.sort(key=lambda key: refs[key].slot if refs[key] else -1)  # type: ignore[union-attr]
         self.leases.clear()
 

@@ -17,6 +17,7 @@ from tests.draws import draw_cases
 from tests.kvstore import children
 from tests.kvstore.blocks import content, is_here, keys_of, put, read
 from tests.kvstore.host_child import FORM, NAMES, NUM_SLOTS, main, open_tier
+from tests.kvstore.places import wait_until_mapped
 
 TIERS = ["shared", "disk"]
 start = partial(children.start, main)
@@ -56,7 +57,7 @@ def test_killed_at_a_step(tmp_path: Path, tier: str, step: str, times: int) -> N
     child = start(tmp_path, "die", tier, step, str(times))
     assert child.wait(PATIENCE_S) == -9, child.read_log_tail()
     opened = open_tier(tmp_path, tier)
-    assert opened.arena.allocator.wait_until_mapped(PATIENCE_S)
+    assert wait_until_mapped(opened, PATIENCE_S)
     check_sound(opened, max_damaged=is_half_removed(tier, step))
     opened.close()
 
@@ -69,7 +70,7 @@ def test_the_tables_of_a_disk_are_lost(tmp_path: Path, step: str) -> None:
     for path in tmp_path.glob("penstock-kvdisk-*"):
         path.unlink()
     opened = open_tier(tmp_path, "disk")
-    assert opened.arena.allocator.wait_until_mapped(PATIENCE_S)
+    assert wait_until_mapped(opened, PATIENCE_S)
     assert opened.check_integrity() == []
     check_sound(opened)
     opened.close()

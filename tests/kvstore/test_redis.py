@@ -3,14 +3,17 @@
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import redis
+import xxhash
 
-from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, BlockKey, ReadRequest
-from penstock.kvstore.codec import PayloadShape, TierCodecs, make_codecs
+from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, BlockKey, Header, ReadRequest
+from penstock.kvstore.codec import LOSSLESS, TierCodecs, make_codecs
 from penstock.kvstore.codec.choice import AdaptiveCodec
+from penstock.kvstore.codec.lossless import LosslessCodec
 from penstock.kvstore.tiers import address as redis_address
 from penstock.kvstore.tiers import index as redis_index
 from penstock.kvstore.tiers.redis import RedisTier
@@ -256,7 +259,7 @@ def test_a_value_of_another_length_is_not_taken_for_the_next_one(
 def test_a_leased_block_that_became_larger(client: redis.Redis, open_tier: Open, leased: bool) -> None:
     """One that was lost, and is stored again by somebody without its codec. `leased`: all others are, too."""
     budget, names = 3 * STORED_BYTES - 1, new_names(3)
-    tier, coded = open_tier(budget), open_tier(budget, 600, FORM, make_codecs("lossless", SHAPE))
+    tier, coded = open_tier(budget), open_tier(budget, 600, FORM, ALWAYS_LOSSLESS)
     assert coded.put([Block(names[0], memoryview(bytes(PAYLOAD_BYTES)))]) == [True]
     assert put(tier, names[1:]) == [True, True]
     tier.lease_blocks("a job", keys_of(names if leased else names[:1]), 600)
@@ -270,12 +273,12 @@ def test_a_leased_block_that_became_larger(client: redis.Redis, open_tier: Open,
 # Codecs.
 
 
-SHAPE = PayloadShape("float32", ((25, 10),) * 3)
-"""Of 3,000 bytes."""
+ALWAYS_LOSSLESS = TierCodecs({LOSSLESS: LosslessCodec("float32")}, LosslessCodec("float32"))
+"""Compresses whatever the link's speed."""
 
 
 def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Redis, open_tier: Open) -> None:
-    coded, names = open_tier(AMPLE, 600, FORM, make_codecs("lossless", SHAPE)), new_names(3)
+    coded, names = open_tier(AMPLE, 600, FORM, ALWAYS_LOSSLESS), new_names(3)
     payloads = [bytes(1500) + content(name)[1500:] for name in names]
     blocks = [Block(name, memoryview(payload)) for name, payload in zip(names, payloads, strict=True)]
     assert coded.put(blocks[:2]) == [True, True]
@@ -292,9 +295,21 @@ def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Red
     assert (coded.counters.damaged, tier.counters.damaged) == (1, 1)
 
 
+def test_a_block_of_the_lossy_codec_of_an_older_version_is_a_miss(tier: RedisTier, client: redis.Redis) -> None:
+    (name,) = new_names(1)
+    assert put(tier, [name]) == [True]
+    stored = client.get(kv_key(name.hash))
+    assert isinstance(stored, bytes)
+    older = replace(Header.unpack(stored), codec=2, content_bytes=900, checksum=xxhash.xxh3_64_intdigest(bytes(900)))
+    client.set(kv_key(name.hash), older.pack() + bytes(900), keepttl=True)
+    assert read(tier, [name]) == [None]
+    assert tier.counters.errors == 0
+    assert put(tier, [name]) == [True]
+    assert read(tier, [name]) == [content(name)]
+
+
 def test_a_codec_that_chooses_is_told_the_speed(client: redis.Redis, open_tier: Open) -> None:
-    form, shape = make_form(payload_bytes=120_000), PayloadShape("float32", ((100, 100),) * 3)
-    codec = make_codecs("auto", shape)
+    form, codec = make_form(payload_bytes=120_000), make_codecs("float32")
     tier, names = open_tier(AMPLE, 600, form, codec), new_names(6)
     assert all(put(tier, names, form))
     assert isinstance(codec._writer, AdaptiveCodec)

@@ -13,7 +13,6 @@ import pytest
 from penstock.config.settings import KVSettings
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import Block, BlockKey, ReadRequest
-from penstock.kvstore.codec import PayloadShape
 from penstock.kvstore.cost import NUM_PROBE_BLOCKS
 from penstock.kvstore.room import fit_tiers
 from penstock.kvstore.store import KVStore, StoreLayout
@@ -22,7 +21,7 @@ from tests.draws import mark_some
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4
-LAYOUT = StoreLayout("5a" * 32, SIZE, 24, PayloadShape("float32", ((6, 1),)))
+LAYOUT = StoreLayout("5a" * 32, SIZE, 24, "float32")
 PROMPT = list(range(100, 118))
 """18 tokens: four full blocks and one of two."""
 ALL = 0b111
@@ -149,7 +148,7 @@ def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make
     assert read(store, tenant="u") == []
     assert read(store, [7, *PROMPT[1:]]) == []
     assert read(store, [*PROMPT[:7], 7]) == found(0)[:1]
-    assert read(make_store(StoreLayout("5b" * 32, SIZE, 24, LAYOUT.shape))) == []
+    assert read(make_store(StoreLayout("5b" * 32, SIZE, 24, LAYOUT.element))) == []
     assert read(make_store(salt_secret="other")) == []
 
 

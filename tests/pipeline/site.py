@@ -15,13 +15,13 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Result
 from penstock.names import Stage
 from penstock.ops.status import read_worker_status
 from sim.forked import ForkedStack, fork_process, pause_process, run_penstock
+from sim.kafka_server import KafkaServer
 from sim.servers import Server, serve_server
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, compute_answers, make_requests

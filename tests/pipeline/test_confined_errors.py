@@ -17,6 +17,7 @@ from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint, write_numbers
 from sim.line import InProcessPipeline
 from tests.endpoint.conftest import EndpointPipeline
+from tests.record.play import claim_decode
 
 pytestmark = pytest.mark.in_memory
 
@@ -161,7 +162,7 @@ def test_a_trace_header_that_is_not_utf_8_costs_the_request_nothing(endpoints: E
 def test_a_claim_without_a_request_ends_an_idle_worker(endpoints: EndpointPipeline) -> None:
     (worker,) = endpoints.workers
     worker.run_once()
-    claim = worker.record.claim_decode("forgotten", worker.session.id, "job", b"")
+    claim = claim_decode(worker.record, "forgotten", worker.session.id, "job", b"")
     assert isinstance(claim, Claim)
     worker.session.add_claim(claim)
     with pytest.raises(AssertionError, match="claims without a request: forgotten"):

@@ -152,11 +152,12 @@ class BlockCorrupter:
             return
         key, other = self._chance.sample(keys, 2)
         what = self._chance.choice(["flip", "cut", "swap"])
-        others = tier.read_stored(other) or b""
+        others: list[bytes] = []
+        self._write_block(tier, other, lambda stored: others.append(stored) or stored)  # type: ignore[func-returns-value]
         change: Change = {
             "flip": self._flip_byte,
             "cut": self._truncate_block,
-            "swap": lambda stored: others or stored,
+            "swap": lambda stored: others[0] if others else stored,
         }[what]
         if self._write_block(tier, key, change):
             self.num_corruptions[f"{tier.name} {what}"] += 1

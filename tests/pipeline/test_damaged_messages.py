@@ -16,11 +16,10 @@ from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.messages import Job, Request, Sampling
 from penstock.testing.bus import MemoryBus
-from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.damage import NUM_DAMAGED, Damage
 from sim.endpoint import MODEL, CountingEndpoint
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, run_until_idle
 
 pytestmark = pytest.mark.in_memory
 

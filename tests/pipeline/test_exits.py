@@ -21,11 +21,10 @@ from penstock.record import AppendOutcome, Claim
 from penstock.telemetry import tracing
 from penstock.testing.bus import Entry, MemoryMember
 from penstock.testing.record import MemoryRecord, RequestRecord
-from penstock.worker.loop import run_until_idle
 from penstock.worker.task import StageOutput, Task
 from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint
-from sim.line import InProcessPipeline, core_of, run_until_running
+from sim.line import InProcessPipeline, core_of, run_until_idle, run_until_running
 from tests.endpoint.conftest import EndpointPipeline
 from tests.record.play import alive, end
 

@@ -16,11 +16,11 @@ from penstock.errors import KVStoreError
 from penstock.messages import Request, Result, Sampling, compute_body_hash
 from penstock.names import Stage
 from penstock.record import Busy, Claim
-from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.line import InProcessPipeline, core_of, serving_engine
+from sim.line import InProcessPipeline, core_of, run_until_idle, serving_engine
 from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests
+from tests.record.play import claim_prefill
 
 pytestmark = pytest.mark.in_memory
 
@@ -164,13 +164,13 @@ def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipe
     for number in range(3):
         request = poison(f"poison-{number}")
         for _ in range(number):
-            claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
+            claim = claim_prefill(line.prefill.record, request.id, line.prefill.session.id, compute_body_hash(request))
             assert isinstance(claim, Claim)
             line.prefill.record.release_claim(claim, failed=True)
         line.send_requests(request)
         while len(line.prefill.queue) <= number:
             line.prefill.run_once()
-        busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
+        busy = claim_prefill(line.prefill.record, request.id, line.prefill.session.id, compute_body_hash(request))
         assert isinstance(busy, Busy)
         waits.append(busy.wait_s)
     assert waits == pytest.approx([200, 600, 1000], abs=150)
@@ -186,7 +186,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline) ->
     work, record, most = make_requests(4, line.pipeline.name), line.prefill.record, 0
     for request in work:
         for _ in range(2):
-            claim = record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
+            claim = claim_prefill(record, request.id, line.prefill.session.id, compute_body_hash(request))
             assert isinstance(claim, Claim)
             record.release_claim(claim, failed=True)
     line.send_requests(*work)

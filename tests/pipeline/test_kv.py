@@ -10,8 +10,7 @@ from penstock.config.settings import KVSettings
 from penstock.kvstore.block import ReadRequest, hash_blocks
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
-from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
+from sim.line import InProcessPipeline, core_of, run_until_idle, run_until_running, serving_engine
 from sim.waiting import PATIENCE_S
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 

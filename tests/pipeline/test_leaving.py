@@ -14,9 +14,8 @@ from penstock.engine.contract import Loaded, Stored
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.stay import MIN_JUDGED_TOKENS, StayPolicy
 from penstock.telemetry import tracing
-from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
+from sim.line import InProcessPipeline, core_of, run_until_idle, run_until_running, serving_engine
 from sim.workload import compute_answers
 
 pytestmark = pytest.mark.in_memory

@@ -9,8 +9,7 @@ import pytest
 from penstock.config.settings import RecordSettings, StaySettings
 from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.prefill_worker.stay import StayPolicy
-from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline, core_of
+from sim.line import InProcessPipeline, core_of, run_until_idle
 from sim.waiting import wait_for
 from sim.workload import load_split_model
 from tests.engine.helpers import needs_kernels

@@ -19,12 +19,13 @@ from penstock.client.core import Answer as WholeAnswer
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.local.valkey import ReplicatedValkey, ValkeyServer
+from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import check_health, read_worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.servers import Sharded, choose_server
 from penstock.telemetry.timeline import read_timeline
+from sim.redis_servers import ReplicatedValkey
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.checks import Streams
 from tests.pipeline.site import (

@@ -12,12 +12,11 @@ from penstock.names import Pipeline
 from penstock.prefill_worker.role import MAX_INLINE_BYTES, PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Claim
-from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, run_until_idle
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
-from tests.record.play import alive, die, say
+from tests.record.play import alive, claim_prefill, die, say
 
 
 class Reader(PromptTokenizer):
@@ -240,7 +239,7 @@ def test_a_chat_that_an_older_worker_began_keeps_its_tokens(line: InProcessPipel
         for name in ("older", "newer")
     }
     for name, request in requests.items():
-        claim = record.claim_prefill(name, alive(record, "another"), compute_body_hash(request))
+        claim = claim_prefill(record, name, alive(record, "another"), compute_body_hash(request))
         assert isinstance(claim, Claim)
         say(record, claim, [5])
         if name == "older":

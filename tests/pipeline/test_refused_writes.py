@@ -18,13 +18,12 @@ from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Record
 from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import is_outage, redis_client
-from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline, run_until_running
+from sim.line import InProcessPipeline, run_until_idle, run_until_running
 from sim.servers import start_or_skip
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers
 from tests.gateways import ScriptedPipeline
-from tests.record.play import alive, end, prefill, say
+from tests.record.play import alive, claim_prefill, end, prefill, say
 
 SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = "In the beginning was the word, and it was long enough for several steps of prefill. " * 2
@@ -103,7 +102,7 @@ def test_a_wrong_type_of_a_shared_key_is_no_requests_fault(
     session = alive(record, "w1")
     server.set(pipeline.free_key("prefill"), "no set")
     with pytest.raises(StateMismatch, match="redis-cli DEL"):
-        record.claim_prefill("r1", session, "b", b"message")
+        claim_prefill(record, "r1", session, "b", b"message")
 
 
 def deny(admin: Any, *rights: str) -> None:

@@ -8,10 +8,10 @@ from confluent_kafka.admin import AdminClient
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.local.kafka import KafkaServer
 from penstock.messages import Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
+from sim.kafka_server import KafkaServer
 from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
 from sim.waiting import wait_for

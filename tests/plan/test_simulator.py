@@ -11,8 +11,8 @@ from penstock.bus.placement import MAX_SENT_S, Link, PromptChain
 from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PlanError
 from penstock.plan.placing import Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec, plan_fetch
-from penstock.plan.simulator import Simulation, compute_imbalance
-from sim.placement.rules import RULES
+from penstock.plan.simulator import Simulation
+from sim.placement.rules import RULES, compute_imbalance, count_sent_tokens
 from sim.placement.traces import make_placed_request
 
 COST = StepCost(fixed_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.001)
@@ -129,7 +129,7 @@ def test_a_placer_sees_heartbeats_late_and_its_own_requests_at_once() -> None:
 
         def choose_worker(self, request: PlacedRequest, view: View) -> int:
             own = view.own[0]
-            seen.append((view.beats[0], own.num_requests, own.prompt_tokens, view.count_sent_tokens(0)))
+            seen.append((view.beats[0], own.num_requests, own.prompt_tokens, count_sent_tokens(view, 0)))
             return 0
 
     requests = [PlacedRequest(str(at_s), at_s, 1600, 2) for at_s in (0.9, 1.4, 1.6)]
@@ -151,9 +151,9 @@ def test_a_placer_remembers_where_it_sent_what_for_a_while() -> None:
             view.record_sent(request, worker)
         else:
             assert view.hits == [112, 0], "the full blocks of the prompt; what was sent to the other is too old"
-    assert view.count_sent_tokens(0) == 0, f"more than {MAX_SENT_S} s ago"
+    assert count_sent_tokens(view, 0) == 0, f"more than {MAX_SENT_S} s ago"
     view.begin_request(LATER, 10.0 + MAX_SENT_S)
-    assert view.count_sent_tokens(0) == 120
+    assert count_sent_tokens(view, 0) == 120
     assert view.hits == [112, 64]
 
 

@@ -6,8 +6,7 @@ from typing import Any
 from penstock.config.settings import RecordSettings
 from penstock.messages import Job, Request, Sampling, TokenEvent, decode_message
 from penstock.names import Pipeline
-from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline, run_until_running
+from sim.line import InProcessPipeline, run_until_idle, run_until_running
 from sim.waiting import wait_for
 from tests.bus.buses import take_deliveries
 

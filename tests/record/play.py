@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.messages import EndEvent
-from penstock.record import AppendOutcome, Claim, Record
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
 
 
 def alive(record: Record, owner: str) -> str:
@@ -18,14 +18,28 @@ def die(record: Record, owner: str) -> None:
     record.end_expired_sessions(0, f"{owner}/1")
 
 
+def claim_prefill(
+    record: Record, request_id: str, session: str, body: str, message: bytes = b"", name: str = ""
+) -> Claim | Busy | Bound | Conflict:
+    """Claim a request by its own message. `body` is its `compute_body_hash`, and `name` the message's own name."""
+    return record.claim_all("prefill", session, [UnclaimedMessage(request_id, body, name, message)])[0]
+
+
+def claim_decode(
+    record: Record, request_id: str, session: str, job: str, message: bytes = b""
+) -> Claim | Busy | Bound | Conflict:
+    """Claim a request for decode with its job, and bind the job to the request if none is bound."""
+    return record.claim_all("decode", session, [UnclaimedMessage(request_id, "", job, message)])[0]
+
+
 def prefill(record: Record, request_id: str = "r1", owner: str = "p1", body: str = "b") -> Claim:
-    claim = record.claim_prefill(request_id, alive(record, owner), body)
+    claim = claim_prefill(record, request_id, alive(record, owner), body)
     assert isinstance(claim, Claim), claim
     return claim
 
 
 def decode(record: Record, request_id: str = "r1", owner: str = "d1", job: str = "j1") -> Claim:
-    claim = record.claim_decode(request_id, alive(record, owner), job)
+    claim = claim_decode(record, request_id, alive(record, owner), job)
     assert isinstance(claim, Claim), claim
     return claim
 

@@ -12,7 +12,7 @@ from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
-from tests.record.play import alive, die, end, prefill, say
+from tests.record.play import alive, claim_decode, claim_prefill, die, end, prefill, say
 
 pytestmark = pytest.mark.proof
 
@@ -52,12 +52,12 @@ def test_a_log_that_an_older_worker_began_is_told(record: Record, client: "redis
         taken = record.take_over_free("prefill", alive(record, "p2"), 1)
         assert taken[0].claim.num_tokens == num_tokens
         die(record, "p2")
-        again = record.claim_prefill("r1", alive(record, "p1"), "b", b"m")
+        again = claim_prefill(record, "r1", alive(record, "p1"), "b", b"m")
         assert isinstance(again, Claim)
         assert again.is_read_raw == taken[0].claim.is_read_raw
         return again.is_read_raw
 
-    claim = record.claim_prefill("r1", alive(record, "p1"), "b", b"m")
+    claim = claim_prefill(record, "r1", alive(record, "p1"), "b", b"m")
     assert isinstance(claim, Claim)
     assert not claim.is_read_raw
     say(record, claim, [7])
@@ -71,7 +71,7 @@ def test_a_log_that_an_older_worker_began_is_told(record: Record, client: "redis
 def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, client: "redis.Redis") -> None:
     claim = prefill(record)
     client.script_flush()
-    assert isinstance(record.claim_prefill("r1", alive(record, "p2"), "b"), Busy)
+    assert isinstance(claim_prefill(record, "r1", alive(record, "p2"), "b"), Busy)
     client.script_flush()
     assert say(record, claim, [1]) == [1]
 
@@ -95,9 +95,9 @@ def claim_with_message(record: Record, stage: Stage, name: str = "r1", message: 
     """Claim a request for a living worker, with a message that others can continue with."""
     session = alive(record, "w1")
     claim = (
-        record.claim_prefill(name, session, "b", message)
+        claim_prefill(record, name, session, "b", message)
         if stage == "prefill"
-        else record.claim_decode(name, session, "j1", message)
+        else claim_decode(record, name, session, "j1", message)
     )
     assert isinstance(claim, Claim)
     return claim
@@ -118,8 +118,8 @@ def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) 
     assert say(record, dead, [9]) == [0]
     assert say(record, taken.claim, [9]) == [1]
     third = alive(record, "w3")
-    assert isinstance(record.claim_decode("r1", third, "j1"), Busy)  # the delivery came back
-    assert isinstance(record.claim_decode("r1", third, "j2"), Bound)
+    assert isinstance(claim_decode(record, "r1", third, "j1"), Busy)  # the delivery came back
+    assert isinstance(claim_decode(record, "r1", third, "j2"), Bound)
 
 
 def take_over(record: Record, number: int) -> Claim:
@@ -171,7 +171,7 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
         for name in client.zrange(key, 0, -1):
             client.zincrby(key, 3_600_000, str(name, "utf-8"))  # type: ignore[arg-type]
     client.hincrby(pipeline.record_key("r2"), "not_before", 3_600_000)
-    outcome = record.claim_decode("r1", alive(record, "d2"), "j1")
+    outcome = claim_decode(record, "r1", alive(record, "d2"), "j1")
     assert isinstance(outcome, Busy)
     assert outcome.wait_s <= record.lease_s
     assert prefill(record, "r2").attempts == 1

@@ -13,7 +13,7 @@ from penstock.record import AppendOutcome, Claim, Record, UnclaimedMessage
 from penstock.redis.client import learn_pace, redis_client
 from sim.chaos.proxy import Proxy
 from sim.waiting import wait_for
-from tests.record.play import alive, decode, die
+from tests.record.play import alive, claim_decode, claim_prefill, decode, die
 
 pytestmark = pytest.mark.proof
 
@@ -41,9 +41,9 @@ def test_a_claim_is_not_made_twice(stage: Stage, proxy: Proxy, distant: Record, 
     """The second one would find the first one's session, its own: busy, for as long as that lives."""
     session = alive(record, "x")
     proxy.cut_after(0)
-    claim = distant.claim_prefill if stage == "prefill" else distant.claim_decode
+    claim = claim_prefill if stage == "prefill" else claim_decode
     with pytest.raises(redis.ConnectionError):
-        claim("r1", session, "b", b"message")
+        claim(distant, "r1", session, "b", b"message")
     status = record.read_status("r1")
     assert status is not None
     assert (status.session, status.attempts) == (session, 1)
@@ -95,7 +95,7 @@ def test_requests_are_not_taken_twice(proxy: Proxy, distant: Record, record: Rec
 
 
 def test_what_is_given_back_twice_counts_once(proxy: Proxy, distant: Record, record: Record) -> None:
-    claim = record.claim_decode("r1", alive(record, "d1"), "j1", b"message")
+    claim = claim_decode(record, "r1", alive(record, "d1"), "j1", b"message")
     assert isinstance(claim, Claim)
     distant.release_claim(claim, failed=True, delivered=False)
     (again,) = record.take_over_free("decode", alive(record, "d1"), 1)

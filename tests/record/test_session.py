@@ -21,7 +21,7 @@ from penstock.worker.retry import deadline_error
 from sim.forked import pause_process
 from sim.waiting import PATIENCE_S, wait_for
 from tests.draws import mark_some
-from tests.record.play import alive, die, end, say
+from tests.record.play import alive, claim_decode, claim_prefill, die, end, say
 
 MOMENT_S = 0.01
 
@@ -33,7 +33,7 @@ def session(hasty: Record) -> Iterator[Session]:
 
 
 def claim_for(session: Session, record: Record, request_id: str = "r1") -> Claim:
-    claim = record.claim_decode(request_id, session.id, "j1", b"message")
+    claim = claim_decode(record, request_id, session.id, "j1", b"message")
     assert isinstance(claim, Claim), claim
     session.add_claim(claim)
     return claim
@@ -53,7 +53,7 @@ def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None
     kept = claim_for(session, hasty)
     for number in range(3):
         silent = alive(hasty, f"silent{number}")
-        assert isinstance(hasty.claim_decode(f"s{number}", silent, "j1", b"message"), Claim)
+        assert isinstance(claim_decode(hasty, f"s{number}", silent, "j1", b"message"), Claim)
         wait_soon(lambda number=number: hasty.count_free("decode") > number, "the other's is over")  # type: ignore[misc]
     assert session.collect_events() == []
     status = hasty.read_status("r1")
@@ -120,7 +120,7 @@ def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Re
 @pytest.mark.proof
 def test_what_a_session_held_is_free_in_the_stage_that_each_request_is_in(record: Record) -> None:
     with Session(record, "a1") as session:
-        assert isinstance(record.claim_prefill("p1", session.id, "b", b"message"), Claim)
+        assert isinstance(claim_prefill(record, "p1", session.id, "b", b"message"), Claim)
         claim_for(session, record, "d1")
         claim_for(session, record, "d2")
         assert record.end_expired_sessions(0, session.id) == {"prefill": 1, "decode": 2}

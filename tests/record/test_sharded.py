@@ -23,7 +23,7 @@ from penstock.record import (
 from penstock.redis.servers import choose_server
 from sim.waiting import wait_for
 from tests.pipeline.site import hanging
-from tests.record.play import end, say
+from tests.record.play import claim_decode, claim_prefill, end, say
 
 pytestmark = pytest.mark.proof
 NAMES = ("left", "right")
@@ -54,7 +54,7 @@ def sessions(sharded: Record) -> Iterator[ShardedSession]:
 
 
 def claimed(record: Record, sessions: ShardedSession, request_id: str) -> Claim:
-    claim = record.claim_decode(request_id, sessions.id, "j1", b"message")
+    claim = claim_decode(record, request_id, sessions.id, "j1", b"message")
     assert isinstance(claim, Claim), claim
     sessions.add_claim(claim)
     return claim
@@ -107,7 +107,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         assert "right" in sharded.current_problem
         assert (others, ClaimEvent.LOST) in sessions.collect_events()
         assert sessions.collect_events() == []
-        assert isinstance(sharded.claim_decode(RIGHT[6], sessions.id, "j1"), Busy)
+        assert isinstance(claim_decode(sharded, RIGHT[6], sessions.id, "j1"), Busy)
         assert not sharded.release_claim(others)
         assert sharded.finish_all([(others, end(), "")]) == [AppendOutcome.FENCED]
         kept = [UnclaimedMessage(name, "", "j1", b"message") for name in (LEFT[7], RIGHT[7])]
@@ -136,11 +136,11 @@ def test_a_worker_begins_while_one_is_away(servers: tuple[ValkeyServer, ValkeySe
     servers[1].kill()
     sessions = ShardedSession(sharded, "d2")
     claimed(sharded, sessions, LEFT[8])
-    assert isinstance(sharded.claim_decode(RIGHT[8], sessions.id, "j1"), Busy)
+    assert isinstance(claim_decode(sharded, RIGHT[8], sessions.id, "j1"), Busy)
     before = sessions.id
     servers[1].start()
     wait_for(lambda: not sharded.current_problem, "it answers")
-    assert isinstance(sharded.claim_decode(RIGHT[8], before, "j1"), Busy)
-    assert isinstance(sharded.claim_prefill(RIGHT[9], before, "b"), Busy)
+    assert isinstance(claim_decode(sharded, RIGHT[8], before, "j1"), Busy)
+    assert isinstance(claim_prefill(sharded, RIGHT[9], before, "b"), Busy)
     claimed(sharded, sessions, RIGHT[8])
     sessions.close()

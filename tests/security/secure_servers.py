@@ -18,8 +18,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from penstock.errors import DependencyMissing
-from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, find_free_port, start_child, wait_until_serving
+from sim.kafka_server import KafkaServer
 from sim.waiting import PATIENCE_S
 from tests.security.certificates import Authority
 

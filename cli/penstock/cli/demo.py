@@ -18,8 +18,9 @@ from rich.console import Console
 from penstock.cli.up import READY_TIMEOUT_S, build_curl_body, choose_gateway_port, format_curl_command
 from penstock.client.core import Event
 from penstock.client.sync import Client
-from penstock.errors import PenstockError
-from penstock.local.kafka import find_or_start_kafka
+from penstock.config.addresses import Addresses
+from penstock.config.settings import load_settings
+from penstock.errors import PenstockError, SettingsError
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, Sampling
@@ -39,21 +40,19 @@ MAX_ROUNDS = 5
 
 
 def demo(
-    kafka: Annotated[bool, typer.Option("--kafka", help="On a real Kafka instead of Redis Streams.")] = False,
+    kafka: Annotated[bool, typer.Option("--kafka", help="On the Kafka of PENSTOCK_KAFKA.")] = False,
     since: Annotated[float, typer.Option(help="When it all began, seconds since the epoch.", hidden=True)] = 0.0,
 ) -> None:
     """Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop."""
+    bootstrap = load_settings(Addresses).kafka if kafka else ""
+    if kafka and not bootstrap:
+        raise SettingsError("--kafka: set PENSTOCK_KAFKA=HOST:PORT, or run `make demo-kafka` in a checkout")
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as name, contextlib.ExitStack() as exits:
-        directory = Path(name)
-        bootstrap = ""
-        if kafka:
-            console.print("starting Kafka", style="dim")
-            bootstrap = exits.enter_context(find_or_start_kafka(directory / "kafka"))
         gateway = choose_gateway_port(find_free_port())
         parts = f"a prefill and an auto worker{'' if gateway is None else ' and a gateway'}"
         console.print(f"starting Redis, {parts}{' on Kafka' if kafka else ''}", style="dim")
-        stack = exits.enter_context(Stack(directory, kafka=bootstrap, decode=0, auto=1, gateway=gateway))
+        stack = exits.enter_context(Stack(Path(name), kafka=bootstrap, decode=0, auto=1, gateway=gateway))
         stack.wait_until_ready(READY_TIMEOUT_S, lambda line: console.print(f"  {line}", style="dim"))
         client = exits.enter_context(Client(stack.addresses))
         ways = ask_all(client, console, since)

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from penstock.errors import (
     StateMismatch,
 )
 from penstock.findings import Finding, State
-from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
 from penstock.names import STAGES, Pipeline, find_stages
@@ -155,16 +153,11 @@ def _check_native_copying() -> Iterator[Finding]:
 
 
 def _check_server_programs() -> Iterator[Finding]:
-    """Check for the programs that the embedded stack and a local Kafka are started from."""
-    programs: list[tuple[str, Callable[[], object]]] = [("Valkey program", find_binary), ("Java for Kafka", find_java)]
-    for what, find in programs:
-        try:
-            yield Finding("ok", what, str(find()))
-        except DependencyMissing as missing:
-            yield Finding("note", what, "not found", str(missing))
-    maven = shutil.which("mvn")
-    advice = "" if maven else "only for a local Kafka without containers: apt-get install maven"
-    yield Finding("ok" if maven else "note", "Maven for Kafka", maven or "not found", advice)
+    """Check for the program that the embedded stack is started from."""
+    try:
+        yield Finding("ok", "Valkey program", str(find_binary()))
+    except DependencyMissing as missing:
+        yield Finding("note", "Valkey program", "not found", str(missing))
 
 
 def _check_sentinels(url: str) -> Iterator[Finding]:

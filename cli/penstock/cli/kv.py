@@ -1,4 +1,4 @@
-"""`penstock kv stats | inspect | verify | evict`: look into the tiers of the KV store, and clean them."""
+"""`penstock kv stats | evict`: show what is in the tiers of the KV store, and remove blocks."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.kvstore.tiers.contract import TierEntry
     from penstock.kvstore.tools import TierLocation
 
-app = typer.Typer(help="The KV store: what is in its tiers, and whether it is whole.", no_args_is_help=True)
+app = typer.Typer(help="The KV store: what is in its tiers.", no_args_is_help=True)
 
 TierName = Literal["shared", "disk", "redis"]
 OneTier = Annotated[TierName | None, typer.Option("--tier", help="This tier only.")]
@@ -47,53 +47,6 @@ def show_stats(
     else:
         kv_show.print_stats(make_console(), rows, stages)
     raise typer.Exit(1 if any("error" in row for row in rows) else 0)
-
-
-@app.command("inspect")
-def inspect_block(
-    key: Annotated[str, typer.Argument(help="The block's key in hex; a beginning that only it has will do.")],
-) -> None:
-    """Everything about one block, in each tier that has it. Exit code 1 if it is damaged."""
-    prefix = check_key_prefix(key)
-    with open_tier_locations() as found:
-        listed = [(place, place.list_entries()) for place in found]
-        wanted = find_single_key(prefix, [entry for _, entries in listed for entry in entries])
-        damaged = False
-        for place, entries in listed:
-            for entry in entries:
-                if entry.key == wanted:
-                    damaged |= kv_show.print_block(make_console(), place, entry)
-    raise typer.Exit(1 if damaged else 0)
-
-
-@app.command("verify")
-def verify_blocks(
-    tier: OneTier = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
-) -> None:
-    """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
-    num_checked = num_bytes = num_damaged = num_removed = 0
-    with open_tier_locations(tier) as found, make_progress_bar() as bar:
-        from penstock.kvstore.tools import inspect_block, remove_in_batches
-
-        for place in found:
-            entries = place.list_entries()
-            task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
-            damaged: list[TierEntry] = []
-            for entry in entries:
-                finding = inspect_block(place, entry.key)
-                bar.advance(task, entry.bytes)
-                if finding is None:  # gone since it was listed
-                    continue
-                num_checked += 1
-                num_bytes += finding.bytes
-                if finding.problem:
-                    damaged.append(entry)
-                    kv_show.print_damage(make_console(), place, finding)
-            num_damaged += len(damaged)
-            num_removed += sum(count for count, _ in remove_in_batches(place, damaged)) if remove else 0
-    kv_show.print_verify_summary(make_console(), num_checked, num_bytes, num_damaged, num_removed if remove else None)
-    raise typer.Exit(1 if num_damaged else 0)
 
 
 @app.command("evict")

@@ -1,6 +1,5 @@
 """The output of `penstock kv`, for 80 columns."""
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,7 @@ from penstock.errors import KVStoreError
 from penstock.names import STAGES
 
 if TYPE_CHECKING:
-    from penstock.kvstore.tiers.contract import TierEntry
-    from penstock.kvstore.tools import BlockReport, TierLocation
+    from penstock.kvstore.tools import TierLocation
 
 SUMMED_COUNTERS = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
 TIER_ORDER = ("pool", "shared", "disk", "redis")
@@ -26,17 +24,6 @@ def format_bytes(count: int) -> str:
         if count >= length:
             return f"{count / length:,.1f} {unit}"
     return f"{count} bytes"
-
-
-def format_age(seconds: float) -> str:
-    """Return an age in one unit."""
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
-
-
-# stats
 
 
 def build_usage_row(place: "TierLocation") -> StatsRow:
@@ -114,66 +101,6 @@ def _make_table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-# inspect
-
-
-def print_block(console: Console, place: "TierLocation", entry: "TierEntry") -> bool:
-    """Print one block of one tier, and return whether it is damaged."""
-    from penstock.kvstore.tools import codec_name, inspect_block
-
-    finding = inspect_block(place, entry.key)
-    if finding is None:
-        console.print(f"{entry.key.hex()}: gone from {place.name} while it was looked for")
-        return False
-    used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.used_s))
-    lines = {
-        "tier": f"{place.name}, {place.location}",
-        "bytes": f"{finding.bytes:,}, counted as {entry.bytes:,}",
-        "last used": f"{used}, {format_age(time.time() - entry.used_s)}",
-        "leases": str(entry.leases),
-        "header": finding.header_problem or "right",
-    }
-    if finding.header is not None:
-        header = finding.header
-        lines |= {
-            "content": finding.content_problem or "right",
-            "tokens": str(header.key.num_tokens),
-            "codec": f"{codec_name(header.codec)}, {header.content_bytes:,} bytes for {header.payload_bytes:,}",
-            "model": header.fingerprint.hex(),
-            "layout": header.layout.hex(),
-            "tenant tag": header.key.tenant_tag.hex(),
-        }
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True, width=10)
-    table.add_column(overflow="fold")
-    table.add_row("block", f"[bold]{entry.key.hex()}[/]")
-    for name, text in lines.items():
-        wrong = text in (finding.header_problem, finding.content_problem)
-        table.add_row(name, f"[red]{escape(text)}[/]" if wrong else escape(text))
-    console.print(table)
-    console.print()
-    return bool(finding.problem)
-
-
-# verify and evict
-
-
-def print_damage(console: Console, place: "TierLocation", finding: "BlockReport") -> None:
-    """Print one damaged block."""
-    console.print(f"{place.name:6} {finding.key.hex()}\n       [red]{escape(finding.problem)}[/]", soft_wrap=True)
-
-
-def print_verify_summary(
-    console: Console, num_checked: int, num_bytes: int, num_damaged: int, num_removed: int | None
-) -> None:
-    """Print what `verify` found. `num_removed` is None unless removal was asked for."""
-    if not num_damaged:
-        console.print(f"checked {num_checked:,} blocks, {format_bytes(num_bytes)}: all whole")
-        return
-    removed = "" if num_removed is None else f", {num_removed:,} removed"
-    console.print(f"checked {num_checked:,} blocks, {format_bytes(num_bytes)}: {num_damaged:,} damaged{removed}")
 
 
 def print_evict_summary(console: Console, num_removed: int, num_kept: int) -> None:

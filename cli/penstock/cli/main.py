@@ -30,7 +30,7 @@ GROUPS = {
         "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
         "config": "What the settings are, and whether they are right.",
         "dlq": "The dead letters: requests that nobody could answer.",
-        "kv": "The KV store: what is in its tiers, and whether it is whole.",
+        "kv": "The KV store: what is in its tiers.",
     },
     "Run the parts on several machines": {
         "plan": "Show how many prefill and decode workers the trace needs, from measured rates, and what a "

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import DependencyMissing
@@ -198,21 +197,3 @@ def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s:
     tail = child.read_log_tail()
     child.kill()
     raise DependencyMissing(f"{child.name} {state}; its log ends:\n{tail}")
-
-
-def is_container_engine_running() -> bool:
-    """Return whether containers can be started here: `testcontainers` is installed and an engine answers a ping."""
-    if find_spec("testcontainers") is None:
-        return False
-    kind, _, where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").partition("://")
-    host, _, port = where.partition(":")
-    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
-        if kind == "unix":
-            engine = stack.enter_context(socket.socket(socket.AF_UNIX))
-            engine.settimeout(2.0)
-            engine.connect(where)
-        else:
-            engine = stack.enter_context(socket.create_connection((host, int(port)), 2.0))
-        engine.sendall(b"GET /_ping HTTP/1.0\r\nHost: engine\r\n\r\n")
-        return b" 200 " in engine.recv(64)
-    return False

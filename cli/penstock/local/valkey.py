@@ -4,26 +4,20 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.parse import quote
-
-import redis
 
 from penstock.errors import DependencyMissing, DirectoryTaken, PenstockError
 from penstock.local.processes import (
     Child,
     find_free_port,
-    is_container_engine_running,
     start_child,
     wait_until_serving,
 )
 from penstock.own_servers import describe_port_problem, wait_until_free
-from penstock.redis.sentinel import find_masters
-from penstock.waiting import wait_until
 
-VALKEY_IMAGE = "valkey/valkey:9"
 SOCKET_NAME, LOCK_NAME = "valkey.sock", "server.lock"
 
 
@@ -164,117 +158,3 @@ class ValkeyServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-class ValkeySentinel(ValkeyServer):
-    """A Sentinel with a quorum of one, for a single machine."""
-
-    def __init__(self, directory: Path, service: str, master: int, down_after_s: float) -> None:
-        super().__init__(directory)
-        self._service, self._master, self._down_after_s = service, master, down_after_s
-
-    def _build_command(self) -> list[str]:
-        config = self.directory / "sentinel.conf"
-        if not config.exists():  # the Sentinel writes its state into it
-            lines = [
-                "bind 127.0.0.1",
-                f"port {self.port}",
-                f"sentinel monitor {self._service} 127.0.0.1 {self._master} 1",
-                f"sentinel down-after-milliseconds {self._service} {round(self._down_after_s * 1000)}",
-                f"sentinel failover-timeout {self._service} 10000",
-            ]
-            config.write_text("".join(f"{line}\n" for line in lines), "utf-8", "surrogateescape")
-        return [str(find_binary()), str(config), "--sentinel"]
-
-
-class ReplicatedValkey:
-    """A master, its replica, and a Sentinel that makes the replica the master when the master fails."""
-
-    SERVICE = "penstock"
-
-    def __init__(self, directory: Path, down_after_s: float = 1.0) -> None:
-        first = ValkeyServer(directory / "first")
-        second = ValkeyServer(directory / "second", replica_of=first.port)
-        self.servers = {server.port: server for server in (first, second)}
-        """The two servers, by their port."""
-        self.sentinel = ValkeySentinel(directory / "sentinel", self.SERVICE, first.port, down_after_s)
-
-    @property
-    def url(self) -> str:
-        """The url of the Sentinel, for clients."""
-        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{self.SERVICE}/0"
-
-    @property
-    def master(self) -> ValkeyServer:
-        """The server that the Sentinel names."""
-        (place,) = find_masters(self.url).values()
-        assert isinstance(place, tuple), f"the Sentinel says {place}"
-        return self.servers[place[1]]
-
-    def start(self) -> Self:
-        """Start, and wait until the replica could take over. Raises `DependencyMissing`."""
-        for server in self.servers.values():
-            server.start()
-        with redis.Redis(port=self.sentinel._master) as master:  # noqa: SLF001 - it is ours
-
-            def is_copied() -> bool:
-                replication: Any = master.info("replication")
-                return "online" in replication.get("slave0", {}).values()
-
-            wait_until(is_copied, 30.0, "the master has a replica")
-        self.sentinel.start()
-        self.wait_until_replicated()
-        return self
-
-    def wait_until_replicated(self) -> None:
-        """Wait until the Sentinel knows a replica that is up to date."""
-        with redis.Redis(port=self.sentinel.port, protocol=2) as sentinel:
-
-            def is_known() -> bool:
-                replicas: Any = sentinel.sentinel_slaves(self.SERVICE)
-                return any(
-                    replica["flags"] == "slave" and replica["master-link-status"] == "ok" for replica in replicas
-                )
-
-            wait_until(is_known, 30.0, "the Sentinel knows the replica")
-
-    def stop(self) -> None:
-        """Stop the Sentinel, then the servers."""
-        for server in (self.sentinel, *self.servers.values()):
-            server.stop()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-@contextlib.contextmanager
-def find_or_start_redis(directory: Path, address: str | None = None) -> Iterator[str]:
-    """Yield a Redis's url: the one given (or `PENSTOCK_STREAM_URL`), else of a container, else of a `ValkeyServer`.
-
-    Raises `DependencyMissing` with one line that says what to install.
-    """
-    given = address or os.environ.get("PENSTOCK_STREAM_URL", "")
-    if given:
-        yield given
-    elif is_container_engine_running():
-        with _start_container() as url:
-            yield url
-    else:
-        with ValkeyServer(directory) as server:
-            yield server.url
-
-
-@contextlib.contextmanager
-def _start_container() -> Iterator[str]:
-    from testcontainers.core.container import DockerContainer
-    from testcontainers.core.waiting_utils import wait_for_logs
-
-    port = find_free_port()
-    container = DockerContainer(VALKEY_IMAGE, command="valkey-server --save '' --appendonly yes")
-    container.ports["6379/tcp"] = ("127.0.0.1", port)  # type: ignore[assignment]
-    with container:
-        wait_for_logs(container, "Ready to accept connections", timeout=60)
-        yield f"redis://127.0.0.1:{port}/0"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.bus.placement import MAX_SENT_S, PromptChain
+from penstock.bus.placement import PromptChain
 from penstock.engine.scheduling.cost import StepCost
 from penstock.names import PriorityClass
 
@@ -186,10 +186,6 @@ class View:
         sent = self.own[worker].sent
         while sent and sent[0][0] <= beat.at_s:
             sent.popleft()
-
-    def count_sent_tokens(self, worker: int) -> int:
-        """Return the uncached prompt tokens that were sent to a worker since its heartbeat."""
-        return sum(tokens for at_s, tokens in self.own[worker].sent if self.now_s - at_s <= MAX_SENT_S)
 
 
 class Rule(Protocol):

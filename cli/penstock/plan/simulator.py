@@ -335,9 +335,3 @@ class Simulation:
     def _end_job_fetch(self, worker: SimulatedWorker, seq: EngineSequence) -> None:
         worker.stage_blocks(seq.block_keys)
         self._add_sequence(worker, seq)
-
-
-def compute_imbalance(workers: Sequence[SimulatedWorker]) -> float:
-    """Return the busiest worker's seconds in steps, to the mean of all."""
-    busy = [worker.busy_s for worker in workers]
-    return max(busy) * len(busy) / max(sum(busy), 1e-9)

@@ -94,9 +94,6 @@ class RecordSettings(BaseSettings):
         return self
 
 
-CodecChoice = Literal["auto", "raw", "lossless", "int8"]
-
-
 class KVSettings(BaseSettings):
     """The KV store."""
 
@@ -118,9 +115,6 @@ class KVSettings(BaseSettings):
     which then has to be set for `penstock kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
-    redis_codec: CodecChoice = "auto"
-    """How blocks are written to Redis. `auto`: compressed without loss where the measured speeds make that faster.
-    `int8` changes tokens."""
     lease_s: float = Field(default=300.0, ge=1)
     """How long the blocks of a waiting job are kept from eviction, at most."""
     keep_s: float = Field(default=3600.0, ge=1)

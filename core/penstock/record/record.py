@@ -99,25 +99,6 @@ class Record:
 
     # Requests.
 
-    def claim_prefill(
-        self, request_id: str, session: str, body: str, message: bytes = b"", name: str = ""
-    ) -> Claim | Busy | Bound | Conflict:
-        """Claim a request by its own message. `body` is its `compute_body_hash`, `session` the id of a live session.
-
-        `message` is the delivery as a worker needs it that takes the request over; without it no worker can. `name` is
-        the message's own name.
-        """
-        return self.claim_all("prefill", session, [UnclaimedMessage(request_id, body, name, message)])[0]
-
-    def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
-        """Claim a request for decode with its job, and bind the job to the request if none is bound.
-
-        `session` and `message` are those of `claim_prefill`.
-        """
-        (outcome,) = self.claim_all("decode", session, [UnclaimedMessage(request_id, "", job, message)])
-        assert not isinstance(outcome, Conflict), "a job carries no body to compare"
-        return outcome
-
     def claim_all(
         self, stage: Stage, session: str, waiting: Sequence[UnclaimedMessage]
     ) -> list[Claim | Busy | Bound | Conflict]:

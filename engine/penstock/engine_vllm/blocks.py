@@ -45,11 +45,6 @@ class VllmLayout:
     scan_chunk_tokens: int = 0
 
     @property
-    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(Rows, numbers in a row) of each layer."""
-        return ((self.num_heads * self.block_size, self.vector_size),) * self.num_layers
-
-    @property
     def byte_shape(self) -> tuple[int, int, int, int]:
         """(Layers, heads, tokens, bytes of K and V of a token and head)."""
         return self.num_layers, self.num_heads, self.block_size, self.vector_size * ELEMENT_SIZES[self.element_type]

@@ -24,7 +24,7 @@ from penstock.kvstore.block import (
     ReadRequest,
     derive_tenant_root,
 )
-from penstock.kvstore.codec import Element, PayloadShape, make_codecs
+from penstock.kvstore.codec import Element, make_codecs
 from penstock.kvstore.cost import CostModel
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
@@ -51,10 +51,6 @@ class PoolLayout(Protocol):
     @property
     def element_type(self) -> Element:
         """Type of the numbers."""
-
-    @property
-    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(Rows, numbers in a row) of each K and V, in order."""
 
     @property
     def state_bytes(self) -> int:
@@ -93,7 +89,7 @@ class StoreLayout:
     """64 hex digits."""
     block_size: int
     payload_bytes: int
-    shape: PayloadShape
+    element: Element
     shapes_text: str = ""
     """The layers' shapes as text. It is part of what blocks are checked against."""
     has_separate_answer_keys: bool = False
@@ -107,25 +103,22 @@ class StoreLayout:
     def from_model(cls, model: PooledModel) -> Self:
         """Return the layout of a model's blocks."""
         pool = model.layout
-        shape = PayloadShape(pool.element_type, pool.vector_shapes)
         return cls(
             model.fingerprint,
             pool.block_size,
             pool.block_bytes,
-            shape,
+            pool.element_type,
             str(pool),
             model.has_separate_answer_keys,
             -(-pool.state_bytes // pool.block_bytes),
             pool.scan_chunk_tokens,
         )
 
-    def make_block_format(self, *, lossy: bool) -> BlockFormat:
-        """Return the format of stored blocks. Blocks that went through a lossy codec count as another model's."""
-        words = f"{self.block_size}|{self.payload_bytes}|{self.shapes_text}|{'int8' if lossy else ''}"
-        fingerprint = bytes.fromhex(self.fingerprint)
-        if lossy:
-            fingerprint = hashlib.sha256(b"int8" + fingerprint).digest()
-        return BlockFormat(fingerprint, hashlib.sha256(words.encode()).digest()[:16], self.payload_bytes)
+    def make_block_format(self) -> BlockFormat:
+        """Return the format of stored blocks."""
+        words = f"{self.block_size}|{self.payload_bytes}|{self.shapes_text}|"
+        layout = hashlib.sha256(words.encode()).digest()[:16]
+        return BlockFormat(bytes.fromhex(self.fingerprint), layout, self.payload_bytes)
 
 
 @dataclass
@@ -151,7 +144,6 @@ class KVStore:
         self.cost, self._counting = CostModel(layout.block_size), threading.Lock()
         self.lease_s = settings.lease_s
         self._salt_secret = settings.salt_secret
-        self._fingerprint = layout.make_block_format(lossy=is_lossy(settings)).fingerprint.hex()
         names = [tier.name for tier in tiers]
         self.hand_off_index = next((names.index(name) for name in HAND_OFF_ORDER if name in names), -1)
         """Index of the hand-off tier. -1: there is none, and decode computes prompts again."""
@@ -162,12 +154,7 @@ class KVStore:
 
         Shared memory of a size that nobody asked for is left out instead.
         """
-        if layout.num_state_parts and is_lossy(settings):
-            raise KVStoreError(
-                "PENSTOCK_KV_STORE_REDIS_CODEC=int8 stores keys and values only, and this model also has recurrent "
-                "state: set `auto`"
-            )
-        block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
+        block_format, tiers = layout.make_block_format(), list[Tier]()
         if settings.shared_mb:
             budget_bytes, directory = settings.shared_mb * 2**20, settings.shared_dir
             try:
@@ -180,14 +167,14 @@ class KVStore:
             budget_bytes = settings.disk_mb * 2**20
             tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
         if settings.redis_mb:
-            codec = make_codecs(settings.redis_codec, layout.shape)
             addresses, budget_bytes = split_urls(urls), settings.redis_mb * 2**20
-            tiers.append(RedisTier.open(block_format, addresses, budget_bytes, settings.keep_s, codec))
+            codecs = make_codecs(layout.element)
+            tiers.append(RedisTier.open(block_format, addresses, budget_bytes, settings.keep_s, codecs))
         return cls(layout, tiers, settings)
 
     def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
         """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens."""
-        layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self._fingerprint, tenant)
+        layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self.layout.fingerprint, tenant)
         return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens)
 
     def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
@@ -342,8 +329,3 @@ class KVStore:
         for tier in self.tiers:
             with suppress(OSError):
                 tier.close()
-
-
-def is_lossy(settings: KVSettings) -> bool:
-    """Return whether Redis, the tier that has a codec, writes with a lossy one."""
-    return bool(settings.redis_mb) and settings.redis_codec == "int8"

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.config.settings import KVSettings
-from penstock.errors import DamagedBlock, DependencyMissing, KVStoreError
-from penstock.kvstore.block import HEADER_BYTES, RAW, Header
-from penstock.kvstore.copying import compute_checksum
+from penstock.errors import DependencyMissing, KVStoreError
 from penstock.kvstore.tiers.contract import Tier, TierEntry, TierUsage
 from penstock.redis.urls import hide_password
 
 T = TypeVar("T")
-CODEC_NAMES = {RAW: "raw", 1: "lossless", 2: "int8"}
-"""Names of codecs by number. They stand here, as the codecs' modules need packages that these tools do not."""
 REMOVE_BATCH = 256
 """Blocks that are removed in one call."""
 
@@ -42,10 +38,6 @@ class TierLocation:
         """Return all blocks, the least recently used first. Raise `KVStoreError` if the tier fails."""
         return self._ask_tier(lambda: sorted(self.tier.list_entries(), key=lambda entry: (entry.used_s, entry.key)))
 
-    def read_stored(self, key: bytes) -> bytes | None:
-        """Return a block as it is stored. Raise `KVStoreError` if the tier fails."""
-        return self._ask_tier(lambda: self.tier.read_stored(key))
-
     def remove_blocks(self, keys: list[bytes]) -> int:
         """Remove blocks. Return how many were there. Raise `KVStoreError` if the tier fails."""
         return self._ask_tier(lambda: self.tier.remove_blocks(keys))
@@ -57,60 +49,6 @@ class TierLocation:
         if self.tier.counters.errors > errors:
             raise KVStoreError(f"the {self.name} tier at {self.location} does not answer")
         return answer
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """The result of checking one stored block."""
-
-    key: bytes
-    bytes: int
-    header: Header | None
-    """None if the header cannot be read."""
-    header_problem: str
-    """Empty if the header is right."""
-    content_problem: str
-
-    @property
-    def problem(self) -> str:
-        """The damage of the block, as text; empty if the block is sound."""
-        return self.header_problem or self.content_problem
-
-
-def examine_block(key: bytes, stored: bytes) -> BlockReport:
-    """Check a stored block: header, key, length and checksum of the content."""
-    try:
-        header = Header.unpack(stored)
-    except DamagedBlock as damage:
-        return BlockReport(key, len(stored), None, str(damage), "")
-    content = memoryview(stored)[HEADER_BYTES:]
-    of_header = "" if header.key.hash == key else f"it is another block, {header.key.hash.hex()[:16]}…"
-    of_content = ""
-    if len(content) != header.content_bytes:
-        of_content = f"{len(content):,} bytes of content, {header.content_bytes:,} were written"
-    elif compute_checksum(content) != header.checksum:
-        of_content = "the content's checksum is wrong"
-    return BlockReport(key, len(stored), header, of_header, of_content)
-
-
-def codec_name(number: int) -> str:
-    """Return the name of a codec number."""
-    return CODEC_NAMES.get(number, f"unknown, number {number}")
-
-
-def inspect_block(place: TierLocation, key: bytes) -> BlockReport | None:
-    """Check a block in its tier. Return None if it is not there.
-
-    Workers go on meanwhile: a block that seems damaged is read again, as it may just have been replaced.
-    """
-    for _ in range(2):
-        stored = place.read_stored(key)
-        if stored is None:
-            return None
-        finding = examine_block(key, stored)
-        if not finding.problem:
-            break
-    return finding
 
 
 def remove_in_batches(place: TierLocation, entries: Sequence[TierEntry]) -> Iterator[tuple[int, int]]:

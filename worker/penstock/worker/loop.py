@@ -99,12 +99,6 @@ def run_until_stopped(
     worker.close()
 
 
-def run_until_idle(worker: WorkerLoop) -> None:
-    """Run until there is nothing to do: for tests that run a pipeline in their own process."""
-    while worker.run_once() or worker.running or not worker.is_settled():
-        pass
-
-
 STEADY_RUN_S = 10.0
 """A worker that ran this long ends a series of outages: the next one begins with the shortest pause again."""
 

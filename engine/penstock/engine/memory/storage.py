@@ -67,14 +67,6 @@ class BlockLayout:
         """The dtype of a block's elements."""
         return torch.int8 if self.is_int8 else self.dtype
 
-    @property
-    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(Number of vectors, elements per vector) of each K and V, in the order of a block's bytes.
-
-        There are heads * block size vectors of the size of a head; scales are vectors of their bytes.
-        """
-        return tuple((heads * self.block_size, size) for _, heads, size in self.parts if heads)
-
     @cached_property
     def parts(self) -> tuple[tuple[int, int, int], ...]:
         """(First element, heads, elements per head and token) of each K, V and their scales, in a block's order.

@@ -74,11 +74,6 @@ class ArenaAllocator:
         with self._one_at_a_time:
             self._retry_at_s = float("inf")
 
-    def wait_until_mapped(self, timeout_s: float) -> bool:
-        """Wait until all slots have memory that is mapped here. Return whether they have."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
     def ensure_free_slots(self, count: int) -> None:
         """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that.
 

@@ -101,8 +101,5 @@ class Tier(Protocol):
     def list_entries(self) -> Iterator[TierEntry]:
         """Yield all blocks in no order. Blocks that come or go meanwhile may be missed."""
 
-    def read_stored(self, key: bytes) -> bytes | None:
-        """Return header and content of a block as they are stored, unchecked, or None. For tools."""
-
     def close(self) -> None:
         """Close files and connections. The blocks stay."""

@@ -150,17 +150,6 @@ class HostTier:
         for key, used_ns, num_leases in self.arena.list_blocks():
             yield TierEntry(key, self.arena.geometry.slot_bytes, began + used_ns / 1e9, num_leases)
 
-    def read_stored(self, key: bytes) -> bytes | None:
-        """Implement `Tier.read_stored`."""
-        ref = self.arena.peek_slot(key)
-        if ref is None:
-            return None
-        try:
-            found = self._medium.read_stored(ref.slot)
-        except OSError:
-            return None
-        return found if self.arena.is_current(ref) else None
-
     def check_integrity(self) -> list[str]:
         """Return the problems of the tables, in words. Reads no block."""
         self.arena.reclaim_stale()

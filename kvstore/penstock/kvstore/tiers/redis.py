@@ -22,8 +22,7 @@ from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 from penstock.kvstore.tiers.entries import list_node_entries
 from penstock.kvstore.tiers.index import RedisIndex
 from penstock.kvstore.tiers.server import KVServer
-from penstock.kvstore.tiers.wire import LARGE_VALUE_BYTES, RespConnection, encode_command
-from penstock.names import kv_key
+from penstock.kvstore.tiers.wire import LARGE_VALUE_BYTES
 from penstock.redis.sentinel import split_address
 
 if TYPE_CHECKING:
@@ -204,19 +203,6 @@ class RedisTier:
             counters = TierCounters()
             yield from list_node_entries(node, counters)
             self._add_counters(counters)
-
-    def read_stored(self, key: bytes) -> bytes | None:
-        """Implement `Tier.read_stored`."""
-
-        def read(address: RedisNode, _: list[bytes], counters: TierCounters) -> bytes | None:
-            def ask(wire: RespConnection, _: RedisIndex) -> bytes | None:
-                wire.send([encode_command("GET", kv_key(key))])
-                reply = wire.read_reply()
-                return reply if isinstance(reply, bytes) else None
-
-            return address.call_index(ask, counters)
-
-        return self._call_for_keys([key], read)[0]
 
     def check_integrity(self) -> list[str]:
         """Return problems of the indices, and blocks that would never expire. Reads everything."""

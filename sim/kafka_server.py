@@ -1,6 +1,8 @@
 """Real Apache Kafka brokers (KRaft, each also a controller) from the Maven jars, for development and tests.
 
 Needs Java 17 or newer, and Maven once to fetch the jars; they are kept in `~/.cache/penstock`.
+`python -m sim.kafka_server COMMAND …` runs a command with the address of a broker in `PENSTOCK_KAFKA`, as
+`make demo-kafka` does.
 """
 
 import base64
@@ -21,16 +23,11 @@ from typing import Self
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from penstock.errors import DependencyMissing
-from penstock.local.processes import (
-    Child,
-    find_free_port,
-    is_container_engine_running,
-    start_child,
-    wait_until_serving,
-)
+from penstock.errors import DependencyMissing, PenstockError
+from penstock.local.processes import Child, find_free_port, start_child, wait_until_serving
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.waiting import wait_until
+from sim.engines import is_container_engine_running
 
 KAFKA_VERSION = "4.3.1"
 KAFKA_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
@@ -473,3 +470,20 @@ def _start_container() -> Iterator[str]:
         bootstrap = f"127.0.0.1:{port}"
         wait_until(lambda: is_serving(bootstrap), 90.0, "the Kafka container answers")
         yield bootstrap
+
+
+def main() -> int:
+    """Run the command of the arguments with a broker, and return its exit code."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-kafka-") as name:
+            sys.stderr.write("starting Kafka\n")
+            with find_or_start_kafka(Path(name)) as address:
+                environment = os.environ | {"PENSTOCK_KAFKA": address}
+                return subprocess.run(sys.argv[1:], env=environment, check=False).returncode
+    except PenstockError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
