@@ -60,7 +60,9 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
-    app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
+    app.add_middleware(
+        GuardMiddleware, settings=settings.guard, max_file_bytes=settings.batch.max_file_bytes, only_local=only_local
+    )
     app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
     for part in ROUTE_MODULES:
         app.include_router(part.router)
