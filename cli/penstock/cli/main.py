@@ -47,6 +47,29 @@ GROUPS = {
 """By what one wants: the commands, with the first line of each one's help. To import all of them takes a second."""
 COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
 
+EXAMPLES = (
+    "penstock up Qwen/Qwen3-0.6B", "penstock generate 'Once upon a time' --max-tokens 40",
+    "penstock batch run requests.jsonl --output answers.jsonl", "penstock demo", "penstock top", "penstock lag --watch",
+    "penstock usage --days 7", "penstock explain chat-42", "penstock doctor", "penstock config show",
+    "penstock config check", "penstock dlq list", "penstock dlq show chat-42", "penstock dlq requeue chat-42",
+    "penstock kv stats", "penstock kv inspect 3fa9", "penstock kv verify --tier disk",
+    "penstock kv evict --tier disk --older-than 7d", "penstock plan --trace trace.jsonl --ttft-s 2",
+    "penstock worker auto", "penstock worker prefill", "penstock worker decode --next-name", "penstock worker endpoint",
+    "penstock gateway --host 0.0.0.0 --port 8080", "penstock topics create", "penstock topics record trace.jsonl",
+    "penstock servers list", "penstock servers change", "penstock keys create acme", "penstock keys list",
+    "penstock keys revoke 3fa91c", "penstock keys tenant acme --weight 2",
+    "penstock weights pack Qwen/Qwen3-0.6B --weights int8",
+)  # fmt: skip
+"""An example of each command, which its help ends with. The help of a group ends with that of its first command."""
+
+
+def add_example(command: Any, words: str) -> Any:
+    """Let the help of a command, and of the commands in it, end with an example. `words`: how it is called."""
+    command.epilog = "Example: " + next(line for line in EXAMPLES if f"{line} ".startswith(f"{words} "))
+    for name, inner in getattr(command, "commands", {}).items():
+        add_example(inner, f"{words} {name}")
+    return command
+
 
 class Commands(TyperGroup):
     """The commands. Only the module of the one that is run is imported."""
@@ -78,12 +101,13 @@ def load_command(name: str) -> Any:
         parent.add_typer(module.app, name=name)
     else:
         parent.command(name)(getattr(module, name))
-    return typer.main.get_group(parent).commands[name]
+    return add_example(typer.main.get_group(parent).commands[name], f"penstock {name}")
 
 
 app = typer.Typer(
     cls=Commands,
     name="penstock",
+    epilog=f"Example: {EXAMPLES[0]}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
