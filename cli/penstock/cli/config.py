@@ -31,7 +31,7 @@ from penstock.config.sources import (
 from penstock.errors import SettingsError
 from penstock.redis.urls import hide_passwords
 
-app = typer.Typer(help="What the settings are, and whether they are right.", no_args_is_help=True)
+app = typer.Typer(help="Show the settings and where they come from, or check them.", no_args_is_help=True)
 
 
 class SettingRow(NamedTuple):
@@ -46,7 +46,7 @@ class SettingRow(NamedTuple):
 def show_settings(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
 ) -> None:
-    """Every setting as it is in force here, without secrets, and where it comes from."""
+    """Show every setting as it is in force here, without secrets, and where it comes from."""
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in list_settings()], indent=2, ensure_ascii=False))
         return
@@ -60,7 +60,7 @@ def show_settings(
 
 @app.command("check")
 def check_settings() -> None:
-    """Everything that is wrong with the settings. Exit code 1 when something is."""
+    """Report everything that is wrong with the settings. Exit code 1 when something is."""
     lines = find_problems()
     for line in lines:
         typer.echo(line, err=True)

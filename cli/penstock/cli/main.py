@@ -16,21 +16,20 @@ GROUPS = {
         "up": "Serve a model on this machine: Redis (where none is given), a worker, or several, and a "
         "gateway, until Ctrl-C.",
         "generate": "Send a prompt through the pipeline and print the answer as it comes.",
-        "batch": "Many requests from a file.",
+        "batch": "Send many requests from a file.",
         "demo": "Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop.",
     },
     "See what it does": {
         "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
         "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
         "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
-        "explain": "What is known of a request: its state, its workers, why it was sent there, and where its time "
-        "went.",
+        "explain": "Explain a request: its state, its workers, why it was sent there, and where its time went.",
     },
     "Find out what is wrong": {
         "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
-        "config": "What the settings are, and whether they are right.",
-        "dlq": "The dead letters: requests that nobody could answer.",
-        "kv": "The KV store: what is in its tiers, and whether it is whole.",
+        "config": "Show the settings and where they come from, or check them.",
+        "dlq": "Read and requeue dead letters: requests that nobody could answer.",
+        "kv": "Look into the tiers of the KV store, and clear them.",
     },
     "Run the parts on several machines": {
         "plan": "Show how many prefill and decode workers the trace needs, from measured rates, and what a "
@@ -38,13 +37,13 @@ GROUPS = {
         "worker": "Run one worker until SIGTERM.",
         "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside "
         "each other.",
-        "topics": "The pipeline's topics.",
-        "servers": "The Redis servers that requests are spread over.",
-        "keys": "API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.",
-        "weights": "The weights of a model, packed for the kernels.",
+        "topics": "Create the pipeline's topics, or record their load.",
+        "servers": "List or change the Redis servers that requests are spread over.",
+        "keys": "Manage the gateway's keys and tenants, where PENSTOCK_GATEWAY_KEYS says.",
+        "weights": "Pack the weights of a model for the kernels.",
     },
 }
-"""By what one wants: the commands, with the first line of each one's help. To import all of them takes a second."""
+"""The commands by their purpose, with the first line of each one's help. Importing all of them takes a second."""
 COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
 
 EXAMPLES = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 USUAL_BYTES = 2**28
-"""What workers take of it where nothing else is set, or half of what there is."""
+"""The share of it that workers take where nothing else is set, or half of what there is."""
 _DIRECTORY_PREFIX = f"penstock-stack-{os.geteuid()}-"
 
 

@@ -181,7 +181,7 @@ class Stack:
             worker.child = None
 
     def restart_dead(self) -> list[str]:
-        """Start processes that died again, and return a line for each. To be called regularly."""
+        """Start processes that died again, and return a line for each. Callers call it regularly."""
         died = []
         if self._server is not None:
             pid = self._server.pid

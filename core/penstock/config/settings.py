@@ -106,12 +106,13 @@ class RecordSettings(Settings):
     retry_first_s: Constant[float] = 1.0
     """How long a failed request waits until it is tried again."""
     retry_factor: Constant[float] = 2.0
-    """By which factor that wait grows with each further failure."""
+    """The factor by which that wait grows with each further failure."""
     retry_cap_s: Constant[float] = 30.0
     """The longest wait."""
     eviction: EvictionChoice = "refuse"
-    """What workers and gateways do where a stream server evicts at its limit of memory (`maxmemory` with another policy
-    than `noeviction`): `refuse` to start, or `warn`. One that evicts later is told in logs and on the page alone."""
+    """The reaction of workers and gateways to a stream server that evicts at its limit of memory (`maxmemory` with
+    another policy than `noeviction`): `refuse` to start, or `warn`. A server that evicts later is named in logs and on
+    the page alone."""
 
 
 CodecChoice = Literal["auto", "raw", "lossless", "int8"]
@@ -154,9 +155,9 @@ class EngineSettings(Settings):
     prefix = "PENSTOCK_ENGINE_"
 
     kind: Literal["own", "vllm", "openai"] = "own"
-    """What computes the answers. `own`: Penstock's engine, in `auto`, `prefill` and `decode` workers. `vllm`: vLLM in
-    the same workers, if it is installed. `openai`: servers with OpenAI's API, which endpoint workers ask
-    (`PENSTOCK_ENDPOINT_URLS`)."""
+    """The engine that computes the answers. `own`: Penstock's engine, in `auto`, `prefill` and `decode` workers.
+    `vllm`: vLLM in the same workers, if it is installed. `openai`: servers with OpenAI's API, which endpoint workers
+    ask (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
     """`demo`, a directory, a GGUF file, or a hub name. With `openai`: the name by which callers ask for the model, by
     default the endpoints' name."""
@@ -275,9 +276,9 @@ class EndpointSettings(Settings):
     silence_s: Constant[float] = 120.0
     """A server that sends nothing for this long, also before the first piece of an answer, counts as failed."""
     interrupted: Literal["continue", "restart-if-unseen", "fail"] = "continue"
-    """What happens to an answer whose worker or server was lost in the middle. `continue`: a server is asked to go on
+    """The fate of an answer whose worker or server was lost in the middle. `continue`: a server is asked to go on
     behind the text so far. `restart-if-unseen`: the answer begins anew if the log has nothing of it. `fail`: it ends
-    with `answer_interrupted`. What is not possible for an answer falls back to the next of these."""
+    with `answer_interrupted`. Where a choice is not possible for an answer, the next one of these applies."""
 
 
 class WorkerSettings(Settings):
