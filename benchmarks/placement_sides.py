@@ -30,7 +30,7 @@ USER_TOKENS = (100, 200)
 STEPS_VARIABLE = "PLACEMENT_RUN_STEPS"
 """The folder in which each worker notes its steps: when they ended, and their seconds."""
 ENVIRONMENT = DEMO_ENVIRONMENT | {
-    "PENSTOCK_ENGINE_SPECULATE": "false", "PENSTOCK_ENGINE_POOL_MB": "192", "PENSTOCK_KV_STORE_SHARED_MB": "0",
+    "PENSTOCK_ENGINE_POOL_MB": "192", "PENSTOCK_KV_STORE_SHARED_MB": "0",
     "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_KV_STORE_DISK_MB": "0",
     "PENSTOCK_WORKER_STAY_MAX_PROMPT_TOKENS": "4096", "PENSTOCK_WORKER_STAY_MAX_ADDED_ITL_MS": "1000000",
 }  # fmt: skip
@@ -77,7 +77,7 @@ def run_sleeping_worker() -> None:
         return engine
 
     opening.open_engine = open_sleeping_engine
-    run_auto_worker()
+    run_auto_worker(next_name=True)
 
 
 class SleepingStack(Stack):

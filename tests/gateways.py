@@ -30,8 +30,8 @@ from tests.record.play import decode, end, say
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "64",
-    "PENSTOCK_BATCH_LOOK_S": "0.2", "PENSTOCK_BATCH_LEASE_S": "0.6", "PENSTOCK_BATCH_MAX_LINES": "2000",
     "PENSTOCK_BATCH_MAX_FILE_BYTES": "600000",
+    "PENSTOCK_TESTING": '{"batch": {"look_s": 0.2, "lease_s": 0.6, "max_lines": 2000}}',
 }  # fmt: skip
 
 

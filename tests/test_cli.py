@@ -30,7 +30,7 @@ from penstock.cli.generate import (
     find_wait_reasons,
     format_shell_command,
 )
-from penstock.cli.main import COMMANDS, GROUPS, load_command
+from penstock.cli.main import COMMANDS, EXAMPLES, GROUPS, load_command
 from penstock.cli.up import choose_workers, load_engine_settings, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
@@ -255,6 +255,32 @@ def test_the_help_is_that_of_the_commands(terminal: Terminal) -> None:
     assert [printed.index(title) for title in GROUPS] == sorted(printed.index(f"{title} ─") for title in GROUPS)
     for name, line in COMMANDS.items():
         assert load_command(name).help.partition("\n\n")[0].replace("\n", " ") == line
+
+
+def list_commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command in a command, with the words that call it."""
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from list_commands(inner, (*words, name))
+
+
+def test_each_help_ends_with_an_example_that_the_command_takes(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requests.jsonl").touch()
+    shown = set()
+    for name in COMMANDS:
+        for words, command in list_commands(load_command(name), (name,)):
+            title, _, example = command.epilog.partition(": ")
+            shown.add(example)
+            penstock, *given = shlex.split(example)
+            assert (title, penstock, *given[: len(words)]) == ("Example", "penstock", *words)
+            if not hasattr(command, "commands"):
+                command.make_context(words[-1], given[len(words) :])
+    assert shown == {*EXAMPLES}, "each is of a command"
+    assert terminal("kv", "evict", "--help").stdout.rstrip().endswith("penstock kv evict --tier disk --older-than 7d")
+    assert terminal("--help").stdout.rstrip().endswith(EXAMPLES[0])
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["genrate"], 2)])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic_settings import BaseSettings
 
 from penstock.cli.config import list_settings
 from penstock.config import settings as config_settings
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
+    REMOVED,
     SETTINGS_CLASSES,
     BusSettings,
     EngineSettings,
@@ -25,10 +25,10 @@ from penstock.config.settings import (
     list_variables,
     load_settings,
 )
-from penstock.config.sources import list_secret_variables
+from penstock.config.sources import Settings, list_secret_variables
 from penstock.errors import SettingsError
 from penstock.redis.urls import hide_passwords
-from tests.commands import Terminal
+from tests.commands import Terminal, penstock
 from tests.draws import mark_some
 
 MARK = "Zq9"
@@ -80,11 +80,37 @@ def test_other_programs_variables_are_left_alone() -> None:
     check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(list_variables(), "x")})
 
 
+def test_a_removed_setting_is_accepted_and_named_once(tmp_path: Path) -> None:
+    """From the environment and from the configuration file. It has no effect, and a moved one names its new place."""
+    assert not REMOVED.keys() & {*list_variables()}
+    config = tmp_path / "penstock.toml"
+    config.write_text("[record]\nretry_first_s = 31\n[worker]\nstay_max_s = 1\n")
+    given = {"PENSTOCK_RECORD_RETRY_CAP_S": "zip", "PENSTOCK_WORKER_NEXT_NAME": "1", "PENSTOCK_CONFIG": str(config)}
+    for command in ("show", "check"):
+        done = penstock("config", command, **given)
+        assert done.returncode == 0, done.stderr
+        for name in ("RECORD_RETRY_CAP_S", "RECORD_RETRY_FIRST_S", "WORKER_STAY_MAX_S", "WORKER_NEXT_NAME"):
+            assert done.stderr.count(f"PENSTOCK_{name} has no effect any more") == 1
+            assert name not in done.stdout
+        assert "PENSTOCK_WORKER_NEXT_NAME has no effect any more; use `penstock worker … --next-name`" in done.stderr
+
+
+def test_only_a_test_changes_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RECORD_RETRY_CAP_S", "31")
+    assert load_settings(RecordSettings).retry_cap_s == 30.0
+    monkeypatch.setenv("PENSTOCK_TESTING", json.dumps({"record": {"retry_cap_s": 2, "retry_first_s": "0.5"}}))
+    found = load_settings(RecordSettings)
+    assert (found.retry_cap_s, found.retry_first_s, found.lease_s) == (2.0, 0.5, 1.0)
+    monkeypatch.setenv("PENSTOCK_TESTING", '{"record_lease_s": 3}')
+    with pytest.raises(SettingsError, match="PENSTOCK_RECORD_LEASE_S is not a setting"):
+        load_settings(RecordSettings)
+
+
 @pytest.mark.parametrize(
     ("part", "variable", "value"),
     mark_some([
         (BusSettings, "BUS_PARTITIONS", "0"), (BusSettings, "BUS_PARTITIONS", "four"),
-        (BusSettings, "BUS_PARTITIONS", ""), (BusSettings, "BUS_SESSION_TIMEOUT_S", "-1"),
+        (BusSettings, "BUS_PARTITIONS", ""), (BusSettings, "BUS_REPLICATION", "-1"),
         (RecordSettings, "RECORD_LEASE_S", "nan"), (EngineSettings, "ENGINE_DTYPE", "float8"),
         (EngineSettings, "ENGINE_ISA", "sse9"), (EngineSettings, "ENGINE_BLOCK_SIZE", "1025"),
     ], pytest.mark.proof),
@@ -119,8 +145,8 @@ def test_an_unknown_name_given_in_code_is_an_error() -> None:
 
 def test_every_class_of_settings_can_be_set() -> None:
     """A class that is in no list has variables that every program refuses as unknown."""
-    found = {one for one in vars(config_settings).values() if isinstance(one, type) and issubclass(one, BaseSettings)}
-    assert found - {BaseSettings, *SETTINGS_CLASSES} == set()
+    found = {one for one in vars(config_settings).values() if isinstance(one, type) and issubclass(one, Settings)}
+    assert found - {Settings, *SETTINGS_CLASSES} == set()
 
 
 # The command.
@@ -213,13 +239,13 @@ def test_all_that_may_be_secret_may_come_from_a_file() -> None:
 BAD = {
     "PENSTOCK_PIPELINE": "a b", "PENSTOCK_STREAM_URL": "http://me:Zq9@host",
     "PENSTOCK_KV_URL": "redis://me:Zq9@host:port/0", "PENSTOCK_REDIS_CA_FILE": "/nowhere.pem",
-    "PENSTOCK_KAFKA_MECHANISM": "MD5", "PENSTOCK_BUS_PARTITIONS": "0", "PENSTOCK_RECORD_RETRY_FIRST_S": "31",
-    "PENSTOCK_KV_STORE_KEEP_S": "0", "PENSTOCK_ENGINE_MAX_BATCH": "-1", "PENSTOCK_WORKER_HEARTBEAT_S": "0",
+    "PENSTOCK_KAFKA_MECHANISM": "MD5", "PENSTOCK_BUS_PARTITIONS": "0", "PENSTOCK_RECORD_LEASE_S": "0",
+    "PENSTOCK_KV_STORE_REDIS_MB": "-1", "PENSTOCK_ENGINE_MAX_BATCH": "-1", "PENSTOCK_WORKER_STALL_LIMIT_S": "0",
     "PENSTOCK_TRACE_KEEP_S": "-1", "PENSTOCK_TELEMETRY_PORT": "65536", "PENSTOCK_GATEWAY_MAX_WAIT_S": "soon",
-    "PENSTOCK_GATEWAY_MAX_HEADERS": "0", "PENSTOCK_GATEWAY_PORT": "70000", "PENSTOCK_GATEWAY_ORIGINS": "https://a.example,app.example",
-    "PENSTOCK_BATCH_MAX_FILE_BYTES": "900000000",
+    "PENSTOCK_GATEWAY_MAX_BODY_MB": "0", "PENSTOCK_GATEWAY_PORT": "70000", "PENSTOCK_GATEWAY_ORIGINS": "https://a.example,app.example",
+    "PENSTOCK_BATCH_MAX_FILE_BYTES": "0",
 }  # fmt: skip
-"""Of each part something that is wrong, in itself or together with what else is in force."""
+"""Of each part something that is wrong."""
 
 
 @pytest.mark.proof

@@ -16,7 +16,7 @@ import redis
 from penstock import names
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import SETTINGS_CLASSES, BusSettings, list_variables
-from penstock.config.sources import CONFIG_VARIABLE, list_secret_variables
+from penstock.config.sources import CONFIG_VARIABLE, TESTING_VARIABLE, list_secret_variables
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, TokenEvent, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
@@ -138,7 +138,7 @@ def list_written_files() -> list[tuple[Path, str]]:
 def test_every_variable_that_is_named_is_a_setting() -> None:
     """`PENSTOCK_KAFKA_…` and `…_KAFKA` are the beginning and the end of some."""
     files = [f"{name}_FILE" for name in list_secret_variables(SETTINGS_CLASSES)]
-    known = [*list_variables(), *files, CONFIG_VARIABLE, *NO_SETTINGS]
+    known = [*list_variables(), *files, CONFIG_VARIABLE, TESTING_VARIABLE, *NO_SETTINGS]
 
     def is_known(word: str) -> bool:
         if word.startswith("…"):

@@ -297,7 +297,7 @@ def test_what_a_worker_waits_for_is_told(shared: Path, tmp_path: Path, redis_url
 
 
 def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
-    environment = {"PENSTOCK_WORKER_HEARTBEAT_S": "1", "PENSTOCK_KV_STORE_DISK_MB": "0"}
+    environment = {"PENSTOCK_KV_STORE_DISK_MB": "0"}
 
     def open_stack(name: str) -> Stack:
         directory = tmp_path / name

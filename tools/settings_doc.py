@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_settings import BaseSettings
 
 from penstock.config.settings import SETTINGS_CLASSES
-from penstock.config.sources import list_secret_variables
+from penstock.config.sources import Settings, list_names, list_secret_variables, variable_name
 
 _HEAD = """\
 # Settings
@@ -58,14 +57,14 @@ def describe_values(schema: Mapping[str, Any]) -> str:
     return " ".join([kind, ", ".join(limits)]).rstrip()
 
 
-def make_section(part: type[BaseSettings]) -> str:
+def make_section(part: type[Settings]) -> str:
     """Return the section of one settings class: its description and its table."""
     docs, properties = read_field_docs(part), part.model_json_schema()["properties"]
     rows = [("Variable", "Default", "Values", "Meaning")]
-    for name, schema in properties.items():
-        variable = f"{part.model_config['env_prefix']}{name}".upper()
+    for name in list_names(part):
+        schema = properties[name]
         default = f"`{schema['default']}`" if schema["default"] != "" else "empty"
-        rows.append((f"`{variable}`", default, describe_values(schema), docs[name]))
+        rows.append((f"`{variable_name(part, name)}`", default, describe_values(schema), docs[name]))
     title, _, text = " ".join((part.__doc__ or "").split()).partition(".")
     return f"## {title}\n\n" + (f"{text.strip()}\n\n" if text else "") + format_table(rows)
 

@@ -96,4 +96,4 @@ def run_worker(kind: str, clock: Path, full_mark: Path, load_factor: float, slow
     tell_wrong_load(load_factor)
     if slowness > 1.0:
         slow_down_steps(slowness)
-    run_penstock("worker", kind)
+    run_penstock("worker", kind, "--next-name")

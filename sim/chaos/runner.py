@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import itertools
+import json
 import math
 import random
 import threading
@@ -47,7 +48,7 @@ from sim.chaos.faults import (
 from sim.chaos.history import History, read_history
 from sim.chaos.poison import make_poisoned_model, send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
-from sim.chaos.system import ChaosStack, FaultCounts, Servers
+from sim.chaos.system import TESTING, ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
 from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
@@ -56,8 +57,10 @@ POLL_S = 0.05
 SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
 """The shared memory is small so that blocks are read from disk, too. The drain is short so that workers that leave
 have requests to hand back."""
-ENDPOINT_SETTINGS = {"PENSTOCK_ENDPOINT_SILENCE_S": "2", "PENSTOCK_RECORD_FAIL_ATTEMPTS": "1000"}
-"""Servers that hang are left soon, and fail more often than requests make progress."""
+ENDPOINT_SETTINGS = {"PENSTOCK_RECORD_FAIL_ATTEMPTS": "1000"}
+"""Servers fail more often than requests make progress."""
+SILENCE_S = 2.0
+"""After this time a server that hangs is left."""
 PIECE_PAUSE_S = 0.02
 """The time that a server takes for each piece of an answer."""
 BURST_REQUESTS = 300
@@ -178,7 +181,9 @@ def make_stack(
     if plan.load == "forms":
         settings |= SPLIT_FORMS
     # Of the answers that an auto worker begins, all that are whole, or the short ones alone, end there.
-    settings["PENSTOCK_WORKER_STAY_MAX_ANSWER_TOKENS"] = random.Random(f"{plan.seed}/stay").choice(["6", "24", "2000"])
+    longest = random.Random(f"{plan.seed}/stay").choice([6, 24, 2000])
+    testing = TESTING | {"worker_stay_max_answer_tokens": longest, "endpoint_silence_s": SILENCE_S}
+    settings["PENSTOCK_TESTING"] = json.dumps(testing)
     size: dict[WorkerKind, int] = {"prefill": plan.prefill, "decode": plan.decode, "auto": plan.auto}
     if endpoints:
         settings |= build_endpoint_environment([one.url for one in endpoints]) | ENDPOINT_SETTINGS

@@ -31,6 +31,7 @@ from sim.forked import fork_process, is_stopped
 from sim.kafka_server import KafkaServer
 
 PIPELINE = "chaos"
+TESTING = {"worker_heartbeat_s": 0.5}
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",
     "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "128",
@@ -39,7 +40,7 @@ ENVIRONMENT = {
     "PENSTOCK_KV_STORE_SHARED_MB": "64",
     "PENSTOCK_KV_STORE_REDIS_MB": "0",
     "PENSTOCK_RECORD_MAX_ATTEMPTS": "1000",
-    "PENSTOCK_WORKER_HEARTBEAT_S": "0.5",
+    "PENSTOCK_TESTING": json.dumps(TESTING),
 }
 """The limit of attempts is high because workers die far more often here than requests make progress."""
 RESTART_DELAY_S = 0.3

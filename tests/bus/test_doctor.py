@@ -86,7 +86,7 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == [StuckPartition(topic, 2, 0, 2)]
 
     servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
-    report = terminal("doctor", **servers, PENSTOCK_BUS_TRANSACTION_TIMEOUT_S="1")
+    report = terminal("doctor", **servers, PENSTOCK_TESTING='{"bus_transaction_timeout_s": 1}')
     assert (
         f"fail  transactions        {topic} partition 2: readers wait at offset 0, the log ends at 2" in report.stdout
     )

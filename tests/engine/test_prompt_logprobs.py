@@ -21,7 +21,7 @@ TOP = 3
 
 
 def _engine(model: LoadedModel, **settings: int) -> Engine:
-    return Engine(model, EngineSettings(dtype="float32", pool_mb=16, **settings))  # type: ignore[arg-type]
+    return Engine(model, EngineSettings(dtype="float32", pool_mb=16, **settings))
 
 
 def _ask(name: str = "asked", max_new_tokens: int = 1, **given: object) -> Sequence:

@@ -49,7 +49,7 @@ def tenant() -> str:
 
 
 def make_admission(client: "redis.asyncio.Redis", wait_s: float | None = 0.0) -> Admission:
-    return Admission(client, FixedLag(wait_s).read, AdmissionSettings(max_wait_s=10, max_batch_wait_s=100))
+    return Admission(client, FixedLag(wait_s).read, AdmissionSettings(max_wait_s=10))
 
 
 async def refusal(asked: object) -> ApiError:

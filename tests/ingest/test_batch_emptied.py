@@ -23,7 +23,7 @@ ROWS, SHORT = 40, 24
 @pytest.fixture
 def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
-    settings = {"BATCH_STORE": str(tmp_path / "files"), "BATCH_LOOK_S": "0.2"}
+    settings = {"BATCH_STORE": str(tmp_path / "files"), "TESTING": '{"batch_look_s": 0.2}'}
     with (
         GatewayProcess(line.addresses, tmp_path, settings, penstock) as gateway,
         openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=None) as sdk,

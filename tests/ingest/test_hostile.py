@@ -29,13 +29,14 @@ from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 
 MB = 2**20
 MODEL = "hostile-demo"
-SIZES = {"GATEWAY_MAX_BODY_MB": "1", "GATEWAY_MAX_FILE_MB": "2"}
+SIZES = {"GATEWAY_MAX_BODY_MB": "1", "BATCH_MAX_FILE_BYTES": str(MB)}
+BODY_S = 1
 TIMES = {
-    "GATEWAY_HEADERS_S": "1", "GATEWAY_BODY_S": "1", "GATEWAY_BODY_KB_PER_S": "1000", "GATEWAY_STALLED_S": "1",
+    "TESTING": json.dumps({"gateway": {"headers_s": 1, "body_s": BODY_S, "body_kb_per_s": 1000, "stalled_s": 1}}),
     "GATEWAY_IDLE_S": "1",
-}  # fmt: skip
+}
 """Limits that a good request, too, may miss on a busy machine: of a gateway by itself."""
-PATIENT = {"GATEWAY_HEADERS_S": "600", "GATEWAY_BODY_S": "600", "GATEWAY_STALLED_S": "600"}
+PATIENT = {"TESTING": json.dumps({"gateway": {"headers_s": 600, "body_s": 600, "stalled_s": 600}})}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 
@@ -226,7 +227,7 @@ def test_what_came_in_time_is_answered_by_a_gateway_that_stood_still(impatient: 
         try:
             for connection, then in found.items():
                 connection.sendall(then)
-            until = time.monotonic() + 2 * float(TIMES["GATEWAY_BODY_S"])
+            until = time.monotonic() + 2 * BODY_S
             wait_for(lambda: time.monotonic() > until, "all times are over", every_s=0.1)
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -290,9 +290,9 @@ def test_tiers_are_looked_at_before_they_are_opened(
     (tmp_path / "elsewhere").mkdir()
     kept = {"shared_mb": 1, "shared_dir": str(tmp_path / "memory"), "disk_dir": str(tmp_path / "kv"), "redis_mb": 0}
     used = {"shared_mb": 0, "disk_mb": 1, "disk_dir": str(tmp_path / "used"), "shared_dir": str(tmp_path / "elsewhere")}
-    others = KVStore.open(LAYOUT, KVSettings(**(kept | used)), "", "demo")  # type: ignore[arg-type]
+    others = KVStore.open(LAYOUT, KVSettings(**(kept | used)), "", "demo")
     filled = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in given.items()}
-    asked = KVSettings(**(kept | filled))  # type: ignore[arg-type]
+    asked = KVSettings(**(kept | filled))
     for settings, is_asked in ((asked, True), (asked.model_construct(_fields_set=set(), **dict(asked)), False)):
         before = sorted(tmp_path.rglob("*"))
         found = fit_tiers(settings, "demo")

@@ -51,7 +51,7 @@ class Site:
             "PENSTOCK_ENGINE_DTYPE": "float32",
             "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
             "PENSTOCK_ENGINE_POOL_MB": "64",
-            "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
+            "PENSTOCK_TESTING": '{"worker_heartbeat_s": 0.3}',
             "PENSTOCK_KV_STORE_REDIS_MB": "0",
         }
         name = f"outages-{random.getrandbits(32):08x}"

@@ -48,7 +48,7 @@ def line(
 ) -> InProcessPipeline:
     """A pipeline whose workers hand over through one tier."""
     sizes = dict.fromkeys((f"{name}_mb" for name in TIERS), 0) | {f"{request.param}_mb": 64}
-    kv = KVSettings(shared_dir=str(tmp_path), disk_dir=str(tmp_path / "disk"), **sizes)  # type: ignore[arg-type]
+    kv = KVSettings(shared_dir=str(tmp_path), disk_dir=str(tmp_path / "disk"), **sizes)
     return make_line(kv_url=kv_server.url, kv=kv)
 
 

@@ -103,7 +103,7 @@ def test_calls_are_the_same_when_workers_are_killed_between_their_tokens(
 
 def check_kills(gateway: GatewayProcess, addresses: Addresses, tmp_path: Path, has_drafts: bool) -> None:
     """Kill decode workers, with drafts or without, and compare the answers with those of one that lives."""
-    settings = SETTINGS | {"ENGINE_SPECULATE": str(has_drafts).lower()}
+    settings = SETTINGS | {"TESTING": json.dumps({"engine_speculate": has_drafts})}
     greedy, drawn = {"temperature": 0}, {"temperature": 0.4, "seed": 7}
     free, *held = make_chat_bodies(5, "kills")
     bodies = [free, held[0], held[1], held[2] | TYPED, held[3] | TYPED | {"tool_choice": "required"}, LONG_CALL]

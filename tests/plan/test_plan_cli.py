@@ -80,9 +80,10 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
     assert "no running prefill worker has measured its rate: send some requests, or use --measure" in idle.stderr
     assert "Redis" in terminal("plan", "--trace", trace).stderr, "there is none"
     assert terminal("plan", "--trace", trace, "--utilisation", "2", **beating).returncode == 2
-    negative = terminal("plan", "--trace", trace, **beating, PENSTOCK_SLO_BATCH_ITL_S="-1")
+    negative = terminal("plan", "--trace", trace, **beating, PENSTOCK_SLO_INTERACTIVE_ITL_S="-1")
     assert (negative.returncode, negative.stdout) == (1, "")
-    assert "PENSTOCK_SLO_BATCH_ITL_S" in negative.stderr
+    assert "PENSTOCK_SLO_INTERACTIVE_ITL_S" in negative.stderr
+    assert terminal("plan", "--trace", trace, "--batch-itl-s", "-1", **beating).returncode == 2
     unanswered = terminal("topics", "record", f"{trace}.recorded", **beating)
     assert f"the pipeline {pipeline.name} has no answered request to plan from" in unanswered.stderr
 

@@ -30,8 +30,8 @@ from tests.security.conftest import WORDS, SecureServers
 NUM_REQUESTS = 4
 WORKER = {
     "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
-    "PENSTOCK_ENGINE_POOL_MB": "64", "PENSTOCK_WORKER_HEARTBEAT_S": "0.3", "PENSTOCK_KV_STORE_SHARED_MB": "0",
-    "PENSTOCK_KV_STORE_REDIS_MB": "64",
+    "PENSTOCK_ENGINE_POOL_MB": "64", "PENSTOCK_TESTING": '{"worker_heartbeat_s": 0.3}',
+    "PENSTOCK_KV_STORE_SHARED_MB": "0", "PENSTOCK_KV_STORE_REDIS_MB": "64",
 }  # fmt: skip
 """KV goes through Redis, too."""
 

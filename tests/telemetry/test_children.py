@@ -10,11 +10,15 @@ import pytest
 
 SCRIPT = """
 import sys
-from penstock.telemetry import tracing
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+from penstock.telemetry import otlp, tracing
 from penstock.telemetry.process import record_spans
 from penstock.names import Pipeline
 from penstock.config.settings import TraceSettings
-with record_spans("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
+out = open(sys.argv[1], "w")
+otlp.is_configured = lambda kind: kind == "traces"
+otlp.make_span_exporter = lambda: ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(indent=None) + "\\n")
+with record_spans("somebody", TraceSettings()):
     context = tracing.with_request(Pipeline("p"), "request-1")
     root = tracing.start_span("request", context, 100.0)
     within = tracing.with_span(root, context)

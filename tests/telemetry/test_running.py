@@ -31,7 +31,6 @@ from sim.waiting import PATIENCE_S, wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
-HEARTBEAT_S = 1.0
 ID = tracing.REQUEST_ID_ATTRIBUTE
 
 
@@ -85,7 +84,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedStack
     with receiving() as receiver:
         environment = {
             "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_POOL_MB": "64",
-            "PENSTOCK_WORKER_HEARTBEAT_S": str(HEARTBEAT_S), "PENSTOCK_TELEMETRY_PORT": str(ports[0]),
+            "PENSTOCK_TELEMETRY_PORT": str(ports[0]),
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_METRIC_EXPORT_INTERVAL": "300",
             "OTEL_BSP_SCHEDULE_DELAY": "300",
         }  # fmt: skip

@@ -12,7 +12,8 @@ from sim.waiting import PATIENCE_S
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
-    "PENSTOCK_ENGINE_MAX_BATCH": "8", "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_WORKER_HEARTBEAT_S": "0.5",
+    "PENSTOCK_ENGINE_MAX_BATCH": "8", "PENSTOCK_KV_STORE_REDIS_MB": "0",
+    "PENSTOCK_TESTING": '{"worker_heartbeat_s": 0.5}',
 }  # fmt: skip
 PROMPTS = (
     "In the beginning God created the heaven and the earth. And the earth was without form, and void",

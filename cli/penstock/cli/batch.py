@@ -22,13 +22,13 @@ from penstock.ingest.models import ServedModels
 from penstock.ops.status import check_health
 from penstock.redis.client import async_redis_client
 
-app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
+app = typer.Typer(help="Send many requests from a file.", no_args_is_help=True)
 EXIT_INTERRUPTED = 130
 
 
 @app.callback()
 def add_group() -> None:
-    """Many requests from a file."""
+    """Send many requests from a file."""
 
 
 @app.command("run")

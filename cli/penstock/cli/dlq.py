@@ -24,7 +24,7 @@ from penstock.names import Pipeline
 from penstock.ops.dead_letters import DeadLetter, keep_newest, sort_by_age
 from penstock.redis.client import redis_client
 
-app = typer.Typer(help="The dead letters: requests that nobody could answer.", no_args_is_help=True)
+app = typer.Typer(help="Read and requeue dead letters: requests that nobody could answer.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
@@ -48,7 +48,7 @@ def show_letters(
     id_: Annotated[str, typer.Argument(metavar="ID", help="As `penstock dlq list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Everything about a dead letter: headers, reason, stack and the message. Of several with one id, all."""
+    """Show a dead letter: headers, reason, stack and the message; all letters where several have the id."""
     with _open_queue() as queue:
         letters = queue.find_letters(id_)
     if as_json:
@@ -67,8 +67,8 @@ def requeue_letters(
 
     The old id keeps its one result, the error. order-17 is asked again as order-17.retry-1, after that as
     order-17.retry-2; its stream and its result have that id. A deadline that has passed is left out. Without a seed
-    of its own a request may draw other tokens than under its old id. Of several letters with one id the newest is
-    taken. Exit code 1 if one could not be put back.
+    of its own a request may draw other tokens than under its old id. The newest of several
+    letters with one id is taken. Exit code 1 if one could not be put back.
     """
     if everything == (id_ is not None):
         raise typer.BadParameter("give an ID or --all, one of them")

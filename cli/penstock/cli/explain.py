@@ -39,7 +39,7 @@ def explain(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id, as a gateway's x-request-id.")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
 ) -> None:
-    """What is known of a request: its state, its workers, why it was sent there, and where its time went."""
+    """Explain a request: its state, its workers, why it was sent there, and where its time went."""
     if not is_request_id(request_id):
         raise PenstockError(f"{request_id[:80]!r} is no id of a request")
     addresses = load_settings(Addresses)

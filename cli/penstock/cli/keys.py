@@ -25,7 +25,7 @@ from penstock.redis.client import redis_client
 if TYPE_CHECKING:
     from penstock.ingest.keys import KeyBook
 
-app = typer.Typer(help="API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.", no_args_is_help=True)
+app = typer.Typer(help="Manage the gateway's keys and tenants, where PENSTOCK_GATEWAY_KEYS says.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 TenantName = Annotated[str, typer.Argument(metavar="TENANT")]

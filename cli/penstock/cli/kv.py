@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.kvstore.tiers.contract import TierEntry
     from penstock.kvstore.tools import TierLocation
 
-app = typer.Typer(help="The KV store: what is in its tiers.", no_args_is_help=True)
+app = typer.Typer(help="Look into the tiers of the KV store, and clear them.", no_args_is_help=True)
 
 TierName = Literal["shared", "disk", "redis"]
 OneTier = Annotated[TierName | None, typer.Option("--tier", help="This tier only.")]
@@ -37,7 +37,7 @@ def show_stats(
         bool, typer.Option("--json", help="For programs: bytes, counts and shares as they are.")
     ] = False,
 ) -> None:
-    """What each tier holds, and what the live workers found in them."""
+    """Show what each tier holds, and what the live workers found in them."""
     addresses = load_settings(Addresses)
     with open_tier_locations() as found:
         rows = [kv_show.build_usage_row(place) for place in found]

@@ -16,21 +16,20 @@ GROUPS = {
         "up": "Serve a model on this machine: Redis (where none is given), a worker, or several, and a "
         "gateway, until Ctrl-C.",
         "generate": "Send a prompt through the pipeline and print the answer as it comes.",
-        "batch": "Many requests from a file.",
+        "batch": "Send many requests from a file.",
         "demo": "Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop.",
     },
     "See what it does": {
         "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
         "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
         "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
-        "explain": "What is known of a request: its state, its workers, why it was sent there, and where its time "
-        "went.",
+        "explain": "Explain a request: its state, its workers, why it was sent there, and where its time went.",
     },
     "Find out what is wrong": {
         "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
-        "config": "What the settings are, and whether they are right.",
-        "dlq": "The dead letters: requests that nobody could answer.",
-        "kv": "The KV store: what is in its tiers.",
+        "config": "Show the settings and where they come from, or check them.",
+        "dlq": "Read and requeue dead letters: requests that nobody could answer.",
+        "kv": "Look into the tiers of the KV store, and clear them.",
     },
     "Run the parts on several machines": {
         "plan": "Show how many prefill and decode workers the trace needs, from measured rates, and what a "
@@ -38,14 +37,37 @@ GROUPS = {
         "worker": "Run one worker until SIGTERM.",
         "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside "
         "each other.",
-        "topics": "The pipeline's topics.",
-        "servers": "The Redis servers that requests are spread over.",
-        "keys": "API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.",
-        "weights": "The weights of a model, packed for the kernels.",
+        "topics": "Create the pipeline's topics, or record their load.",
+        "servers": "List or change the Redis servers that requests are spread over.",
+        "keys": "Manage the gateway's keys and tenants, where PENSTOCK_GATEWAY_KEYS says.",
+        "weights": "Pack the weights of a model for the kernels.",
     },
 }
-"""By what one wants: the commands, with the first line of each one's help. To import all of them takes a second."""
+"""The commands by their purpose, with the first line of each one's help. Importing all of them takes a second."""
 COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
+
+EXAMPLES = (
+    "penstock up Qwen/Qwen3-0.6B", "penstock generate 'Once upon a time' --max-tokens 40",
+    "penstock batch run requests.jsonl --output answers.jsonl", "penstock demo", "penstock top", "penstock lag --watch",
+    "penstock usage --days 7", "penstock explain chat-42", "penstock doctor", "penstock config show",
+    "penstock config check", "penstock dlq list", "penstock dlq show chat-42", "penstock dlq requeue chat-42",
+    "penstock kv stats",
+    "penstock kv evict --tier disk --older-than 7d", "penstock plan --trace trace.jsonl --ttft-s 2",
+    "penstock worker auto", "penstock worker prefill", "penstock worker decode --next-name", "penstock worker endpoint",
+    "penstock gateway --host 0.0.0.0 --port 8080", "penstock topics create", "penstock topics record trace.jsonl",
+    "penstock servers list", "penstock servers change", "penstock keys create acme", "penstock keys list",
+    "penstock keys revoke 3fa91c", "penstock keys tenant acme --weight 2",
+    "penstock weights pack Qwen/Qwen3-0.6B --weights int8",
+)  # fmt: skip
+"""An example of each command, which its help ends with. The help of a group ends with that of its first command."""
+
+
+def add_example(command: Any, words: str) -> Any:
+    """Let the help of a command, and of the commands in it, end with an example. `words`: how it is called."""
+    command.epilog = "Example: " + next(line for line in EXAMPLES if f"{line} ".startswith(f"{words} "))
+    for name, inner in getattr(command, "commands", {}).items():
+        add_example(inner, f"{words} {name}")
+    return command
 
 
 class Commands(TyperGroup):
@@ -78,12 +100,13 @@ def load_command(name: str) -> Any:
         parent.add_typer(module.app, name=name)
     else:
         parent.command(name)(getattr(module, name))
-    return typer.main.get_group(parent).commands[name]
+    return add_example(typer.main.get_group(parent).commands[name], f"penstock {name}")
 
 
 app = typer.Typer(
     cls=Commands,
     name="penstock",
+    epilog=f"Example: {EXAMPLES[0]}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

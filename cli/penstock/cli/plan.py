@@ -21,6 +21,8 @@ def plan(
     model: Annotated[str, typer.Option(help="The model; PENSTOCK_ENGINE_MODEL, or what the workers serve.")] = "",
     ttft_s: Annotated[float | None, typer.Option(min=1e-6, help="Goal: 99 of 100 first tokens within it.")] = None,
     itl_s: Annotated[float | None, typer.Option(min=1e-6, help="Goal: at most so long between two tokens.")] = None,
+    batch_ttft_s: Annotated[float, typer.Option(min=1e-6, help="Limit for first tokens of class batch.")] = 600.0,
+    batch_itl_s: Annotated[float, typer.Option(min=1e-6, help="Limit for times between tokens of class batch.")] = 1.0,
     utilisation: Annotated[float, typer.Option(min=0.05, max=1.0, help="How busy workers may be at the peak.")] = 0.7,
     window_s: Annotated[float, typer.Option(min=0.1, help="The peak is that of so many seconds.")] = 10.0,
     measure: Annotated[bool, typer.Option(help="Measure the model here, instead of asking running workers.")] = False,
@@ -28,13 +30,13 @@ def plan(
 ) -> None:
     """Show how many prefill and decode workers the trace needs, from measured rates, and what a simulation says."""
     try:
-        from penstock.plan.goodput import read_slos
+        from penstock.plan.goodput import Slo, read_slos
         from penstock.plan.plan import Goals, make_plan, render_plan
         from penstock.plan.rates import average_rates
     except ImportError as error:  # the scheduler's own needs
         raise DependencyMissing(f"`penstock plan` needs pip install 'penstock[worker]' ({error})") from None
     arrivals = read_trace(trace)
-    slos = read_slos(load_settings(SloSettings))
+    slos = read_slos(load_settings(SloSettings), Slo(batch_ttft_s, batch_itl_s))
     goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s, slos)
     settings = load_settings(EngineSettings, **({"model": model} if model else {}))
     if measure:

@@ -15,7 +15,7 @@ from penstock.redis.client import redis_client
 from penstock.redis.servers import Sharded, describe_server_list, replace_server_list
 from penstock.redis.urls import hide_password, split_urls
 
-app = typer.Typer(help="The Redis servers that requests are spread over.", no_args_is_help=True)
+app = typer.Typer(help="List or change the Redis servers that requests are spread over.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -33,7 +33,7 @@ def list_servers() -> None:
 def change_servers() -> None:
     """Tell all servers the list of PENSTOCK_STREAM_URL: when no worker runs, and nothing is under way.
 
-    Requests wait in their topics meanwhile. What was begun and not ended would begin again on another server.
+    Requests wait in their topics meanwhile. A request that has begun and not ended would begin again on another server.
     """
     addresses = load_settings(Addresses)
     pipeline, clients = Pipeline(addresses.pipeline), Sharded.from_urls(addresses.stream_url, redis_client)

@@ -13,12 +13,12 @@ from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import PlanError
 from penstock.names import Pipeline
 
-app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
+app = typer.Typer(help="Create the pipeline's topics, or record their load.", no_args_is_help=True)
 
 
 @app.callback()
 def add_group() -> None:
-    """The pipeline's topics."""
+    """Create the pipeline's topics, or record their load."""
 
 
 @app.command("create")
@@ -35,7 +35,8 @@ def create_topics() -> None:
 def record_requests(file: Annotated[Path, typer.Argument(help="JSONL, for `penstock plan --trace`.")]) -> None:
     """Write when the requests came whose results are kept, their tokens, and which prompts begin alike. No text.
 
-    What prompts share is known of requests that are still on the bus: on Redis Streams not of those that have ended.
+    Shared beginnings of prompts are known of requests that are still on the bus: on Redis Streams an ended request has
+    left it.
     """
     from penstock.plan.recording import record_trace
 

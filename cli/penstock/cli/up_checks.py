@@ -1,4 +1,4 @@
-"""What `penstock up` looks at before it starts anything, so that all that stands in its way is said at once."""
+"""The checks of `penstock up` before it starts anything: it reports all problems at once."""
 
 import errno
 import os

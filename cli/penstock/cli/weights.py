@@ -11,12 +11,12 @@ from penstock.cli.kv_show import format_bytes
 from penstock.config.settings import EngineSettings, load_settings
 from penstock.engine.weights.files import check_model_here, ignore_progress
 
-app = typer.Typer(help="The weights of a model, packed for the kernels.", no_args_is_help=True)
+app = typer.Typer(help="Pack the weights of a model for the kernels.", no_args_is_help=True)
 
 
 @app.callback()
 def add_group() -> None:
-    """The weights of a model, packed for the kernels."""
+    """Pack the weights of a model for the kernels."""
 
 
 @app.command("pack")

@@ -181,7 +181,7 @@ class Stack:
             worker.child = None
 
     def restart_dead(self) -> list[str]:
-        """Start processes that died again, and return a line for each. To be called regularly."""
+        """Start processes that died again, and return a line for each. Callers call it regularly."""
         died = []
         if self._server is not None:
             pid = self._server.pid
@@ -290,7 +290,6 @@ class Stack:
             "PENSTOCK_STREAM_URL": addresses.stream_url,
             "PENSTOCK_KV_URL": addresses.kv_url,
             "PENSTOCK_WORKER_NAME": worker.taken_name or worker.name,
-            "PENSTOCK_WORKER_NEXT_NAME": "true",
             **self._environment,
         }
         if isinstance(worker, WorkerSlot) and not environment.keys() & {CORES_VARIABLE, THREADS_VARIABLE}:
@@ -307,7 +306,7 @@ class Stack:
             worker.child = self._start_child(worker, ["gateway", "--port", str(self._gateway_port)], environment)
 
     def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
-        return self._start_child(worker, ["worker", worker.stage], environment)
+        return self._start_child(worker, ["worker", worker.stage, "--next-name"], environment)
 
     def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
         command = [sys.executable, "-m", "penstock.cli.main", *arguments]

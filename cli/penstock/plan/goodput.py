@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.config.settings import SloSettings
-from penstock.names import CLASSES, PriorityClass
+from penstock.names import PriorityClass
 
 MET_SHARE = 0.9
 """The share of requests that have to be in time."""
@@ -21,6 +21,10 @@ class Slo:
     """The longest time between two tokens, on the mean of its answer."""
 
 
+BATCH_SLO = Slo(600.0, 1.0)
+"""The limits of the class `batch`, unless others are given."""
+
+
 class Timing(NamedTuple):
     """The latencies of a request."""
 
@@ -34,9 +38,9 @@ class Timing(NamedTuple):
 Slos = Mapping[PriorityClass, Slo]
 
 
-def read_slos(settings: SloSettings) -> Slos:
+def read_slos(settings: SloSettings, batch: Slo = BATCH_SLO) -> Slos:
     """Return the limits of each class."""
-    return {klass: Slo(getattr(settings, f"{klass}_ttft_s"), getattr(settings, f"{klass}_itl_s")) for klass in CLASSES}
+    return {"interactive": Slo(settings.interactive_ttft_s, settings.interactive_itl_s), "batch": batch}
 
 
 def compute_met_share(timings: Iterable[Timing], slos: Slos) -> float:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 from urllib.parse import parse_qsl, quote, urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from penstock.config.sources import Settings
 from penstock.errors import InvalidName
 from penstock.names import Pipeline
 from penstock.redis.sentinel import split_address
@@ -34,10 +34,8 @@ StreamUrls = Annotated[RedisUrls, AfterValidator(check_names)]
 ReadableFile = Annotated[str, AfterValidator(check_file)]
 
 
-class Addresses(BaseSettings):
+class Addresses(Settings):
     """Where the servers are and how to log in. Without `PENSTOCK_KAFKA` the stream Redis is the bus, too."""
-
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid", hide_input_in_errors=True)
 
     pipeline: str = "demo"
     """The pipeline to work for: one model, one set of topics."""

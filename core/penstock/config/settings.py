@@ -4,11 +4,13 @@ The entry point is a command, or the constructor of a `Client` or a `Stack`, whi
 A bad value is an error, and so is an unknown `PENSTOCK_` variable; the error names the nearest known one.
 """
 
+import logging
 import os
 import re
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, TypeVar, get_type_hints
@@ -19,39 +21,64 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.config.addresses import Addresses
 from penstock.config.sources import (
     CONFIG_VARIABLE,
     FILE_SUFFIX,
+    TESTING_VARIABLE,
+    VARIABLE_PREFIX,
+    Constant,
     GivenValue,
+    Settings,
     describe_unknown_names,
     is_secret,
+    list_names,
     list_secret_variables,
     read_config_file,
     read_given_values,
+    read_testing_values,
     variable_name,
 )
 from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
 
+log = logging.getLogger(__name__)
+
 DEFAULT_CACHE_DIR = "~/.cache/penstock/engine"
+_UNREPLACED = (
+    "BUS_SESSION_TIMEOUT_S", "BUS_TRANSACTION_TIMEOUT_S", "RECORD_RETRY_FIRST_S", "RECORD_RETRY_FACTOR",
+    "RECORD_RETRY_CAP_S", "KV_STORE_LEASE_S", "KV_STORE_KEEP_S", "KV_STORE_REDIS_CODEC", "ENGINE_SPECULATE",
+    "ENDPOINT_SILENCE_S", "WORKER_HEARTBEAT_S", "WORKER_STAY_MAX_ANSWER_TOKENS", "WORKER_STAY_MAX_S",
+    "GATEWAY_MAX_BATCH_WAIT_S",
+    "GATEWAY_MAX_HEADER_KB", "GATEWAY_MAX_HEADERS", "GATEWAY_HEADERS_S", "GATEWAY_BODY_S", "GATEWAY_BODY_KB_PER_S",
+    "GATEWAY_STALLED_S", "GATEWAY_KEEP_ALIVE_S", "BATCH_ROWS_IN_FLIGHT", "BATCH_MAX_LINES", "BATCH_LEASE_S",
+    "BATCH_LOOK_S", "RESPONSES_MAX_PER_TENANT", "WEBHOOK_RETRY_S",
+)  # fmt: skip
+_REPLACED = {
+    "GATEWAY_MAX_FILE_MB": "PENSTOCK_BATCH_MAX_FILE_BYTES limits uploads",
+    "TRACE_FILE": "OTEL_EXPORTER_OTLP_ENDPOINT sends spans to a collector",
+    "WORKER_NEXT_NAME": "use `penstock worker … --next-name`",
+    "SLO_BATCH_TTFT_S": "use `penstock plan --batch-ttft-s`",
+    "SLO_BATCH_ITL_S": "use `penstock plan --batch-itl-s`",
+}
+REMOVED = {f"{VARIABLE_PREFIX}{name}": where for name, where in (dict.fromkeys(_UNREPLACED, "") | _REPLACED).items()}
+"""Settings of the version before this one, and what replaces each. A program that finds one set logs a warning."""
 
 
-class BusSettings(BaseSettings):
+class BusSettings(Settings):
     """The bus: Kafka, or Redis Streams."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_BUS_", extra="forbid")
+    prefix = "PENSTOCK_BUS_"
 
     partitions: int = Field(default=4, ge=1)
     """Kafka: partitions of each new topic. No more workers of a stage than that can share the topic."""
     replication: int = Field(default=1, ge=1)
     """Kafka: copies of each new topic; 3 if there are three brokers or more."""
-    session_timeout_s: float = Field(default=3.0, ge=0.5)
+    session_timeout_s: Constant[float] = 3.0
     """Redis Streams: a worker whose session has been over for this long loses its deliveries. (On Kafka the brokers'
     `group.consumer.session.timeout.ms` decides.)"""
-    transaction_timeout_s: float = Field(default=5.0, ge=1)
+    transaction_timeout_s: Constant[float] = 5.0
     """Kafka: how long the open transaction of a dead worker may hold up readers. A write in a transaction may take 0.6
     of it. Where brokers answer late, workers make it longer by themselves, up to 80 s."""
 
@@ -59,10 +86,10 @@ class BusSettings(BaseSettings):
 EvictionChoice = Literal["refuse", "warn"]
 
 
-class RecordSettings(BaseSettings):
+class RecordSettings(Settings):
     """Claims and token logs."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_RECORD_", extra="forbid")
+    prefix = "PENSTOCK_RECORD_"
 
     lease_s: float = Field(default=1.0, ge=0.2)
     """A worker that does not renew its session for this long loses it, and with it all its claims. One value for all
@@ -77,27 +104,22 @@ class RecordSettings(BaseSettings):
     more of the answer than one before."""
     fail_attempts: int = Field(default=3, ge=1)
     """A request ends with its error when it failed this many times in a row."""
-    retry_first_s: float = Field(default=1.0, ge=0)
+    retry_first_s: Constant[float] = 1.0
     """How long a failed request waits until it is tried again."""
-    retry_factor: float = Field(default=2.0, ge=1)
-    """By which factor that wait grows with each further failure."""
-    retry_cap_s: float = Field(default=30.0, ge=0)
+    retry_factor: Constant[float] = 2.0
+    """The factor by which that wait grows with each further failure."""
+    retry_cap_s: Constant[float] = 30.0
     """The longest wait."""
     eviction: EvictionChoice = "refuse"
-    """What workers and gateways do where a stream server evicts at its limit of memory (`maxmemory` with another policy
-    than `noeviction`): `refuse` to start, or `warn`. One that evicts later is told in logs and on the page alone."""
-
-    @model_validator(mode="after")
-    def _check_waits(self) -> Self:
-        if self.retry_first_s > self.retry_cap_s:
-            raise ValueError("PENSTOCK_RECORD_RETRY_FIRST_S is longer than PENSTOCK_RECORD_RETRY_CAP_S, the longest")
-        return self
+    """The reaction of workers and gateways to a stream server that evicts at its limit of memory (`maxmemory` with
+    another policy than `noeviction`): `refuse` to start, or `warn`. A server that evicts later is named in logs and on
+    the page alone."""
 
 
-class KVSettings(BaseSettings):
+class KVSettings(Settings):
     """The KV store."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_KV_STORE_", extra="forbid")
+    prefix = "PENSTOCK_KV_STORE_"
 
     salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
@@ -115,10 +137,6 @@ class KVSettings(BaseSettings):
     which then has to be set for `penstock kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
-    lease_s: float = Field(default=300.0, ge=1)
-    """How long the blocks of a waiting job are kept from eviction, at most."""
-    keep_s: float = Field(default=3600.0, ge=1)
-    """How long a block stays in Redis after its last use."""
 
     @property
     def disk_path(self) -> Path:
@@ -126,15 +144,15 @@ class KVSettings(BaseSettings):
         return Path(self.disk_dir or "~/.cache/penstock/kv").expanduser()
 
 
-class EngineSettings(BaseSettings):
+class EngineSettings(Settings):
     """The model, and how it is run."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
+    prefix = "PENSTOCK_ENGINE_"
 
     kind: Literal["own", "vllm", "openai"] = "own"
-    """What computes the answers. `own`: Penstock's engine, in `auto`, `prefill` and `decode` workers. `vllm`: vLLM in
-    the same workers, if it is installed. `openai`: servers with OpenAI's API, which endpoint workers ask
-    (`PENSTOCK_ENDPOINT_URLS`)."""
+    """The engine that computes the answers. `own`: Penstock's engine, in `auto`, `prefill` and `decode` workers.
+    `vllm`: vLLM in the same workers, if it is installed. `openai`: servers with OpenAI's API, which endpoint workers
+    ask (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
     """`demo`, a directory, a GGUF file, or a hub name. With `openai`: the name by which callers ask for the model, by
     default the endpoints' name."""
@@ -189,7 +207,7 @@ class EngineSettings(BaseSettings):
     max_step_tokens: int = Field(default=256, ge=1)
     """The most tokens of one step; longer prompts are prefilled in chunks. While more prompt tokens wait than four
     steps compute, steps may be up to four times as large, but not longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`."""
-    speculate: bool = True
+    speculate: Constant[bool] = True
     """Speculative decoding: whether a step may give a sequence several tokens if its next ones can be guessed. The
     tokens are the same either way."""
     vllm_args: str = ""
@@ -236,10 +254,10 @@ class EngineSettings(BaseSettings):
         return Path(self.cache_dir or DEFAULT_CACHE_DIR).expanduser()
 
 
-class EndpointSettings(BaseSettings):
+class EndpointSettings(Settings):
     """Servers with OpenAI's API that are asked for the answers, where `PENSTOCK_ENGINE_KIND` is `openai`."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENDPOINT_", extra="forbid")
+    prefix = "PENSTOCK_ENDPOINT_"
 
     urls: str = ""
     """The servers, with commas between them: `http://host:8000`, with a path if that is not `/v1`. `#3` at an
@@ -250,27 +268,25 @@ class EndpointSettings(BaseSettings):
     """The model's name at the servers. Empty: the worker asks them, and they must serve one model."""
     max_requests: int = Field(default=32, ge=1)
     """The most requests that one worker has under way at one server."""
-    silence_s: float = Field(default=120.0, gt=0)
+    silence_s: Constant[float] = 120.0
     """A server that sends nothing for this long, also before the first piece of an answer, counts as failed."""
     interrupted: Literal["continue", "restart-if-unseen", "fail"] = "continue"
-    """What happens to an answer whose worker or server was lost in the middle. `continue`: a server is asked to go on
+    """The fate of an answer whose worker or server was lost in the middle. `continue`: a server is asked to go on
     behind the text so far. `restart-if-unseen`: the answer begins anew if the log has nothing of it. `fail`: it ends
-    with `answer_interrupted`. What is not possible for an answer falls back to the next of these."""
+    with `answer_interrupted`. Where a choice is not possible for an answer, the next one of these applies."""
 
 
-class WorkerSettings(BaseSettings):
+class WorkerSettings(Settings):
     """One worker process."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_", extra="forbid")
+    prefix = "PENSTOCK_WORKER_"
 
     name: str = ""
     """The worker's name, from which its transactional id follows. Empty: host, process id and a random part. A worker
     does not start under the name of a living one."""
-    next_name: bool = False
-    """Whether a worker whose name is taken takes the next free one, `auto-1` for `auto-0`. `penstock up` sets this."""
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
+    heartbeat_s: Constant[float] = 1.0
     """How often the worker writes its status to Redis."""
     drain_s: float = Field(default=20.0, ge=0)
     """How long a stopping worker may finish its running requests before it hands the rest back."""
@@ -279,63 +295,55 @@ class WorkerSettings(BaseSettings):
     to other workers, it logs where it stands, and ends itself with exit code 70."""
 
 
-class StaySettings(BaseSettings):
+class StaySettings(Settings):
     """Which requests a worker of kind `auto` decodes itself. If no other worker decodes, all of them."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_STAY_", extra="forbid")
+    prefix = "PENSTOCK_WORKER_STAY_"
 
     max_prompt_tokens: int = Field(default=512, ge=0)
     """A request is handed off to another worker that decodes if more tokens of its prompt had to be computed."""
     max_added_itl_ms: float = Field(default=50.0, ge=0)
     """A request is handed off if computing its prompt delays the answers beside it for longer, by the measured cost of
     steps, or if prompts have delayed its tokens for longer each, on the mean."""
-    max_answer_tokens: int = Field(default=2000, ge=1)
+    max_answer_tokens: Constant[int] = 2000
     """A request is handed off when its answer gets this long."""
-    max_s: float = Field(default=60.0, gt=0)
+    max_s: Constant[float] = 60.0
     """A request is handed off when its answer has lasted for longer."""
 
 
-class AdmissionSettings(BaseSettings):
+class AdmissionSettings(Settings):
     """Access to the gateway, and its refusal of requests."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+    prefix = "PENSTOCK_GATEWAY_"
 
     keys: str = ""
     """Where the API keys are: a JSON or TOML file, or `redis`. `open`: everybody may call. Empty: the same, but only
     for a gateway that listens on this machine alone."""
     max_wait_s: float = Field(default=30.0, gt=0)
     """An interactive request that would wait for longer, by the tokens that wait before it, is refused with 429."""
-    max_batch_wait_s: float = Field(default=6 * 3600.0, gt=0)
-    """A request of class `batch` that would wait for longer is refused with 429."""
 
 
 def _split_origins(text: str) -> list[str]:
     return [origin for one in text.lower().split(",") if (origin := one.strip().rstrip("/"))]
 
 
-class GuardSettings(BaseSettings):
+class GuardSettings(Settings):
     """Limits of a connection to the gateway."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+    prefix = "PENSTOCK_GATEWAY_"
 
     max_body_mb: float = Field(default=8.0, gt=0)
     """The largest body of a request; 413 beyond it."""
-    max_file_mb: float = Field(default=201.0, gt=0)
-    """The largest body of an upload to `/v1/files`: a batch file of 200 MB, and the form around it."""
-    max_header_kb: int = Field(default=32, ge=1)
-    """Request line and headers together."""
-    max_headers: int = Field(default=100, ge=1)
-    """The most header lines."""
-    headers_s: float = Field(default=10.0, gt=0)
+    headers_s: Constant[float] = 10.0
     """The longest time from a request's first byte to the end of its headers; 408 beyond it."""
     idle_s: float = Field(default=620.0, gt=0)
     """A connection on which no request is under way is closed after so many seconds: later than clients and proxies
     close theirs. Where connections are short, the one that is idle for the longest time is closed before."""
-    body_s: float = Field(default=20.0, gt=0)
-    """How long a body may take after the headers, plus its length divided by `PENSTOCK_GATEWAY_BODY_KB_PER_S`."""
-    body_kb_per_s: float = Field(default=64.0, gt=0)
+    body_s: Constant[float] = 20.0
+    """How long a body may take after the headers, plus its length divided by `body_kb_per_s`."""
+    body_kb_per_s: Constant[float] = 64.0
     """The slowest rate at which a large body may arrive."""
-    stalled_s: float = Field(default=60.0, gt=0)
+    stalled_s: Constant[float] = 60.0
     """How long, or up to twice as long, a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
     """The most connections at the same time; 503 beyond it. Fewer where the process may not open so many files."""
@@ -359,23 +367,19 @@ class GuardSettings(BaseSettings):
         return origins
 
 
-class TraceSettings(BaseSettings):
+class TraceSettings(Settings):
     """Where spans go."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_TRACE_", extra="forbid")
+    prefix = "PENSTOCK_TRACE_"
 
-    file: str = ""
-    """Append finished spans to this file, one JSON object a line. Empty: to no file."""
     keep_s: float = Field(default=600.0, ge=0)
     """How long the spans of a request are kept in Redis, for the page that shows its life; 0: not at all."""
 
 
-class TelemetrySettings(BaseSettings):
+class TelemetrySettings(Settings):
     """Metrics and traces of workers and gateways. By OTLP they go where OpenTelemetry's own variables say, such as
     `OTEL_EXPORTER_OTLP_ENDPOINT`.
     """
-
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
 
     telemetry: Literal["on", "off"] = "on"
     """`off`: nothing is counted, and no span recorded."""
@@ -386,10 +390,10 @@ class TelemetrySettings(BaseSettings):
     """The address on which it serves `/metrics`. `0.0.0.0`: all of the machine's."""
 
 
-class GatewaySettings(BaseSettings):
+class GatewaySettings(Settings):
     """The gateway."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+    prefix = "PENSTOCK_GATEWAY_"
 
     host: str = "127.0.0.1"
     """The address on which it listens. `0.0.0.0`: all of the machine's."""
@@ -397,7 +401,7 @@ class GatewaySettings(BaseSettings):
     """The port on which it listens."""
     patience_s: float = Field(default=600.0, gt=0)
     """After this time without a token, also before the first one, the reader of an answer is asked to come back."""
-    keep_alive_s: float = Field(default=15.0, gt=0)
+    keep_alive_s: Constant[float] = 15.0
     """After this time without an event, or up to twice as long, a stream gets a comment, so that proxies keep the
     connection open."""
     stop_s: float = Field(default=10.0, ge=0)
@@ -407,23 +411,23 @@ class GatewaySettings(BaseSettings):
     had an `Idempotency-Key`, a session, `background` or `store`. 0: it goes on, as its client may come back."""
 
 
-class BatchSettings(BaseSettings):
+class BatchSettings(Settings):
     """Files and batches of the gateway."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_BATCH_", extra="forbid")
+    prefix = "PENSTOCK_BATCH_"
 
     store: str = ""
     """Where files, batches and responses are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with
     its keys in the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
-    rows_in_flight: int = Field(default=256, ge=1)
+    rows_in_flight: Constant[int] = 256
     """The most lines that one gateway has under way of a batch, and of all batches together at a pipeline."""
-    max_lines: int = Field(default=50_000, ge=1)
+    max_lines: Constant[int] = 50_000
     """The most requests in one batch."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
     """The largest batch file, in bytes."""
-    lease_s: float = Field(default=10.0, ge=0.2)
+    lease_s: Constant[float] = 10.0
     """A batch whose gateway does not renew its lease for this long is continued by another gateway."""
-    look_s: float = Field(default=2.0, gt=0)
+    look_s: Constant[float] = 2.0
     """How often a gateway looks for batches without a gateway."""
 
     @property
@@ -432,22 +436,20 @@ class BatchSettings(BaseSettings):
         return self.store or str(Path.home() / ".local" / "share" / "penstock" / "files")
 
 
-class ResponsesSettings(BaseSettings):
+class ResponsesSettings(Settings):
     """Responses that the gateway keeps."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_RESPONSES_", extra="forbid")
+    prefix = "PENSTOCK_RESPONSES_"
 
     keep_days: float = Field(default=30.0, ge=0)
     """How long a response is kept, in `PENSTOCK_BATCH_STORE`, unless its request says `"store": false`. 0: none is
     kept; `store` is false then, and `background` is refused."""
-    max_per_tenant: int = Field(default=10_000, ge=1)
-    """The most responses of a tenant that are kept: its oldest are deleted, once an hour."""
 
 
-class WebhookSettings(BaseSettings):
+class WebhookSettings(Settings):
     """Webhooks: notices that a response with `background` or a batch has ended."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WEBHOOK_", extra="forbid")
+    prefix = "PENSTOCK_WEBHOOK_"
 
     secret: str = Field(default="", repr=False)
     """The key that signs events: `whsec_` and 24 to 64 bytes in base64. All gateways of a Redis need the same: one
@@ -456,9 +458,6 @@ class WebhookSettings(BaseSettings):
     """Where events go if their tenant has no webhook of its own. Empty: nowhere."""
     hosts: str = ""
     """Hosts, separated by commas, whose URLs may be `http`, and whose addresses may be private ones."""
-    retry_s: float = Field(default=3 * 86400.0, ge=0)
-    """How long after the end of its response or batch an event is tried again: after 5 seconds at first, then after
-    growing waits of up to an hour."""
 
     @model_validator(mode="after")
     def _check_secret(self) -> Self:
@@ -476,40 +475,34 @@ class WebhookSettings(BaseSettings):
         return frozenset(name.strip().lower() for name in self.hosts.split(",") if name.strip())
 
 
-class SloSettings(BaseSettings):
+class SloSettings(Settings):
     """When a request is in time. `penstock plan` finds the highest rate at which nine of ten requests of a class are.
     While prompts wait, the engine makes steps larger, but not longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_SLO_", extra="forbid")
+    prefix = "PENSTOCK_SLO_"
 
     interactive_ttft_s: float = Field(default=4.0, gt=0)
     """The longest time to the first token of an interactive request."""
     interactive_itl_s: float = Field(default=0.2, gt=0)
     """The longest mean time between two tokens of an interactive answer."""
-    batch_ttft_s: float = Field(default=600.0, gt=0)
-    """The longest time to the first token of a request of the class `batch`."""
-    batch_itl_s: float = Field(default=1.0, gt=0)
-    """The longest mean time between two tokens of an answer of the class `batch`."""
 
 
-class FaultSettings(BaseSettings):
+class FaultSettings(Settings):
     """Deliberate failures, for tests."""
-
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
 
     failpoints: str = ""
     """Where the worker kills or stops itself (`penstock/failpoints.py`): `decode.7.sent=kill@3`. Empty: nowhere."""
 
 
-SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
+SETTINGS_CLASSES: tuple[type[Settings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, StaySettings,
     TraceSettings, TelemetrySettings,
     AdmissionSettings, GuardSettings,
     GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, SloSettings, FaultSettings,
 )  # fmt: skip
 
-S = TypeVar("S", bound=BaseSettings)
+S = TypeVar("S", bound=Settings)
 G = TypeVar("G", bound=NamedTuple)
 
 
@@ -522,20 +515,37 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def list_variables(kinds: Iterable[type[BaseSettings]] = SETTINGS_CLASSES) -> list[str]:
-    """Return the environment variable of every setting."""
-    return [variable_name(kind, name) for kind in kinds for name in kind.model_fields]
+def list_variables(kinds: Iterable[type[Settings]] = SETTINGS_CLASSES, *, constants: bool = False) -> list[str]:
+    """Return the environment variable of every setting; or the name of every constant in `PENSTOCK_TESTING`."""
+    return [variable_name(kind, name) for kind in kinds for name in list_names(kind, constants=constants)]
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:
     """Raise `SettingsError` for a `PENSTOCK_` variable that nothing reads, naming the nearest that something does."""
-    if lines := describe_unknown_variables(os.environ if environment is None else environment):
+    environment = os.environ if environment is None else environment
+    constants = list_variables(constants=True)
+    lines = describe_unknown_variables(environment)
+    if lines := [*lines, *describe_unknown_names(read_testing_values(environment), constants)]:
         raise SettingsError(lines[0])
+    warn_of_removed_settings(environment)
+
+
+def warn_of_removed_settings(names: Iterable[str]) -> None:
+    """Log a warning for each name of a setting that was removed; once in a process."""
+    for name in sorted(REMOVED.keys() & names):
+        _warn_of_removed_setting(name)
+
+
+@cache
+def _warn_of_removed_setting(name: str) -> None:
+    log.warning("%s has no effect any more%s", name, f"; {REMOVED[name]}" if REMOVED[name] else "")
 
 
 def describe_unknown_variables(environment: Iterable[str]) -> list[str]:
     """Return a line for each `PENSTOCK_` variable that no setting reads."""
-    return describe_unknown_names(environment, [*_list_readable_names(), CONFIG_VARIABLE])
+    return describe_unknown_names(
+        set(environment) - REMOVED.keys(), [*_list_readable_names(), CONFIG_VARIABLE, TESTING_VARIABLE]
+    )
 
 
 def check_config(config: Mapping[str, GivenValue]) -> list[str]:
@@ -543,7 +553,7 @@ def check_config(config: Mapping[str, GivenValue]) -> list[str]:
     return [
         f"{found.origin}: {line}"
         for found in list(config.values())[:1]
-        for line in describe_unknown_names(config, _list_readable_names())
+        for line in describe_unknown_names(config.keys() - REMOVED.keys(), _list_readable_names())
     ]
 
 
@@ -561,9 +571,10 @@ def load_settings(kind: type[S], **given: object) -> S:
     config = read_config_file(os.environ)
     if lines := check_config(config):
         raise SettingsError(lines[0])
+    warn_of_removed_settings(config)
     found = {name: value for name, (value, _) in read_given_values(kind, os.environ, config).items()}
     try:
-        return kind(**{**found, **given})
+        return kind.model_validate({**found, **given})
     except ValidationError as error:
         raise SettingsError(describe_problems(kind, error)[0]) from None
 
@@ -591,14 +602,7 @@ def load_group(group: type[G], **given: Mapping[str, object]) -> G:
     return group._make(load_settings(kind, **given.get(name, {})) for name, kind in get_type_hints(group).items())
 
 
-def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:
-    """Return a line for each contradiction between two classes' settings, where both values were set."""
-    if "max_file_bytes" in batch.model_fields_set and batch.max_file_bytes > guard.max_file_mb * 2**20:
-        return ["PENSTOCK_BATCH_MAX_FILE_BYTES is more than an upload may have by PENSTOCK_GATEWAY_MAX_FILE_MB"]
-    return []
-
-
-def describe_problems(kind: type[BaseSettings], error: ValidationError) -> list[str]:
+def describe_problems(kind: type[Settings], error: ValidationError) -> list[str]:
     """Return a line for each problem with the settings of one class, without any secret."""
     lines = []
     for line in error.errors(include_url=False):

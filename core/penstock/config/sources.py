@@ -4,15 +4,19 @@ The first of these places that has a value for a setting is used: the environmen
 variable with `_FILE` behind it names; the file that `PENSTOCK_CONFIG` names; the default. The configuration file is
 TOML. A name in it is the variable's in lower case without `PENSTOCK_`; its beginning may be a table: `[engine]`
 `model = "demo"`.
+
+Classes of settings also hold constants, which none of these places sets. Tests make a class with another value, and
+hand it to processes in `PENSTOCK_TESTING`, a JSON object with names as in the configuration file.
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
-from pydantic_settings import BaseSettings
+from pydantic import BaseModel, ConfigDict
 
 from penstock.errors import SettingsError
 
@@ -20,8 +24,22 @@ VARIABLE_PREFIX = "PENSTOCK_"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """The variable that names the configuration file."""
 FILE_SUFFIX = "_FILE"
+TESTING_VARIABLE = "PENSTOCK_TESTING"
+_CONSTANT = "constant"
 
-SettingsClass = type[BaseSettings]
+T = TypeVar("T")
+Constant: TypeAlias = Annotated[T, _CONSTANT]
+"""The type of a constant in a class of settings."""
+
+
+class Settings(BaseModel):
+    """The settings of one part, and its constants. A setting's variable is `prefix` and its name, in upper case."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, validate_default=True)
+    prefix: ClassVar[str] = VARIABLE_PREFIX
+
+
+SettingsClass = type[Settings]
 
 
 class GivenValue(NamedTuple):
@@ -33,7 +51,12 @@ class GivenValue(NamedTuple):
 
 def variable_name(kind: SettingsClass, name: str) -> str:
     """Return the environment variable of a setting."""
-    return f"{kind.model_config['env_prefix']}{name}".upper()
+    return f"{kind.prefix}{name}".upper()
+
+
+def list_names(kind: SettingsClass, *, constants: bool = False) -> list[str]:
+    """Return the names of a class's settings, or those of its constants."""
+    return [name for name, field in kind.model_fields.items() if (_CONSTANT in field.metadata) == constants]
 
 
 def is_secret(kind: SettingsClass, name: str) -> bool:
@@ -43,7 +66,7 @@ def is_secret(kind: SettingsClass, name: str) -> bool:
 
 def list_secret_variables(kinds: Iterable[SettingsClass]) -> list[str]:
     """Return the variables of all secrets."""
-    return [variable_name(kind, name) for kind in kinds for name in kind.model_fields if is_secret(kind, name)]
+    return [variable_name(kind, name) for kind in kinds for name in list_names(kind) if is_secret(kind, name)]
 
 
 def describe_unknown_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -77,7 +100,7 @@ def read_given_values(
     """
     upper = {name.upper(): name for name in environment}
     found: dict[str, GivenValue] = {}
-    for name in kind.model_fields:
+    for name in list_names(kind):
         variable = variable_name(kind, name)
         secret = _read_secret_file(variable, environment, config) if is_secret(kind, name) else None
         if variable in upper:
@@ -88,7 +111,17 @@ def read_given_values(
             found[name] = secret
         elif variable in config:
             found[name] = config[variable]
+    testing = read_testing_values(environment)
+    for name in list_names(kind, constants=True):
+        if (variable := variable_name(kind, name)) in testing:
+            found[name] = testing[variable]
     return found
+
+
+def read_testing_values(environment: Mapping[str, str]) -> dict[str, GivenValue]:
+    """Return a test's values of constants, by name."""
+    table = json.loads(environment.get(TESTING_VARIABLE, "{}"))
+    return {name: GivenValue(value, TESTING_VARIABLE) for name, value in _flatten_table(table, VARIABLE_PREFIX)}
 
 
 def _read_secret_file(

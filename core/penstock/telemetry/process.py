@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import TelemetrySettings, TraceSettings
@@ -63,18 +62,14 @@ def open_telemetry(
         yield meters
 
 
-def _format_line(span: ReadableSpan) -> str:
-    return str(span.to_json(indent=None)) + "\n"
-
-
 @contextmanager
 def record_spans(service: str, settings: TraceSettings, keep_in: str = "", instance: str = "") -> Iterator[None]:
-    """Record this process's spans: in the settings' file, by OTLP if configured, and in the Redis `keep_in` for as long
-    as the settings say. Without any of the three nothing is recorded, nor where OpenTelemetry is switched off.
+    """Record this process's spans: by OTLP if configured, and in the Redis `keep_in` for as long as the settings say.
+    Without either nothing is recorded, nor where OpenTelemetry is switched off.
     """
     with ExitStack() as stack:
         is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-        processors = [] if is_off else list(_make_processors(settings, keep_in, stack))
+        processors = [] if is_off else list(_make_processors(settings, keep_in))
         if processors:
             about = {"service.name": service, "service.instance.id": instance, "host.name": socket.gethostname()}
             resource = Resource.create({name: value for name, value in about.items() if value})
@@ -83,10 +78,7 @@ def record_spans(service: str, settings: TraceSettings, keep_in: str = "", insta
         yield
 
 
-def _make_processors(settings: TraceSettings, keep_in: str, stack: ExitStack) -> Iterator[BatchSpanProcessor]:
-    if settings.file:
-        out = stack.enter_context(open(settings.file, "a", encoding="utf-8"))  # noqa: SIM115
-        yield BatchSpanProcessor(ConsoleSpanExporter(out=out, formatter=_format_line))
+def _make_processors(settings: TraceSettings, keep_in: str) -> Iterator[BatchSpanProcessor]:
     if keep_in and settings.keep_s:
         yield BatchSpanProcessor(
             RedisSpanExporter(keep_in, settings.keep_s), schedule_delay_millis=REDIS_EXPORT_DELAY_MS

@@ -3,9 +3,9 @@
 from penstock.worker.process import WorkerProcess, require_libraries
 
 
-def run_decode_worker() -> None:
+def run_decode_worker(*, next_name: bool = False) -> None:
     """Turn job references into token streams and results, until told to stop."""
-    with WorkerProcess("decode") as process:
+    with WorkerProcess("decode", next_name=next_name) as process:
         engine = process.open_engine()
         with require_libraries():
             from penstock.decode_worker.role import DecodeRole

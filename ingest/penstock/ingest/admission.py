@@ -39,6 +39,8 @@ LAG_REFRESH_S, LAG_MAX_AGE_S = 0.5, 2.0
 
 TAKE_TOKENS = load_script("penstock.ingest", "bucket", "take_tokens")
 GIVE_TOKENS = load_script("penstock.ingest", "bucket", "give_tokens")
+MAX_BATCH_WAIT_S = 6 * 3600.0
+"""A request of class `batch` that would wait for longer is refused with 429."""
 
 
 @dataclass
@@ -149,7 +151,7 @@ class Admission:
             await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
 
     def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
-        limit_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s
+        limit_s = self._settings.max_wait_s if klass == "interactive" else MAX_BATCH_WAIT_S
         if wanted_s is not None and (wait_s is None or wait_s > wanted_s):
             after_s = 1 if wait_s is None else wait_s - wanted_s
             message = "how long the request would have to wait is not known yet"

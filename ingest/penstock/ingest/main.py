@@ -1,8 +1,7 @@
 """How a gateway is composed and started: `penstock gateway`."""
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewayProcessSettings, check_together, load_group, load_settings
-from penstock.errors import SettingsError
+from penstock.config.settings import GatewayProcessSettings, load_group, load_settings
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.http.server import serve_app
 from penstock.names import Pipeline
@@ -16,8 +15,6 @@ from penstock.worker.heartbeat import choose_worker_name
 def run_gateway(**given: object) -> None:
     """Serve OpenAI's API over the pipelines, until told to stop. `given`: settings of the gateway that come first."""
     addresses, settings = load_settings(Addresses), load_group(GatewayProcessSettings, gateway=given)
-    if wrong := check_together(settings.guard, settings.batch):
-        raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
     store_server_lists(addresses.stream_url, Pipeline(addresses.pipeline))
     name, telemetry = choose_worker_name(""), settings.telemetry

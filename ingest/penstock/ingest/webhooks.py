@@ -60,6 +60,9 @@ MAX_EVENTS_AT_ONCE = 8
 """Events of a tenant that a gateway tries at once."""
 MAX_TENANTS_AT_ONCE = 64
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
+RETRY_S = 3 * 86400.0
+"""How long after the end of its response or batch an event is tried again: after 5 seconds at first, then after growing
+waits of up to an hour."""
 MARK_S = 60.0
 """How often a gateway says that it can send."""
 
@@ -140,7 +143,7 @@ class Webhooks:
 
     async def _mark_settings(self) -> None:
         """Say to the other gateways, for as long as events are tried, that this one can send."""
-        fingerprint, kept_s = hashlib.sha256(self._settings.secret.encode()).hexdigest()[:16], self._settings.retry_s
+        fingerprint, kept_s = hashlib.sha256(self._settings.secret.encode()).hexdigest()[:16], RETRY_S
         with translate_outages():
             for key, value in zip(WEBHOOK_MARK_KEYS, [fingerprint, "1" if self._settings.url else ""], strict=True):
                 found = value and await self._client.set(key, value, ex=round(max(3 * MARK_S, kept_s)), get=True)
@@ -259,7 +262,7 @@ class Webhooks:
         now = self._read_clock()
         wait_s = choose_wait(now - told["created_at"])
         outcome = "delivered" if not problem else "failed"
-        if problem and now + wait_s > told["created_at"] + self._settings.retry_s:
+        if problem and now + wait_s > told["created_at"] + RETRY_S:
             outcome = "given_up"
         if outcome == "failed":
             with translate_outages():

@@ -33,6 +33,10 @@ from penstock.redis.urls import split_urls
 
 log = logging.getLogger(__name__)
 
+LEASE_S = 300.0
+"""How long the blocks of a waiting job are kept from eviction, at most."""
+KEEP_S = 3600.0
+"""How long a block stays in Redis after its last use."""
 HAND_OFF_ORDER = ("redis", "shared", "disk")
 """The hand-off tier is the first of these tiers that is set up."""
 
@@ -142,7 +146,6 @@ class KVStore:
     def __init__(self, layout: StoreLayout, tiers: Sequence[Tier], settings: KVSettings) -> None:
         self.layout, self.tiers, self.stats = layout, list(tiers), StoreStats()
         self.cost, self._counting = CostModel(layout.block_size), threading.Lock()
-        self.lease_s = settings.lease_s
         self._salt_secret = settings.salt_secret
         names = [tier.name for tier in tiers]
         self.hand_off_index = next((names.index(name) for name in HAND_OFF_ORDER if name in names), -1)
@@ -169,7 +172,7 @@ class KVStore:
         if settings.redis_mb:
             addresses, budget_bytes = split_urls(urls), settings.redis_mb * 2**20
             codecs = make_codecs(layout.element)
-            tiers.append(RedisTier.open(block_format, addresses, budget_bytes, settings.keep_s, codecs))
+            tiers.append(RedisTier.open(block_format, addresses, budget_bytes, KEEP_S, codecs))
         return cls(layout, tiers, settings)
 
     def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
@@ -300,9 +303,9 @@ class KVStore:
                 tier.put(to_write)
 
     def lease_blocks(self, owner: str, keys: Sequence[BlockKey]) -> None:
-        """Lease a job's blocks in the hand-off tier for `lease_s`."""
+        """Lease a job's blocks in the hand-off tier for `LEASE_S`."""
         if self.hand_off_index >= 0 and keys:
-            self.tiers[self.hand_off_index].lease_blocks(owner, [key.hash for key in keys], self.lease_s)
+            self.tiers[self.hand_off_index].lease_blocks(owner, [key.hash for key in keys], LEASE_S)
 
     def release_leases(self, owner: str, keys: Sequence[BlockKey]) -> None:
         """End a job's leases on blocks."""

@@ -4,9 +4,9 @@ from penstock.ops.lag import LagWatch
 from penstock.worker.process import WorkerProcess, require_libraries
 
 
-def run_auto_worker() -> None:
+def run_auto_worker(*, next_name: bool = False) -> None:
     """Turn requests and job references into token streams and results, until told to stop."""
-    with WorkerProcess("auto") as process:
+    with WorkerProcess("auto", next_name=next_name) as process:
         engine = process.open_engine()
         with require_libraries():
             from penstock.decode_worker.role import DecodeRole
@@ -21,9 +21,9 @@ def run_auto_worker() -> None:
         process.serve(role, process.make_metrics(role.model_name), job_role, **role.describe_model())
 
 
-def run_prefill_worker() -> None:
+def run_prefill_worker(*, next_name: bool = False) -> None:
     """Turn requests into KV blocks, first tokens and job references, until told to stop."""
-    with WorkerProcess("prefill") as process:
+    with WorkerProcess("prefill", next_name=next_name) as process:
         engine = process.open_engine(only_prompts=True)
         with require_libraries():
             from penstock.prefill_worker.backpressure import DecodeBackpressure

@@ -17,9 +17,9 @@ from penstock.worker.process import WorkerProcess
 log = logging.getLogger(__name__)
 
 
-def run_endpoint_worker() -> None:
+def run_endpoint_worker(*, next_name: bool = False) -> None:
     """Turn requests into token streams and results, by asking servers with OpenAI's API, until told to stop."""
-    process = WorkerProcess("endpoint")
+    process = WorkerProcess("endpoint", next_name=next_name)
     settings = process.settings.endpoint
     endpoints = Endpoints(parse_urls(settings.urls, settings.max_requests))
     with process:

@@ -71,9 +71,11 @@ class ProcessSettings(NamedTuple):
 class WorkerProcess:
     """The process of one worker. From `__enter__` on it has a name and a heartbeat; `serve` makes it work."""
 
-    def __init__(self, kind: WorkerKind) -> None:
-        """Read all settings. Raise `SettingsError` for what is wrong."""
-        self.kind = kind
+    def __init__(self, kind: WorkerKind, *, next_name: bool = False) -> None:
+        """Read all settings. Raise `SettingsError` for what is wrong. `next_name`: take the next free name, `auto-1`
+        for `auto-0`, where a living worker has this one's.
+        """
+        self.kind, self._next_name = kind, next_name
         self.addresses, self.settings = load_settings(Addresses), load_group(ProcessSettings)
         if self.settings.engine.kind == "openai" and kind != "endpoint":
             raise SettingsError(
@@ -104,7 +106,7 @@ class WorkerProcess:
             self.beat = Heartbeat(
                 addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s
             )
-            self.name = self.beat.take_name(next_free=worker.next_name)
+            self.name = self.beat.take_name(next_free=self._next_name)
             stack.enter_context(self.beat)
             telemetry = open_telemetry(
                 f"penstock-{self.kind}",

@@ -61,7 +61,9 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     )
     app.state.gateway = gateway
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
-    app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
+    app.add_middleware(
+        GuardMiddleware, settings=settings.guard, max_file_bytes=settings.batch.max_file_bytes, only_local=only_local
+    )
     app.add_middleware(CountingMiddleware, metrics=gateway.metrics)
     for router in routers:
         app.include_router(router)

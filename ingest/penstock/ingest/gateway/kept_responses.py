@@ -60,6 +60,8 @@ EVENT_ROUND_S = 5.0
 """The longest round where webhooks are told when a response has ended."""
 NUM_LEASE_ROUNDS = 3
 """A gateway that takes no part in this many rounds has lost the lease."""
+MAX_PER_TENANT = 10_000
+"""The most responses of a tenant that are kept: its oldest are deleted."""
 EXPIRY_CHECK_S = 3600.0
 DELETED_S = 3600.0
 """How long a response is marked as deleted."""
@@ -102,7 +104,7 @@ class ResponseKeeper:
     ) -> None:
         self._client, self._metas, self._objects, self._read_events = client, metas, objects, read_events
         self._webhooks = webhooks
-        self._keep_s, self._max_per_tenant = settings.keep_days * DAY_S, settings.max_per_tenant
+        self._keep_s = settings.keep_days * DAY_S
         longest_round_s = EVENT_ROUND_S if webhooks.is_on else RENEW_INTERVAL_S
         self._round_s, self._pending_s = min(longest_round_s, record.keep_s / 4), record.pending_keep_s
         self._holder = uuid.uuid4().hex
@@ -202,7 +204,7 @@ class ResponseKeeper:
         """Delete responses that are too old, and the oldest of tenants that have too many."""
         for tenant in await self._objects.list_names("tenants"):
             found = await self._objects.list_by_age(_object_path(tenant, ""))
-            num_over = len(found) - self._max_per_tenant
+            num_over = len(found) - MAX_PER_TENANT
             for index, (written_s, name) in enumerate(found):
                 if index >= num_over and written_s > time.time() - self._keep_s:
                     break

@@ -20,6 +20,8 @@ from penstock.ingest.http.metrics import REFUSAL_KEY
 from penstock.ingest.http.protocol import LINGER_S, UNREAD_KEY
 
 MB = 2**20
+FORM_BYTES = MB
+"""The most that the form around an uploaded file may have."""
 DRAIN_S = 0.05
 """How long to read what is on its way of a body that is not needed any more."""
 _PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
@@ -38,10 +40,16 @@ _PORT_PATTERN = re.compile(r":\d*$")
 class GuardMiddleware:
     """Limits around an ASGI application."""
 
-    def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
-        """Wrap `app`. `only_local`: no key is needed, so pages of other sites and other host names are refused."""
+    def __init__(
+        self, app: ASGIApp, settings: GuardSettings, *, max_file_bytes: int = 0, only_local: bool = False
+    ) -> None:
+        """Wrap `app`, which takes files of `max_file_bytes`.
+
+        `only_local`: no key is needed, so pages of other sites and other host names are refused.
+        """
         self._app, self._settings, self._only_local = app, settings, only_local
         self._origins = settings.list_origins()
+        self._max_body_bytes, self._max_form_bytes = int(settings.max_body_mb * MB), max_file_bytes + FORM_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the application's lifespan."""
@@ -50,7 +58,7 @@ class GuardMiddleware:
             return
         path = scope["path"]
         is_file = scope["method"] == "POST" and path.rstrip("/") == "/v1/files"
-        max_bytes = int((self._settings.max_file_mb if is_file else self._settings.max_body_mb) * MB)
+        max_bytes = self._max_form_bytes if is_file else self._max_body_bytes
         request = _GuardedRequest(scope, receive, send, max_bytes, self._settings)
         refusal = _check_path(path) or request.check_coding() or request.check_length()
         if self._only_local and refusal is None:

@@ -32,6 +32,8 @@ LINGER_S = 1.0
 """How long a refused client may go on sending, so that it gets to read the answer. Its bytes are dropped."""
 UNREAD_KEY = "penstock.has_unread"
 """In the scope of a request: returns whether bytes of the connection have come that the application has not read."""
+MAX_HEADER_KB, MAX_HEADERS = 32, 100
+"""The most that request line and headers together may have, and the most header lines."""
 MAX_JOINED_BYTES = 32 * 1024
 """The most bytes that a connection holds back until the end of a turn of the event loop."""
 
@@ -181,7 +183,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._has_ended and self._awaits_headers:  # what follows the request that ended is kept
             end = data.rfind(b"\r\n\r\n")
             self._num_bare_bytes = max(0, len(data) - (end + 4 if end >= 0 else 0) - self._num_body_bytes)
-        if self._num_bare_bytes > self.guard.max_header_kb * 1024:
+        if self._num_bare_bytes > MAX_HEADER_KB * 1024:
             self._refuse_connection(self._headers_too_large())
         elif self._awaits_headers and self._header_timer is None:
             self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
@@ -241,7 +243,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._count_header_bytes(len(name) + len(value))
         if not self._awaits_headers:
             return
-        if len(self.headers) >= self.guard.max_headers:
+        if len(self.headers) >= MAX_HEADERS:
             self._refuse_head(self._headers_too_large())
         super().on_header(name, value)
 
@@ -362,12 +364,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _count_header_bytes(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
-        if self._num_header_bytes > self.guard.max_header_kb * 1024:
+        if self._num_header_bytes > MAX_HEADER_KB * 1024:
             self._refuse_head(self._headers_too_large())
 
     def _headers_too_large(self) -> ApiError:
-        limits = f"{self.guard.max_header_kb} KB and {self.guard.max_headers} lines"
-        return ApiError(431, f"request line and headers may have {limits}", code="headers_too_large")
+        message = f"request line and headers may have {MAX_HEADER_KB} KB and {MAX_HEADERS} lines"
+        return ApiError(431, message, code="headers_too_large")
 
     def _on_headers_late(self) -> None:
         self._header_timer = None
