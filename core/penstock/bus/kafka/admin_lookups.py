@@ -128,6 +128,9 @@ class GroupLag:
 
         Raise `KafkaException` or `TimeoutError`.
         """
+        return retry_during_election(partial(self._has_older, topic, age_ms))
+
+    def _has_older(self, topic: str, age_ms: float) -> bool:
         partitions = list_partitions(self._admin, [topic])
         then, level = OffsetSpec.for_timestamp(int(time.time() * 1000 - age_ms)), IsolationLevel.READ_COMMITTED
         newer = read_log_offsets(self._admin, partitions, then, level)
