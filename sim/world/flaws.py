@@ -66,7 +66,7 @@ FLAWS = (
     ),
     Flaw(
         "a stale job is kept", f"{WORKER}/worker.py",
-        "self.settler.settle(Settlement(task.delivery), Settling(0))", "self.queue.defer(task.delivery)",
+        "self.settler.settle(Settlement(task.delivery))", "self.queue.defer(task.delivery)",
     ),
     Flaw(
         "a lost delivery counts as settled", f"{WORKER}/settler.py",

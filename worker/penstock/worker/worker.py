@@ -38,7 +38,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -99,7 +99,7 @@ from penstock.worker.retry import (
     reason_to_end,
     to_request_error,
 )
-from penstock.worker.settler import Settler
+from penstock.worker.settler import Settler, Settling
 from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
 
@@ -131,15 +131,6 @@ class _SentToken(NamedTuple):
     """The time of day."""
     at_s: float
     """By the monotonic clock."""
-
-
-@dataclass(frozen=True)
-class Settling:
-    """A settlement under way: the ticket that the settler returns with its outcome."""
-
-    num_dead_letters: int
-    task: Task | None = None
-    """The request; None where it was never claimed."""
 
 
 class Worker:
@@ -412,7 +403,7 @@ class Worker:
                 case Busy(wait_s=wait_s):
                     self.queue.defer(task.delivery, wait_s)
                 case Bound():
-                    self.settler.settle(Settlement(task.delivery), Settling(0))
+                    self.settler.settle(Settlement(task.delivery))
                 case Conflict():
                     error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
                     self._send_dead_letter(task.delivery, f"{error.code}: {error}")
@@ -891,9 +882,8 @@ class Worker:
         if task.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, stage_output.outputs + stage_output.dead_letters)
             task.settling_span.set_attributes(stage_output.span_attributes)
-            settling = Settling(len(stage_output.dead_letters), task)
             again = None if stage_output.rename is None else partial(_rename_outputs, task.delivery, stage_output)
-            self.settler.settle(settlement, settling, again, task.blocks_stored)
+            self.settler.settle(settlement, task, again, task.blocks_stored)
             stage_failpoint(task.role.kind, "prefill.5.asked", "decode.9.asked", "endpoint.5.asked")
         with confine_error(task.id):
             task.role.end_leases(task)
@@ -913,18 +903,17 @@ class Worker:
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
         letter = build_writable_dead_letter(self.pipeline, delivery, reason)
-        self.settler.settle(Settlement(delivery, [letter]), Settling(1))
+        self.settler.settle(Settlement(delivery, [letter]))
 
-    def _finish_settled(self, outcomes: Sequence[tuple[Settling | None, bool]]) -> None:
+    def _finish_settled(self, outcomes: Sequence[tuple[Settling, bool]]) -> None:
         """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
         if not outcomes:
             return
         handed, left = [], []
         for settling, settled in outcomes:
-            if settling is None or settling.task is None:
-                self.metrics.count_dead_letters(settling.num_dead_letters * settled if settling else 0)
+            if (task := settling.task) is None:
+                self.metrics.count_dead_letters(settling.num_dead_letters * settled)
                 continue
-            task = settling.task
             with confine_error(task.id):
                 self.metrics.count_dead_letters(settling.num_dead_letters * settled)
                 if settled:  # what was refused is published by another worker, whose span says so
