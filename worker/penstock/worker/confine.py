@@ -11,12 +11,14 @@ from dataclasses import replace
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.dead_letters import build_dead_letter
+from penstock.engine.contract import Outcome
 from penstock.errors import InternalError, RequestError, is_failure
 from penstock.messages import EndEvent, ErrorInfo, Result, Timings, now_s
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.worker.result import build_result_message
 from penstock.worker.retry import to_request_error
+from penstock.worker.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,20 @@ class confine_error:  # noqa: N801, as it reads like a call
         if self.end is not None:
             self.end(cause)
         return True
+
+
+def try_for_request(task: Task, work: Callable[[], bool]) -> bool:
+    """Do something for a request, and return what it returns; True where it fails, and the task has its outcome."""
+    try:
+        return work()
+    except RequestError as error:
+        task.outcome = Outcome.of_error(error)
+    except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
+        if not is_failure(error):
+            raise
+        log.exception("request %s", task.id)
+        task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
+    return True
 
 
 def build_writable_end(request_id: str, build: Callable[[], EndEvent], pieces: int | None = None) -> EndEvent:

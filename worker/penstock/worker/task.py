@@ -128,6 +128,10 @@ class Task:
             return self.outcome.stop
         return None if self.output is None else self.output.stop
 
+    def is_same_request(self, other: "Task") -> bool:
+        """Return whether two messages of a request ask for the same: they have one body, or are one job."""
+        return (self.body_hash, self.name) == (other.body_hash, other.name)
+
     def to_claim_request(self) -> UnclaimedMessage:
         """Return what a claim needs to know of the request.
 
