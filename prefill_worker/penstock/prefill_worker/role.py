@@ -256,9 +256,6 @@ class PrefillRole(ModelRole):
         bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
         return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
 
-    def end_leases(self, task: Task) -> None:
-        """Do nothing: decode ends the leases."""
-
     # For the heartbeat.
 
     def count_done(self, sampled: Collection[SampledToken]) -> int:

@@ -218,7 +218,10 @@ class StageOutput(NamedTuple):
 
 
 class Role(Protocol):
-    """What a kind of worker does with a request: how it is read, computed and completed, and how many fit."""
+    """What a kind of worker does with a request: how it is read, computed and completed, and how many fit.
+
+    A role is a subclass. It writes all methods but those that do nothing here.
+    """
 
     kind: WorkerKind
     stage: Stage
@@ -230,13 +233,10 @@ class Role(Protocol):
     writes_pieces: bool
     """Whether the events of its logs are pieces of text. Else each is a token."""
 
-    @property
-    def engine(self) -> TokenSource:
-        """What computes its requests."""
-
-    @property
-    def model_name(self) -> str:
-        """The name that requests have for the model."""
+    engine: TokenSource
+    """What computes its requests."""
+    model_name: str
+    """The name that requests have for the model."""
 
     # 1 and 6. Claim.
 
@@ -265,6 +265,7 @@ class Role(Protocol):
         """Note that the blocks of a request that were found are loaded, before the rest is computed: set `leaving_for`
         where it is better decoded elsewhere. `are_others_here`: the worker decodes others.
         """
+        return
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Hand a request to the engine, and add its length to the means. Return False where the answer is complete
@@ -277,6 +278,7 @@ class Role(Protocol):
         """Return whether a request with tokens, whose blocks went to others, is better decoded elsewhere; then it has
         `leaving_for`. Else it waits for blocks here.
         """
+        return False
 
     # 4 and 7. Append.
 
@@ -311,6 +313,7 @@ class Role(Protocol):
 
     def end_leases(self, task: Task) -> None:
         """End the leases that were made on the blocks of a request's prompt for this stage."""
+        return
 
     # For the heartbeat.
 
