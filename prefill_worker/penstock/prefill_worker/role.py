@@ -63,8 +63,8 @@ MAX_INLINE_BYTES = 8192
 step of the engine.
 """
 MAX_WAITING_STEPS = 4
-"""So many of the engine's largest steps may wait in prompt tokens beside those that are being computed. A prompt counts
-for at most half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
+"""Prompt tokens for this many of the engine's largest steps may wait beside those that are being computed. A prompt
+counts for at most half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
 """
 
 
@@ -102,7 +102,7 @@ class PrefillRole(ModelRole):
         except BaseException as bug:  # this request's, not its neighbours'
             if not is_failure(bug):
                 raise
-            log.exception("a message of %s", delivery.topic)
+            log.exception("decoding a message of %s failed", delivery.topic)
             outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
@@ -233,8 +233,8 @@ class PrefillRole(ModelRole):
         return build_end_event(task)
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
-        """Return the job message of a request that is handed off, also of one that ended; else the result of its log,
-        or None where Redis lost the record between the claim and the reading.
+        """Return the job message of a request that is handed off, also of one that ended. Otherwise return the result
+        of its log, or None where Redis lost the record between the claim and the reading.
         """
         if not task.hands_off:
             sampling = Sampling() if task.message is None else task.message.sampling

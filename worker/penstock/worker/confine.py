@@ -1,8 +1,8 @@
 """An exception about one request is that request's alone: it ends with a typed error, and all others go on.
 
 The loops handle each request inside of `confine_error`. An outage, a lost delivery and a fenced member are about no
-request: they are raised on, and the loop deals with them. What is written at last has fixed words where the request's
-own cannot be written, as they are what failed.
+request: they are raised on, and the loop deals with them. An end, a result or a dead letter has fixed words where the
+request's own words cannot be written, as these have failed.
 """
 
 import logging
@@ -28,7 +28,7 @@ UNWRITABLE = "what the request came to cannot be written; the worker's log says 
 class confine_error:  # noqa: N801, as it reads like a call
     """A block whose exception is logged, and given to `end` as the error that the request ends with.
 
-    Without `end` the request goes on. What is not about this request is raised on (`to_request_error`).
+    Without `end` the request goes on. Errors that are not about this request are raised on (`to_request_error`).
     """
 
     __slots__ = ("end", "request_id")
@@ -89,7 +89,8 @@ def build_fixed_end(pieces: int | None = None) -> EndEvent:
 def give_up_claim(record: Record, claim: Claim, error: RequestError, pieces: int | None = None) -> None:
     """Release a claim whose message cannot be read here, so that another worker takes it later.
 
-    Where that failed as often as a request may fail, its log ends with the error. Whoever has its delivery settles it.
+    Where that failed as often as a request may fail, its log ends with the error. The worker that has the delivery
+    settles it.
     """
     if claim.attempts_in_vain < record.settings.fail_attempts:
         record.release_claim(claim, failed=True, delivered=False, wait_s=record.settings.retry_cap_s)

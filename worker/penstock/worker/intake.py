@@ -36,7 +36,7 @@ from penstock.worker.watch import LoopWatch
 SETTLING_DEFERRAL_S = 0.05
 """Wait before a delivery is tried again that is being settled."""
 MAX_CAPACITY_TURNS = 8
-"""The capacities are counted anew after so many turns in which no request came or went, as answers grow meanwhile."""
+"""The capacities are counted anew after this many turns in which no request came or went, as answers grow meanwhile."""
 
 
 class Intake:
@@ -90,7 +90,7 @@ class Intake:
         """Return how many more requests of each class to take.
 
         It is counted as requests come and go, where a class has no capacity, and every few turns: the engine looks at
-        all its sequences for it. That of endpoints changes with their health too, and is counted each turn.
+        all its sequences for it. The capacity of endpoints changes with their health too, and is counted each turn.
         """
         ids = [*self._running, *(delivery.position for delivery in self.reader.pending_deliveries())]
         is_current = self._num_capacity_turns and ids == self._counted_ids and self._role.kind != "endpoint"
@@ -224,8 +224,8 @@ class Intake:
     def _find_undelivered_task(self, task: Task, epoch: int) -> Task | None:
         """Return the running request of this message if it holds no delivery, and its claim is the one of `epoch`.
 
-        It was taken over, or its delivery was lost and has come again. If its claim was lost another worker has begun
-        the request anew, and needs the message.
+        The running request was taken over, or its delivery was lost and has come again. If its claim was lost, another
+        worker has begun the request anew, and needs the message.
         """
         running = self._running.get(task.id)
         if running is None or running.claim.epoch != epoch or self._member.is_holding(running.delivery):
@@ -242,7 +242,7 @@ class Intake:
         num_free = self._session.count_free(stage)
         capacity = max(self.free_capacity(klass) for klass in CLASSES) if num_free else 0
         if capacity <= 0 or self.reader.is_late(PATIENCE_LEASES * self._record.lease_s):
-            return  # what others are to read of the reader's messages would come back here, behind them
+            return  # requests that the reader released to others would come back here, behind its other messages
         taken = self._record.take_over_free(stage, self._session.id, capacity)
         self._session.note_taken(stage, capacity if len(taken) == capacity else num_free)
         for claimed in taken:

@@ -1,4 +1,4 @@
-"""What the roles share whose worker has a model of its own: prefill's and decode's."""
+"""The base of the roles whose worker has a model of its own: prefill's and decode's."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,10 +1,11 @@
 """The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
-There is one loop and three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role
-reads messages, hands requests to its engine, and builds what is written and published of them. A worker that serves
-both stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message to its
-settlement. What others have done (blocks loaded and stored, messages read, deliveries settled) comes back as events
-that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows the contract
+One loop serves three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role reads
+messages, hands requests to its engine, and builds what is written and published of them. A worker that serves both
+stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message to its
+settlement. The intake (`intake.py`) polls, identifies and claims messages; the loop opens the requests that it returns.
+The work of other threads (blocks loaded and stored, messages read, deliveries settled) comes back as events that the
+loop collects: it alone touches tasks, record, session and metrics. The loop knows an engine by its contract
 (`TokenSource` in `penstock.engine.contract`): the engine moves the blocks' bytes itself.
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's. A request that
@@ -13,24 +14,23 @@ claim of a request in place of a job's:
 
     1, 6  claim     poll messages while there is capacity; those of a stage are claimed in one round trip: epoch+1 in
                     Redis, a job is bound if nothing is, and the log of what was begun is read. Then each message is
-                    read. What cannot be answered ends here, and goes on at 5 or 9
-    3, 6  load      what the KV store has of its blocks is fetched while others are computed
+                    read. A request that cannot be answered ends here, and goes on at 5 or 9
+    3, 6  load      the blocks that the KV store has are fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
                     several that it has guessed. Blocks that became full go to the KV store, some at once
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next steps are computed;
                     a hand-off waits for its token's. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended. A request's own message is bound with it, if its
                     delivery is here
-    5, 9  settle    what is through goes out. What is handed off, once all blocks are where decode can read them, leased
-                    to the request: job reference out, then the request is done, then the record says that it is handed
-                    off. What has ended: result out, job or request done, together; the leases on its blocks end
+    5, 9  settle    finished requests are settled. A hand-off waits until decode can read all its blocks, which are
+                    leased to the request: job reference out, then the request is done, then the record says that it is
+                    handed off. An end: result out, job or request done, together; the leases on its blocks end
 
-What a crash costs: before 4, the next attempt finds the blocks that were stored; after 4 or in 7, the next holder finds
-the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles, with the
-message that is bound; where none is, with a job, which is published again; a crash inside 9 leaves either nothing or
-all of it.
-Inside 5, once the job is out, the next attempt hands the request off again, under another name, or decodes it: one of
-its messages is bound, and the others are stale. Leases that nobody ends run out.
+What a crash costs: before 4, the next attempt finds the blocks that were stored. After 4 or in 7, the next holder finds
+the tokens in the log and goes on at its end: logged tokens are never sampled again. After 8, it only settles, with the
+message that is bound, or where none is, with a job, which is published again. A crash inside 9 leaves either nothing or
+all of it. Inside 5, once the job is out, the next attempt hands the request off again, under another name, or decodes
+it: one of its messages is bound, and the others are stale. Leases that nobody ends run out.
 """
 
 import contextlib
@@ -176,7 +176,7 @@ class Worker:
                 self.engine.wait_for_event()
         return bool(num_polled or sampled)
 
-    # What happened meanwhile.
+    # Events of other threads.
 
     def _handle_claim_news(self) -> None:
         """Drop requests whose claims were lost, and end those that were cancelled."""
@@ -295,11 +295,11 @@ class Worker:
             and self._defer_suspect(task.delivery, claim)
         ):
             return
-        # What is over may be what ends workers, and is not read again, unless its log proves that it was read.
+        # A request that is over may be one that ends workers: it is read only if its log proves that it was read once.
         self._opened.append((task, task.outcome is None and (claim.num_tokens > 0 or not is_over)))
 
     def _read_opened(self) -> None:
-        """Read requests under their claims, and begin them. What takes time is read on the thread."""
+        """Read requests under their claims, and begin them. The thread reads requests that take time."""
         while self._opened:
             task, is_to_be_read = self._opened.pop(0)
             with self._confine(task):
@@ -461,7 +461,7 @@ class Worker:
         self.load.throughput.record_step(self.role.count_done(sampled), is_busy=bool(self.running))
 
     def _send_tokens(self, sampled: Sequence[SampledToken]) -> bool:
-        """Send each token to its log, in one round trip. What is behind the end of an answer is dropped.
+        """Send each token to its log, in one round trip. Tokens behind the end of an answer are dropped.
 
         The store of a request's last blocks begins after it. Returns whether blocks are stored that nothing waits for.
         """
@@ -564,7 +564,7 @@ class Worker:
         self._end_overdue()
 
     def _end_told(self, task: Task, outcome: Outcome) -> None:
-        """End a request of whose answer the engine has told the end."""
+        """End a request whose answer's end the engine has reported."""
         if task is self.running.get(task.id):
             task.outcome = outcome
             if not task.is_in_flight:  # else once its last tokens are in the log
@@ -649,7 +649,7 @@ class Worker:
         self._complete_task(task, begun_s)
 
     def _hand_off_preempted(self) -> None:
-        """Hand off what leaves between two tokens, as its blocks went to others."""
+        """Hand off requests that leave between two tokens, as their blocks went to others."""
         preempted, self._preempted = self._preempted, []
         if preempted:
             self._confirm_tokens()
@@ -771,7 +771,7 @@ class Worker:
         """
         self.settler.wait_settled(SETTLING_DEFERRAL_S)
         self.intake.rescuer.close()
-        # Else others read what was read here, until the bus has given it away.
+        # Otherwise others would read these messages as well, until the bus has given the partitions away.
         with contextlib.suppress(redis.RedisError):
             self.session.disown_partitions()
         self.member.stop_consuming()
