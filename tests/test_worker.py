@@ -345,7 +345,7 @@ def test_a_worker_that_is_started_before_its_servers_waits_for_them(
     beat = Heartbeat(server.url, pipeline, "prefill", "p-0", 60.0)
     with ThreadPoolExecutor() as pool:
         naming = pool.submit(beat.take_name)
-        wait_for(lambda: naming.done() or "waiting: " in caplog.text, "it waits")
+        wait_for(lambda: naming.done() or "waiting until Redis answers" in caplog.text, "it waits")
         with server:
             assert naming.result(PATIENCE_S) == "p-0"
 
