@@ -21,6 +21,7 @@ from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage, WorkerKind
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
+from penstock.prefill_worker.staying_role import StayingRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Record, connect_servers, open_record
 from penstock.redis.servers import Sharded
@@ -165,7 +166,8 @@ class InProcessPipeline(PipelineServers):
         )
         self._stores.append(store)
         member, engine = self._join_group(kind, name), ServingEngine(core, store)
-        decode, prefill = DecodeRole(self.pipeline, engine), PrefillRole(self.pipeline, engine, stays=stays)
+        decode = DecodeRole(self.pipeline, engine)
+        prefill = StayingRole(self.pipeline, engine, stays) if stays else PrefillRole(self.pipeline, engine)
         self._grammars += [decode.grammars, prefill.grammars]
         role: Role = decode if kind == "decode" else prefill
         job_role = decode if kind == "auto" else None

@@ -407,7 +407,7 @@ def defer_deliveries(line: InProcessPipeline, count: int, wait_s: float) -> None
     while len(deliveries) < count:  # the first would be answered before a bus brings the second
         deliveries += line.decode.member.poll(1.0, {"batch": count - len(deliveries)})
     for delivery in deliveries:
-        line.decode.queue.defer(delivery, wait_s)
+        line.decode.intake.queue.defer(delivery, wait_s)
 
 
 @pytest.mark.in_memory
@@ -423,8 +423,8 @@ def test_no_more_is_taken_while_fetches_wait_for_room(line_of: LineOf) -> None:
     transfers = serving_engine(worker)._transfers
     defer_deliveries(line, 2, 0.0)
     run_until(worker, lambda: transfers.has_waiting_loads("batch"), "a fetch waits for room")
-    assert worker.free_capacity("batch") == 0
-    assert worker.free_capacity("interactive") > 0
+    assert worker.intake.free_capacity("batch") == 0
+    assert worker.intake.free_capacity("interactive") > 0
     assert not transfers.has_waiting_loads("interactive")
     run_until(worker, lambda: len(line.read_results()) == 3, "all are answered")
     pool.free_blocks(hold)
@@ -441,7 +441,7 @@ def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(line_of:
     line.run_prefill(1)
     run_until(line.decode, line.read_results, "interactive is answered")
     assert line.read_results()[0].id == "i0"
-    assert len(line.decode.queue) == 2
+    assert len(line.decode.intake.queue) == 2
 
 
 @pytest.mark.in_memory

@@ -11,7 +11,7 @@ def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
     found = measure_slice(num_chats=1)
     names = {function.name for functions in found.functions.values() for function in functions}
     assert {"accept_request", "BaseClient.__init__"} & names == {"accept_request"}, "the gateway's, after its start"
-    assert {"Worker._claim_messages", "ServingEngine.add_request", "Worker._append"} <= names
+    assert {"Intake.claim_messages", "ServingEngine.add_request", "Worker._append"} <= names
     assert 0 < found.count_lines("worker/penstock/worker/worker.py") < 842
     assert [one.what for one in found.passes if one.process == "gateway" and not one.is_walk] == [
         "from_json", "model_validate ChatBody", "model_dump_json Request",

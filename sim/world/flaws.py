@@ -65,8 +65,8 @@ FLAWS = (
         "[event for event in claim.log if isinstance(event, TokenEvent)]", "[]",
     ),
     Flaw(
-        "a stale job is kept", f"{WORKER}/worker.py",
-        "self.settler.settle(Settlement(task.delivery), Settling(0))", "self.queue.defer(task.delivery)",
+        "a stale job is kept", f"{WORKER}/intake.py",
+        "self._settler.settle(Settlement(task.delivery))", "self.queue.defer(task.delivery)",
     ),
     Flaw(
         "a lost delivery counts as settled", f"{WORKER}/settler.py",
@@ -122,7 +122,7 @@ FLAWS = (
     ),
     Flaw(
         "free requests are not taken over", f"{WORKER}/worker.py",
-        "for stage in self._stages if accept else ():", "for stage in ():",
+        "for stage in self.intake.stages if accept else ():", "for stage in ():",
     ),
     Flaw(
         "expired sessions are not ended", f"{RECORD}/session.py",

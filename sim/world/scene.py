@@ -55,6 +55,7 @@ from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
+from penstock.prefill_worker.staying_role import StayingRole
 from penstock.record import Claim
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
 from penstock.testing.record import NEW
@@ -455,7 +456,7 @@ class Scene:
                 max_prompt_tokens=chance.choice([20, 512]), max_answer_tokens=chance.choice([3, 2000])
             )
             stays = StayPolicy(limits, lambda: beat.num_decoding > 0)
-            return PrefillRole(self.pipeline, engine, stays=stays), DecodeRole(self.pipeline, engine)
+            return StayingRole(self.pipeline, engine, stays), DecodeRole(self.pipeline, engine)
         if self.memory is None:
             return PrefillRole(self.pipeline, engine), None
         watch = LagWatch(self.servers.find_addresses(name), BusSettings())

@@ -13,7 +13,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import Job, Result
 from penstock.names import REASON_HEADER, TRUNCATED_HEADER, Pipeline, Stage
-from penstock.worker.settler import Settler, _PendingSettlement
+from penstock.worker.settler import Settler, Settling
 from sim.waiting import wait_for
 from tests.bus.buses import SETTINGS, list_values, make_bus, publish_messages, take_deliveries
 from tests.bus.test_doctor import set_topic_settings
@@ -51,10 +51,10 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
             Settlement(mine, [Outgoing(jobs, b"first", key="r1")]),
             again=lambda: Settlement(mine, [Outgoing(jobs, b"second", key="r1")]),
         )
-        outcomes: list[tuple[None, bool]] = []
+        outcomes: list[bool] = []
 
         def has_ended() -> bool:
-            outcomes.extend(settler.collect())
+            outcomes.extend(is_settled for _, is_settled in settler.collect())
             return bool(outcomes)
 
         wait_for(has_ended, "the settlement's end")
@@ -62,7 +62,7 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
         assert len(settler) == 0, "nothing is under way"
         settler.close()
         assert list_values(bus.read_all(jobs)) == [b"first", b"second"][: 1 + is_again]
-        assert outcomes == [(None, is_again)]  # the next holder settles a lost delivery from the record
+        assert outcomes == [is_again]  # the next holder settles a lost delivery from the record
 
 
 PROBE = "probe"
@@ -100,14 +100,19 @@ def test_what_its_topic_does_not_take_ends_alone_with_an_error(kafka: str, pipel
         return [Outgoing(topic, made[stage == "prefill"].encode(), request_id)]
 
     settled: dict[object, bool] = {}
+
+    def are_settled() -> bool:
+        settled.update({one.settlement.delivery.key: is_settled for one, is_settled in settler.collect()})
+        return len(settled) == 3
+
     with bus.join_group(stage, "a") as member:
         taken, settler = take_deliveries(member, 3), Settler(member, pipeline)
         with settler._lock:  # all are there before the first is settled
             for one in taken:
                 again = partial(lambda one: Settlement(one, make(one.key or "", "again")), one)
                 settler._open[one.address] += 1
-                settler._pending.put(_PendingSettlement(Settlement(one, make(one.key or "")), one.key, again))
-        wait_for(lambda: settled.update(settler.collect()) or len(settled) == 3, "all are settled")
+                settler._pending.put(Settling(Settlement(one, make(one.key or "")), again=again))
+        wait_for(are_settled, "all are settled")
         settler.close()
         assert settled == dict.fromkeys(names, True)
         assert member.count_held() == 0

@@ -60,7 +60,7 @@ class EndpointPipeline(PipelineServers):
         """Let a worker end as by SIGKILL: its session runs out, its deliveries come back, its connections close."""
         worker.session.stop()
         worker.settler.abandon()
-        worker.rescuer.close()
+        worker.intake.rescuer.close()
         worker.engine.close()
         worker.member.close()
         worker.record.close()

@@ -423,7 +423,7 @@ async def test_only_so_many_and_not_for_longer(kept: Kept) -> None:
         names.append(name)
     await keeper.delete_expired()
     assert {one.name for one in kept.stored()} == set(names[1:])
-    kept.patch.setattr(keeper, "_max_per_tenant", 2)
+    kept.patch.setattr(kept_responses, "MAX_PER_TENANT", 2)
     await keeper.delete_expired()
     assert {one.name for one in kept.stored()} == set(names[2:])
     kept.patch.setattr(keeper, "_keep_s", 0.0)

@@ -94,4 +94,4 @@ def test_of_what_is_too_large_nothing_is_kept(line: InProcessPipeline) -> None:
     kept = line.client.hget(line.pipeline.record_key("large"), "message")
     assert not kept
     waiting = Delivery(line.pipeline.request_topic("batch"), "0:0", value, None, {}, "batch", 0.0)
-    assert line.prefill.make_claim_request(waiting) is None
+    assert line.prefill.intake.make_claim_request(waiting) is None

@@ -70,7 +70,7 @@ def describe_exit(worker: Worker, before: View, after: View) -> list[str]:
     entry, is_settled, added = before.entry, after.entry is not before.entry, after.log[len(before.log) :]
     assert entry is not None
     assert len(after.results) <= 1
-    deferred = [one.delivery.position for one in worker.queue._deferred]
+    deferred = [one.delivery.position for one in worker.intake.queue._deferred]
     kept = "another's" if entry.member is not member_of(worker) else "held"
     kept = "deferred" if kept == "held" and str(entry.offset) in deferred else kept
     message = ("settled" if is_settled else kept) + ", dead letter" * (len(after.dead) - len(before.dead))
@@ -124,7 +124,7 @@ def give_away(worker: Worker) -> None:
 
 
 def turn_until_deferred(worker: Worker) -> None:
-    while worker.running or not len(worker.queue):
+    while worker.running or not len(worker.intake.queue):
         worker.run_once()
 
 
@@ -183,7 +183,7 @@ class Exits:
         entry = View(worker, key).entry
         assert entry is not None
         delivery = Delivery(entry.message.topic, str(entry.offset), entry.message.value, key, {}, "interactive", 0.0)
-        asked = worker.make_claim_request(delivery)
+        asked = worker.intake.make_claim_request(delivery)
         assert asked is not None
         (claim,) = worker.record.claim_all(worker.stage, session or worker.session.id, [asked])
         assert isinstance(claim, Claim)
@@ -326,7 +326,7 @@ class Exits:
         self._check(decode, act=turn_until_deferred)
 
     def moved_before_its_claim(self) -> None:
-        with patch.object(decode := self._send("decode"), "_is_long", lambda _: give_away(decode)):
+        with patch.object((decode := self._send("decode")).intake, "is_long", lambda _: give_away(decode)):
             self._check(decode)
 
     def parked(self) -> None:
@@ -336,7 +336,7 @@ class Exits:
             patch.object(prefill.member, "list_prefetched", return_value=fetched),
             patch("penstock.worker.rescue.PATIENCE_LEASES", 0.0),
         ):
-            self._check(prefill, act=lambda worker: worker.rescuer.park_waiting_messages())
+            self._check(prefill, act=lambda worker: worker.intake.rescuer.park_waiting_messages())
 
     def suspect(self) -> None:
         decode = self._run("decode", "another", num_failed=2)

@@ -168,7 +168,7 @@ def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipe
             assert isinstance(claim, Claim)
             line.prefill.record.release_claim(claim, failed=True)
         line.send_requests(request)
-        while len(line.prefill.queue) <= number:
+        while len(line.prefill.intake.queue) <= number:
             line.prefill.run_once()
         busy = claim_prefill(line.prefill.record, request.id, line.prefill.session.id, compute_body_hash(request))
         assert isinstance(busy, Busy)
@@ -209,7 +209,7 @@ def kill(worker: Worker) -> None:
     """Let a worker end as by SIGKILL, and its session at once."""
     worker.session.stop()
     worker.settler.abandon()
-    worker.rescuer.close()
+    worker.intake.rescuer.close()
     worker.engine.abandon()
     worker.member.close()
     worker.record.end_expired_sessions(0, worker.session.id)

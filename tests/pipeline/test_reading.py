@@ -109,14 +109,14 @@ def test_who_has_read_a_message_waits_for_no_other(
     publish_long(patient, work[-1])
     turn_until(worker, "long", reader)
     reader.is_let.set()
-    wait_for(worker.reader._open[0].task.done, "it is read")
-    poll = worker.queue.poll
+    wait_for(worker.intake.reader._open[0].task.done, "it is read")
+    poll = worker.intake.queue.poll
 
     def note_wait(*args: int, is_idle: bool, wait_s: float) -> list[Delivery]:
         waits.append(is_idle)
         return poll(*args, is_idle=is_idle, wait_s=wait_s)
 
-    monkeypatch.setattr(worker.queue, "poll", note_wait)
+    monkeypatch.setattr(worker.intake.queue, "poll", note_wait)
     worker.run_once()
     assert waits == [False]
     assert "long" in worker.running
@@ -151,7 +151,7 @@ def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
 
     def are_waiting() -> bool:
         first.run_once()
-        return len(first.reader) == 4
+        return len(first.intake.reader) == 4
 
     wait_for(are_waiting, "four wait to be read", 0)
     line.add_prefill("prefill-1")

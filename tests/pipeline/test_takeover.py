@@ -56,7 +56,7 @@ def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(
     run_until_running(heir, 2)
     first.member.close()
     line.add_decode("decode-2")
-    while len(line.decode.queue) < 2:
+    while len(line.decode.intake.queue) < 2:
         line.decode.run_once()
     line.send_requests(long(4).model_copy(update={"id": "new"}))
     line.run_prefill(3)
@@ -66,7 +66,7 @@ def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(
         return [result.id for result in line.read_results()] == ["new"]
 
     wait_for(has_answered, "the new request's result", 0)
-    assert len(heir.running) == len(line.decode.queue) == 2
+    assert len(heir.running) == len(line.decode.intake.queue) == 2
     heir.close()
 
 

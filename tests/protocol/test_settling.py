@@ -31,9 +31,9 @@ def test_a_delivery_that_is_being_settled_is_not_claimed_again(make_line: Callab
     line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
     (delivery,) = take_deliveries(line.prefill.member, 1)
     line.prefill.settler._open[delivery.topic, delivery.position] += 1
-    line.prefill._claim_messages(line.prefill._identify_messages([delivery]))
+    assert not list(line.prefill.intake.claim_messages(line.prefill.intake.identify_messages([delivery])))
     assert line.prefill.record.read_status("r1") is None
-    assert len(line.prefill.queue) == 1
+    assert len(line.prefill.intake.queue) == 1
     line.prefill.settler._open.clear()
     assert len(line.run_until_results(1)) == 1
     assert not line.prefill.member.is_holding(delivery)

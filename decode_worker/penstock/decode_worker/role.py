@@ -91,7 +91,7 @@ class DecodeRole(ModelRole):
         if not self.add_to_engine(task, job.seed, load):
             return False
         if task.blocks is not None and task.blocks.last_hash != job.last_block:
-            log.warning("%s: its KV is of another model or secret, computing it again", job.id)
+            log.warning("request %s: its KV is of another model or secret; computing it again", job.id)
         return True
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:

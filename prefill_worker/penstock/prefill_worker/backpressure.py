@@ -1,8 +1,8 @@
 """Backpressure of decode on prefill: how far prefill goes ahead with batch work.
 
 KV waits in the store until decode reads it. A job of fifty thousand prompts would fill every tier long before: what was
-stored first would be dropped, and decode would compute it again beside the answers that it generates. So no batch
-request is taken while decode has enough to do. Interactive requests are always taken.
+stored first would be dropped, and decode would compute it again beside the answers that it generates. While
+decode has enough to do, prefill therefore takes no batch request. Interactive requests are always taken.
 """
 
 import logging
@@ -57,7 +57,7 @@ class DecodeBackpressure:
             try:
                 self.is_active = has_enough_queued(self._read_lag())
             except (BusUnavailable, redis.RedisError) as error:
-                log.debug("the lag of decode cannot be read: %s", error)
+                log.debug("the lag of decode cannot be read now: %s", error)
                 self.is_active = False
             except Exception:  # e.g. the heartbeat of another version: batch work must not wait for ever
                 log.exception("the lag of decode cannot be read")

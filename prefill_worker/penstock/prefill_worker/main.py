@@ -10,11 +10,11 @@ def run_auto_worker(*, next_name: bool = False) -> None:
         engine = process.open_engine()
         with require_libraries():
             from penstock.decode_worker.role import DecodeRole
-            from penstock.prefill_worker.role import PrefillRole
             from penstock.prefill_worker.stay import StayPolicy
+            from penstock.prefill_worker.staying_role import StayingRole
         name = process.settings.engine.find_served_name()
         stays = StayPolicy(process.settings.stay, process.may_hand_off)
-        role = PrefillRole(process.pipeline, engine, None, name, stays)
+        role = StayingRole(process.pipeline, engine, stays, name)
         job_role = DecodeRole(process.pipeline, engine, name)
         job_role.grammars = role.grammars
         process.exits.callback(role.grammars.close)

@@ -1,4 +1,4 @@
-"""Requests: a prompt is computed, with one token, and handed off, or decoded here.
+"""Requests: a prompt is computed, with one token, and handed off. An `auto` worker decodes it (`staying_role.py`).
 
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
@@ -8,7 +8,8 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
     4  token 0 is sampled
     5  the job reference is published for decode, at a later token too where the worker decodes. A prefill worker does
        that also for requests that ended here
-    7  the answer is decoded here, where a `StayPolicy` says so, or its end was in the log, and its own message is bound
+    7  an `auto` worker decodes the answer here, where its `StayPolicy` says so. Then its own message is bound,
+       as it is where the log has the end already
     8  it ends
     9  the result is published, with the request's own message
 
@@ -25,8 +26,7 @@ from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.placement import count_prompt_chars
-from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
-from penstock.engine.sequence import Sequence
+from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
 from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
@@ -45,7 +45,6 @@ from penstock.messages import (
 from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
-from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
@@ -64,17 +63,18 @@ MAX_INLINE_BYTES = 8192
 step of the engine.
 """
 MAX_WAITING_STEPS = 4
-"""So many of the engine's largest steps may wait in prompt tokens beside those that are being computed. A prompt counts
-for at most half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
+"""Prompt tokens for this many of the engine's largest steps may wait beside those that are being computed. A prompt
+counts for at most half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
 """
 
 
 class PrefillRole(ModelRole):
-    """The role of a worker that reads requests; without `stays` that of a prefill worker."""
+    """The role of a prefill worker."""
 
     kind: WorkerKind = "prefill"
     stage: Stage = "prefill"
     max_inline_bytes = MAX_INLINE_BYTES
+    hands_off_for = "prefill"
 
     def __init__(
         self,
@@ -82,17 +82,9 @@ class PrefillRole(ModelRole):
         engine: InferenceEngine,
         backpressure: DecodeBackpressure | None = None,
         served_name: str = "",
-        stays: StayPolicy | None = None,
     ) -> None:
-        """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted.
-
-        `stays` decides which requests are decoded here too; without it, none is.
-        """
+        """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
         super().__init__(pipeline, engine, served_name)
-        self._stays = stays
-        self._kept_s = 0.0
-        """How long prompts have kept answers that were decoded beside them, since the start."""
-        self.hands_off_for = "prefill" if stays is None else ""
         self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
 
     # 2. Claim.
@@ -110,7 +102,7 @@ class PrefillRole(ModelRole):
         except BaseException as bug:  # this request's, not its neighbours'
             if not is_failure(bug):
                 raise
-            log.exception("a message of %s", delivery.topic)
+            log.exception("decoding a message of %s failed", delivery.topic)
             outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
@@ -191,24 +183,6 @@ class PrefillRole(ModelRole):
         num_ahead = (max_waiting_tokens - num_waiting_tokens) // counted_tokens
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
 
-    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
-        """Decide whether a request is decoded here, now that it is known how much of its prompt is to be computed."""
-        if self._stays is None or task.blocks is None or not isinstance(task.seq, Sequence):
-            return
-        num_prompt, num_blocks = len(task.token_ids), loaded.num_pool_blocks + loaded.num_tier_blocks
-        num_found = min(num_prompt, num_blocks * task.blocks.hasher.block_size)
-        delay_s = self.engine.prompt_seconds(num_prompt - num_found, num_found) if are_others_here else None
-        self._kept_s += delay_s or 0.0
-        task.leaving_for = self._stays.judge_prompt(num_prompt - num_found, delay_s or 0.0)
-        if task.hands_off:
-            self.engine.lease_request(task.id, self.pipeline.lease_owner(task.id))
-
-    def leaves_preempted(self, task: Task) -> bool:
-        """Return whether a request leaves whose blocks went to others: where another worker decodes."""
-        if self._stays is not None:
-            self._leave(task, self._stays.judge_preempted())
-        return task.hands_off
-
     # 4. Append.
 
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
@@ -238,19 +212,7 @@ class PrefillRole(ModelRole):
             return False
         if task.outcome is not None:
             return self.engine.finish_request(task.id) is not None
-        if self._stays is not None:
-            if task.last_written_s is None:
-                task.kept_before_s = self._kept_s
-            num_here, kept_s = len(task.log_events) - task.claim.num_found_tokens, self._kept_s - task.kept_before_s
-            self._leave(task, self._stays.judge_answer(len(task.log_events), task.begun_s, num_here, kept_s))
         return False
-
-    def _leave(self, task: Task, cause: str) -> None:
-        """Have a request go on in another worker, if there is a cause: its blocks are stored for that one."""
-        task.leaving_for = cause
-        if cause:
-            self.engine.lease_request(task.id, self.pipeline.lease_owner(task.id))
-            task.blocks_stored = self.engine.finish_request(task.id)
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
         """Record that a token is in the log."""
@@ -271,8 +233,8 @@ class PrefillRole(ModelRole):
         return build_end_event(task)
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
-        """Return the job message of a request that is handed off, also of one that ended; else the result of its log,
-        or None where Redis lost the record between the claim and the reading.
+        """Return the job message of a request that is handed off, also of one that ended. Otherwise return the result
+        of its log, or None where Redis lost the record between the claim and the reading.
         """
         if not task.hands_off:
             sampling = Sampling() if task.message is None else task.message.sampling
@@ -294,14 +256,11 @@ class PrefillRole(ModelRole):
         bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
         return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
 
-    def end_leases(self, task: Task) -> None:
-        """Do nothing: decode ends the leases."""
-
     # For the heartbeat.
 
     def count_done(self, sampled: Collection[SampledToken]) -> int:
-        """Return the tokens of prompts that are computed; where answers are decoded too, those of answers."""
-        return sum(item.seq.num_prompt_tokens for item in sampled) if self._stays is None else len(sampled)
+        """Return the tokens of prompts that are computed."""
+        return sum(item.seq.num_prompt_tokens for item in sampled)
 
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the work that a request still needs, for the heartbeat."""
@@ -317,9 +276,7 @@ class PrefillRole(ModelRole):
         )
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """Return how fast prompts are computed, and answers where they are decoded too, for the heartbeat."""
-        if self._stays is not None:
-            return super().report_rates(load)
+        """Return how fast prompts are computed, for the heartbeat."""
         rates = [
             rate for rate in (load.throughput.tokens_per_s, self.engine.prefill_tokens_per_s()) if rate is not None
         ]

@@ -1,7 +1,7 @@
 """Which requests a worker that reads requests and jobs decodes itself, and which it hands off, and when.
 
 A prompt that is computed beside others' answers delays their next tokens, and a long answer holds its message for as
-long as it lasts. So where another worker decodes, a request leaves for one of these causes:
+long as it lasts. Where another worker decodes, a request therefore leaves for one of these causes:
 
     prompt   at its first token: more of its prompt had to be computed than may be, or that took longer than the tokens
              of the answers that are decoded here may wait for it
@@ -40,8 +40,8 @@ class StayPolicy:
         """Return why a request leaves that has `num_tokens` tokens, and was begun at `begun_s` by the monotonic clock;
         an empty string where it stays. `kept_s`: how long prompts have kept the `num_here` tokens that it got here.
         """
-        # Each answer is judged by what itself has borne. So none has to be chosen, the youngest or that with most left:
-        # those leave that gain from it, and an answer that has had an easy time stays through a prompt or two.
+        # Each answer is judged by its own delays. The policy need not choose one, the youngest or that with most left:
+        # answers leave that gain from it, and an answer with few delays stays through a prompt or two.
         is_kept = num_here >= MIN_JUDGED_TOKENS and kept_s * 1000 > num_here * self._settings.max_added_itl_ms
         is_long = num_tokens >= self._settings.max_answer_tokens or time.monotonic() > begun_s + self._settings.max_s
         if not (is_long or is_kept) or not self._has_others():

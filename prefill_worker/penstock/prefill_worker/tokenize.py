@@ -10,7 +10,7 @@ from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
 
 MAX_START_TOKENS = 64
-"""So many tokens at the prompt's end have the beginning of the answer's turn, of all known templates."""
+"""This many tokens at the prompt's end hold the beginning of the answer's turn, with all known templates."""
 
 
 class PromptTokenizer:

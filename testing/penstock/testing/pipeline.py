@@ -25,6 +25,7 @@ from penstock.messages import Result, TokenEvent, decode_message
 from penstock.names import Pipeline, WorkerKind
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
+from penstock.prefill_worker.staying_role import StayingRole
 from penstock.record import Claim
 from penstock.testing.bus import MemoryBus
 from penstock.testing.client import MemoryAsyncClient, MemoryClient
@@ -99,7 +100,7 @@ class _Running:
         decode = DecodeRole(bus.pipeline, engine)
         roles: dict[WorkerKind, Role] = {
             "prefill": PrefillRole(bus.pipeline, engine),
-            "auto": PrefillRole(bus.pipeline, engine, stays=stays),
+            "auto": StayingRole(bus.pipeline, engine, stays),
         }
         role, member = roles.get(kind, decode), bus.join_group(kind, name)
         self.decodes = kind != "prefill"

@@ -22,7 +22,7 @@ from opentelemetry.context import Context
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.endpoint_worker.engine import EndpointEngine, SampledPiece
 from penstock.endpoint_worker.question import check_request, estimate_prompt_tokens
-from penstock.engine.contract import Loaded, Outcome, SampledToken
+from penstock.engine.contract import Outcome, SampledToken
 from penstock.errors import AnswerInterrupted, RequestError, is_failure
 from penstock.messages import (
     EndEvent,
@@ -44,12 +44,12 @@ from penstock.worker.confine import build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.result import build_result_of_log
 from penstock.worker.retry import to_request_error
-from penstock.worker.task import StageOutput, Task
+from penstock.worker.task import Role, StageOutput, Task
 
 log = logging.getLogger(__name__)
 
 
-class EndpointRole:
+class EndpointRole(Role):
     """The role of an endpoint worker."""
 
     kind: WorkerKind = "endpoint"
@@ -57,6 +57,7 @@ class EndpointRole:
     max_inline_bytes = MAX_MESSAGE_BYTES
     hands_off_for = ""
     writes_pieces = True
+    engine: EndpointEngine
 
     def __init__(self, pipeline: Pipeline, model_name: str, engine: EndpointEngine) -> None:
         """`model_name` is the name by which callers ask for the model; the endpoints may have another for it."""
@@ -100,13 +101,6 @@ class EndpointRole:
         return True
 
     # 2. Ask.
-
-    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
-        """Do nothing: there is no KV here."""
-
-    def leaves_preempted(self, task: Task) -> bool:
-        """Return False: there is no KV here."""
-        return False
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Have the endpoints asked. Return False where the text so far is as long as the answer may be.
@@ -174,9 +168,6 @@ class EndpointRole:
     def build_failed_output(self, task: Task) -> Outgoing:
         """Return an error result."""
         return build_failed_result(self.pipeline, task.id, task.tenant, task.delivery)
-
-    def end_leases(self, task: Task) -> None:
-        """Do nothing: there is no KV here."""
 
     # For the heartbeat.
 

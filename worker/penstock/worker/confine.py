@@ -1,8 +1,8 @@
 """An exception about one request is that request's alone: it ends with a typed error, and all others go on.
 
 The loops handle each request inside of `confine_error`. An outage, a lost delivery and a fenced member are about no
-request: they are raised on, and the loop deals with them. What is written at last has fixed words where the request's
-own cannot be written, as they are what failed.
+request: they are raised on, and the loop deals with them. An end, a result or a dead letter has fixed words where the
+request's own words cannot be written, as these have failed.
 """
 
 import logging
@@ -11,12 +11,14 @@ from dataclasses import replace
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.dead_letters import build_dead_letter
+from penstock.engine.contract import Outcome
 from penstock.errors import InternalError, RequestError, is_failure
 from penstock.messages import EndEvent, ErrorInfo, Result, Timings, now_s
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.worker.result import build_result_message
 from penstock.worker.retry import to_request_error
+from penstock.worker.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ UNWRITABLE = "what the request came to cannot be written; the worker's log says 
 class confine_error:  # noqa: N801, as it reads like a call
     """A block whose exception is logged, and given to `end` as the error that the request ends with.
 
-    Without `end` the request goes on. What is not about this request is raised on (`to_request_error`).
+    Without `end` the request goes on. Errors that are not about this request are raised on (`to_request_error`).
     """
 
     __slots__ = ("end", "request_id")
@@ -52,6 +54,20 @@ class confine_error:  # noqa: N801, as it reads like a call
         return True
 
 
+def try_for_request(task: Task, work: Callable[[], bool]) -> bool:
+    """Do something for a request, and return what it returns; True where it fails, and the task has its outcome."""
+    try:
+        return work()
+    except RequestError as error:
+        task.outcome = Outcome.of_error(error)
+    except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
+        if not is_failure(error):
+            raise
+        log.exception("request %s", task.id)
+        task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
+    return True
+
+
 def build_writable_end(request_id: str, build: Callable[[], EndEvent], pieces: int | None = None) -> EndEvent:
     """Return the end event that `build` returns; one in fixed words where that cannot be built or written.
 
@@ -73,7 +89,8 @@ def build_fixed_end(pieces: int | None = None) -> EndEvent:
 def give_up_claim(record: Record, claim: Claim, error: RequestError, pieces: int | None = None) -> None:
     """Release a claim whose message cannot be read here, so that another worker takes it later.
 
-    Where that failed as often as a request may fail, its log ends with the error. Whoever has its delivery settles it.
+    Where that failed as often as a request may fail, its log ends with the error. The worker that has the delivery
+    settles it.
     """
     if claim.attempts_in_vain < record.settings.fail_attempts:
         record.release_claim(claim, failed=True, delivered=False, wait_s=record.settings.retry_cap_s)

@@ -109,7 +109,7 @@ class Heartbeat:
             self._wake.set()
 
     def keep_session(self, session: Session) -> None:
-        """Renew a session on the first server until it is stopped. There is one at a time."""
+        """Renew a session on the first server until it is stopped. A worker has one session at a time."""
         self._session = session
         self._wake.set()
 
@@ -160,9 +160,9 @@ class Heartbeat:
             2  else the one that has others is waited for, until its lease ends (its process was killed) or is renewed
             3  where it lives, this worker must not serve, unless the mix is accepted: then 1 is done, and logged
 
-        A crash after any of them costs a lease: then the words are gone. Of two workers that start at once, the first
-        beat decides. Heartbeats without words are of workers without a model, or of an older version: they differ from
-        none. Raises `ArithmeticDiffers`, and `NameTaken` where another process has this worker's name by now.
+        A crash after any of them costs a lease: then the words are gone. The first beat decides between two workers
+        that start at once. Heartbeats without words are of workers without a model, or of an older version: they differ
+        from none. Raises `ArithmeticDiffers`, and `NameTaken` where another process has this worker's name by now.
         """
         self._is_mix_accepted = is_mix_accepted
         other = self._try_arithmetic(arithmetic)  # 1
@@ -199,7 +199,7 @@ class Heartbeat:
                 if not is_away(error):
                     raise
                 if not is_told:
-                    log.warning("waiting: %s", error)
+                    log.warning("waiting until Redis answers: %s", error)
                 is_told = True
                 time.sleep(TAKE_PAUSE_S)
 
@@ -282,7 +282,7 @@ class Heartbeat:
             session, now_s = self._session, time.monotonic()
             if session is not None and session.is_stopped:
                 session = None
-            # So much earlier or later a beat is written to go with a renewal.
+            # A beat is written up to this much earlier or later, to go with a renewal.
             slack_s = 0.0 if session is None else min(session.interval_s, self._interval_s) / 2
             if session is not None and session.due_s <= now_s:
                 self._keep_alive(session, is_beat_due=self._due_s <= now_s + slack_s)
@@ -318,13 +318,13 @@ class Heartbeat:
             yield
         except redis.RedisError as error:
             if self._is_written:
-                log.warning("heartbeats cannot be written: %s", error)
+                log.warning("the heartbeat cannot be written: %s", error)
             self._is_written = False
         except NameTaken as error:  # `raise_failure` raises it in the loop
             self._failure = error
             self._answered.set()
         except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost
-            log.exception("a heartbeat could not be made; the next one is tried")
+            log.exception("the heartbeat could not be built; the worker goes on, and tries the next one")
 
 
 class _Holder(NamedTuple):

@@ -131,8 +131,9 @@ class Reconnector:
     def _is_outage(self, error: Exception) -> bool:
         """Return whether an error is an outage.
 
-        Who was let in before and is refused now waits. A member is fenced when it was away too long. Where another
-        process has its name by now, the beat that is written before a new member is made raises `NameTaken`.
+        A worker that the servers let in before and refuse now waits. A member is fenced when it was away too long.
+        Where another process has its name by now, the beat that is written before a new member is made raises
+        `NameTaken`.
         """
         return is_outage(error) or isinstance(error, (MemberFenced, AccessRefused))
 
@@ -150,5 +151,5 @@ class Reconnector:
                     raise
                 self._beat.update_status(reason=str(error))
                 continue
-            log.info("the servers answer, after %.1f s", time.monotonic() - begun_s)
+            log.info("reconnected after %.1f s", time.monotonic() - begun_s)
             return

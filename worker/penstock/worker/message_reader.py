@@ -10,10 +10,10 @@ The message of a request that was taken over comes with the claim and begins at 
 before and begins at 4.
 
 What a crash costs: before 3 the bus has the delivery, and a message that waits for long is parked for other workers
-(`penstock.worker.rescue`). After 3 the session runs out, and the next worker takes the request over. So whatever a
-template, a tokenizer or a grammar does to the worker in 4 costs the request an attempt, and ends it in the end. A
-reading that does not return is the watch's (`penstock.worker.watch`). A worker that leaves releases the claims, and one
-whose thread is busy for long those that it has not begun.
+(`penstock.worker.rescue`). After 3 the session runs out, and the next worker takes the request over. A template, a
+tokenizer or a grammar that ends the worker in 4 therefore costs the request an attempt each time, and the request ends
+when it has none left. The watch deals with a reading that does not return (`penstock.worker.watch`). A worker
+that leaves releases all claims; a worker whose thread is busy for long releases those that it has not begun to read.
 """
 
 import time

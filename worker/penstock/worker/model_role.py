@@ -1,9 +1,9 @@
-"""What the roles share whose worker has a model of its own: prefill's and decode's."""
+"""The base of the roles whose worker has a model of its own: prefill's and decode's."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
+from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
@@ -14,13 +14,14 @@ from penstock.names import Pipeline
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import WorkerLoad
 from penstock.worker.retry import is_suspect
-from penstock.worker.task import Task
+from penstock.worker.task import Role, Task
 
 
-class ModelRole:
+class ModelRole(Role):
     """The engine of a role, and the events of the tokens that it samples."""
 
     writes_pieces = False
+    engine: InferenceEngine
 
     def __init__(self, pipeline: Pipeline, engine: InferenceEngine, served_name: str = "") -> None:
         """`served_name` is the name by which callers ask for the model, if it is another than the engine's."""
@@ -84,13 +85,6 @@ class ModelRole:
         task.seq = seq
         load.mean_prompt_tokens[task.klass].add(len(seq.token_ids))
         return True
-
-    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
-        """Do nothing: the request is where it is to be."""
-
-    def leaves_preempted(self, task: Task) -> bool:
-        """Return False: the request waits here."""
-        return False
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed and answers decoded, for the heartbeat."""

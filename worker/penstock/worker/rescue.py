@@ -1,14 +1,14 @@
 """Messages that no worker works on are parked in Redis, where any worker of their stage with capacity takes them.
 
-Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
-(on Kafka after the group's session timeout, 45 seconds by default). So, on Kafka in a thread of each worker, and on
-Redis Streams, where there is no 2, in its loop:
+Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead.
+On Kafka the bus notices that after the group's session timeout, 45 seconds by default. Therefore each worker does this,
+on Kafka in a thread of its own. On Redis Streams it does so in its loop, and there is no 2:
 
     1  a message that its member has fetched, or that waits to be read (`penstock.worker.message_reader`), and that was
        not claimed here within two leases, is parked
-    2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker.
-       So are those that no session has named for two leases: their reader died before it named them, or Redis lost
-       what was named. That worker reads them from where the group stopped, and parks what it finds
+    2  one worker adopts parts of the topics whose reader's session is over, or whose reader makes no progress. It also
+       adopts parts that no session has named for two leases: their reader died before it named them, or Redis lost
+       the names. The worker reads these parts from where the group stopped, and parks the messages that it finds
     3  the worker that takes such a request answers it. The worker that has its delivery, or gets it later, settles it
        from the record
 
@@ -79,7 +79,7 @@ class Rescuer:
         self._thread = CheckedThread("penstock-rescue", self._run) if self._readers else None
 
     def run_once(self) -> None:
-        """Put down what is due, where there is no thread for that. The loop calls this in each turn.
+        """Park messages that have waited too long; only without a rescue thread. The loop calls this in each turn.
 
         Raise the error that ended the thread, if there was one. Outages do not end it.
         """
@@ -90,7 +90,7 @@ class Rescuer:
             self._due_s = time.monotonic() + self._interval_s
 
     def close(self) -> None:
-        """Put down no more."""
+        """Stop parking messages."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -104,12 +104,12 @@ class Rescuer:
                 wait_s = self._interval_s / 5 if self._look() else self._interval_s
 
     def _look(self) -> bool:
-        """Put down what waits here and in adopted parts. Return whether any are adopted."""
+        """Park messages that wait here and in adopted parts. Return whether this worker has adopted any."""
         try:
             self.park_waiting_messages()
             return self.read_adopted_parts()
         except BusError as error:  # an outage: the next look tries again
-            log.debug("the bus cannot be read for others: %s", error)
+            log.debug("adopted partitions cannot be read now: %s", error)
         except redis.RedisError as error:
             if not is_outage(error):
                 raise
@@ -153,7 +153,7 @@ class Rescuer:
         num_wanted = MAX_FREE_REQUESTS - self._record.count_free(stage) - len(self._found)
         found = reader.read_orphans(parts, max(0, num_wanted))
         if found:
-            log.info("%d messages that no other %s worker reads", len(found), stage)
+            log.info("found %d messages that no other %s worker reads", len(found), stage)
         return found
 
     def _adopt_partitions(self) -> list[str]:
@@ -194,7 +194,7 @@ class Rescuer:
     def _read_waiting(self, delivery: Delivery) -> UnclaimedMessage | None:
         try:
             return self._read(delivery)
-        except BaseException as error:  # who claims it finds that out, and ends it
+        except BaseException as error:  # the worker that claims the request finds this out, and ends it
             if not is_failure(error):
                 raise
             log.exception("a message in %s cannot be parked", delivery.topic)

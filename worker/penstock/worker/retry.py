@@ -10,8 +10,8 @@ the bus. A request that was taken over has no delivery: its claim is only releas
 waiting time. No message waits behind a deferred delivery, as offsets are committed out of order. A worker defers no
 more deliveries than its `DeliveryQueue` allows.
 
-A worker that dies reports no error. So a request that was claimed a few times in vain begins as a suspect, which is
-computed alone (`penstock.engine.scheduling.quarantine`). A worker has one suspect at a time: if that is the one that
+A worker that dies reports no error. A request that was claimed a few times in vain therefore begins as a suspect, which
+is computed alone (`penstock.engine.scheduling.quarantine`). A worker has one suspect at a time: if that is the one that
 kills workers, no other request loses an attempt with it.
 """
 
@@ -45,7 +45,7 @@ SUSPECT_DEFERRAL_S = 0.25
 
 
 class RetryPolicy:
-    """What a worker does with requests whose work fails."""
+    """Releases and defers requests whose work fails."""
 
     def __init__(self, record: Record, queue: DeliveryQueue, retried: Callable[[str], None]) -> None:
         """`retried` is called with the code of each error after which a request is tried again."""

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
@@ -18,6 +17,7 @@ from penstock.messages import ErrorInfo, Job, Result, decode_message
 from penstock.names import CLASS_HEADER, OPERATION_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline, PriorityClass
 from penstock.redis.client import backoff_pauses, is_outage
 from penstock.threads import CheckedThread
+from penstock.worker.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,16 @@ ABANDON_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
-class _PendingSettlement:
+class Settling:
+    """A settlement under way."""
+
     settlement: Settlement
-    ticket: Any
-    again: Callable[[], Settlement] | None
+    task: Task | None = None
+    """The request; None where it was never claimed here."""
+    again: Callable[[], Settlement] | None = None
+    """Makes the settlement anew, on the settler's thread."""
+    num_dead_letters: int = 0
+    """How many dead letters the settlement had when the loop asked for it."""
     name: object = field(default_factory=object)
     """It stays when the settlement is made anew."""
 
@@ -68,9 +74,9 @@ class Settler:
         self._called_s: float | None = None
         """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
-        self._pending: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[Settling | None] = queue.SimpleQueue()
         self._open: Counter[object] = Counter()
-        self._outcomes: list[tuple[Any, bool]] = []
+        self._outcomes: list[tuple[Settling, bool]] = []
         self._lock = threading.Condition()
         self._has_ended = False
         self._thread = CheckedThread("settler", self._run)
@@ -88,16 +94,17 @@ class Settler:
     def settle(
         self,
         settlement: Settlement,
-        ticket: Any = None,
+        task: Task | None = None,
         again: Callable[[], Settlement] | None = None,
         after: "Future[float] | None" = None,
     ) -> None:
-        """Settle soon, or as soon as `after` is done. `collect` returns the ticket with the outcome.
+        """Settle soon, or as soon as `after` is done. `task` is the request, if it was claimed here.
 
         `again` makes the settlement anew, on the settler's thread, where it is not known whether its outputs are
         published: a job must not be published twice under one name, as both would settle the result.
         """
-        pending = _PendingSettlement(settlement, ticket, again)
+        num_dead_letters = sum(one.topic == self._pipeline.dead_letter_topic for one in settlement.outputs)
+        pending = Settling(settlement, task, again, num_dead_letters)
         with self._lock:
             self._open[pending.address] += 1
         if after is None:
@@ -105,12 +112,12 @@ class Settler:
         else:
             after.add_done_callback(lambda _: self._enqueue_awaited(pending))
 
-    def _enqueue_awaited(self, pending: _PendingSettlement) -> None:
+    def _enqueue_awaited(self, pending: Settling) -> None:
         failpoint("prefill.4.written")
         self._pending.put(pending)
 
-    def collect(self) -> list[tuple[Any, bool]]:
-        """Return the tickets and outcomes since the last call: True if settled, False if another member will."""
+    def collect(self) -> list[tuple[Settling, bool]]:
+        """Return what has ended since the last call, with True if it is settled, and False if another member will."""
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -166,9 +173,9 @@ class Settler:
                 self._has_ended = True
                 self._lock.notify_all()
 
-    def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
+    def _settle_batch(self, batch: list[Settling]) -> None:
         """Settle a batch. A delivery that is there twice is settled once; one that came again is another delivery."""
-        once, again = dict[int, _PendingSettlement](), list[_PendingSettlement]()
+        once, again = dict[int, Settling](), list[Settling]()
         for pending in batch:
             delivery = pending.settlement.delivery
             if once.setdefault(id(delivery) if delivery.is_held else id(pending), pending) is not pending:
@@ -176,7 +183,7 @@ class Settler:
         self._settle_all(list(once.values()))
         self._record_outcomes(again, settled=False)
 
-    def _settle_all(self, batch: list[_PendingSettlement]) -> None:
+    def _settle_all(self, batch: list[Settling]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
         while batch and not self._is_over.is_set():
             try:
@@ -230,15 +237,15 @@ class Settler:
             self._trouble = trouble
             self._lock.notify_all()
 
-    def _record_outcomes(self, settlements: list[_PendingSettlement], *, settled: bool) -> None:
+    def _record_outcomes(self, settlements: list[Settling], *, settled: bool) -> None:
         with self._lock:
-            self._outcomes += [(pending.ticket, settled) for pending in settlements]
+            self._outcomes += [(pending, settled) for pending in settlements]
             self._open -= Counter(pending.address for pending in settlements)
             self._lock.notify_all()
         self._wake()
 
 
-def _make_anew(pending: _PendingSettlement) -> _PendingSettlement:
+def _make_anew(pending: Settling) -> Settling:
     return replace(pending, settlement=pending.again()) if pending.again else pending
 
 

@@ -38,10 +38,10 @@ class Task:
     """The decoded message; None where it could not be read."""
     operation: Operation
     body_hash: str = ""
-    """Of a message with a request the hash of its body: one with the same id and another hash is a conflict."""
+    """The hash of a request's body; empty for a job. A message with the same id and another hash is a conflict."""
     name: str = ""
-    """What is bound to the request if its result is settled with this message: the job's name, or that of the place of
-    the request's own message in its topic.
+    """The name that is bound to the request if this message settles its result: the job's name, or the name of the
+    place of the request's own message in its topic.
     """
     token_ids: list[int] = field(default_factory=list)
     """The prompt's token ids."""
@@ -54,7 +54,7 @@ class Task:
     tail_text: str = ""
     """Text that was held back when the deadline cut the answer short."""
     role: "Role" = field(init=False)
-    """What treats it: that of the topic it came by. The loop says so when the message was read."""
+    """The role that treats it, which is that of its message's topic. It is set once the message is identified."""
     leaving_for: str = ""
     """Why another worker goes on with it, or ends it, once its next token is in the log; empty where it stays."""
     claim: Claim = field(init=False)
@@ -128,6 +128,10 @@ class Task:
             return self.outcome.stop
         return None if self.output is None else self.output.stop
 
+    def is_same_request(self, other: "Task") -> bool:
+        """Return whether two messages of a request ask for the same: they have one body, or are one job."""
+        return (self.body_hash, self.name) == (other.body_hash, other.name)
+
     def to_claim_request(self) -> UnclaimedMessage:
         """Return what a claim needs to know of the request.
 
@@ -150,8 +154,8 @@ class Task:
     def find_cause_to_leave(self) -> str:
         """Return why the request is handed off now that it ends; empty where this worker settles its result.
 
-        Behind another claim, which may have sent the request on, its own message is not bound, but the first job that
-        comes.
+        An earlier claim may have handed the request off already. Then its own message is not bound; the first job that
+        is claimed is.
         """
         is_own = self.claim.stage == "prefill"
         return self.role.hands_off_for or ("ended" if is_own and self.claim.may_be_sent_on else "")
@@ -202,7 +206,7 @@ class Task:
 
 
 class StageOutput(NamedTuple):
-    """What is published when a request is through with a stage."""
+    """The messages that are published when a request is through with a stage."""
 
     outputs: list[Outgoing]
     dead_letters: list[Outgoing]
@@ -214,25 +218,25 @@ class StageOutput(NamedTuple):
 
 
 class Role(Protocol):
-    """What a kind of worker does with a request: how it is read, computed and completed, and how many fit."""
+    """The part of a kind of worker: it reads, computes and completes requests, and says how many fit.
+
+    A role is a subclass. It writes all methods but those that do nothing here.
+    """
 
     kind: WorkerKind
     stage: Stage
-    """What the record has the kind's requests for: an endpoint worker's are claimed as jobs are in decode."""
+    """The stage under which the kind's requests are claimed: an endpoint worker claims them as decode claims jobs."""
     hands_off_for: str
     """Why all requests go on in another worker, as jobs, also those that have ended here; empty where they may stay."""
     max_inline_bytes: int
     """The loop itself decodes and reads messages up to this size, but compiles no grammar; a thread does the rest."""
     writes_pieces: bool
-    """Whether the events of its logs are pieces of text. Else each is a token."""
+    """Whether the events of its logs are pieces of text; otherwise each event is a token."""
 
-    @property
-    def engine(self) -> TokenSource:
-        """What computes its requests."""
-
-    @property
-    def model_name(self) -> str:
-        """The name that requests have for the model."""
+    engine: TokenSource
+    """The engine that computes its requests."""
+    model_name: str
+    """The name that requests have for the model."""
 
     # 1 and 6. Claim.
 
@@ -251,8 +255,8 @@ class Role(Protocol):
     def read_request(self, task: Task, *, may_wait: bool) -> bool:
         """Read what a claimed request asks for: its prompt's tokens, its grammar. Any thread may call this.
 
-        Without `may_wait` return False for what takes time, and is to be read on a thread. Whatever is raised ends the
-        request, or has it tried again.
+        Without `may_wait` return False for a request that takes time: a thread reads it. An error that this raises ends
+        the request, or has it tried again.
         """
 
     # 3 and 6. Load.
@@ -261,6 +265,7 @@ class Role(Protocol):
         """Note that the blocks of a request that were found are loaded, before the rest is computed: set `leaving_for`
         where it is better decoded elsewhere. `are_others_here`: the worker decodes others.
         """
+        return
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Hand a request to the engine, and add its length to the means. Return False where the answer is complete
@@ -271,8 +276,9 @@ class Role(Protocol):
 
     def leaves_preempted(self, task: Task) -> bool:
         """Return whether a request with tokens, whose blocks went to others, is better decoded elsewhere; then it has
-        `leaving_for`. Else it waits for blocks here.
+        `leaving_for`. Otherwise it waits for blocks here.
         """
+        return False
 
     # 4 and 7. Append.
 
@@ -307,6 +313,7 @@ class Role(Protocol):
 
     def end_leases(self, task: Task) -> None:
         """End the leases that were made on the blocks of a request's prompt for this stage."""
+        return
 
     # For the heartbeat.
 

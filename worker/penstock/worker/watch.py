@@ -1,11 +1,11 @@
 """The watch of a worker's loop: a loop that stands still holds its requests no longer than a limit.
 
 A kernel, a driver, a tokenizer or a grammar that does not return stops the loop, or the thread that reads long messages
-(`penstock.worker.message_reader`), while the worker's other threads go on. The loop notes each turn and the length of
+(`penstock.worker.message_reader`). The worker's other threads go on. The loop notes each turn and the length of
 each engine step, and the thread each reading. When a turn or a reading lasts longer than the limit, then
 
     1  the session is not renewed any more (`penstock.record.session`): a lease later other workers have its requests
-    2  the process logs where it stands, and ends itself. Whatever restarts workers starts it again
+    2  the process logs where it stands, and ends itself. The supervisor of the workers starts it again
 
 The thread that renews the session looks (`penstock.worker.heartbeat`), about once a second. Where Redis hangs it looks
 when its calls have timed out, some seconds later.
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_STALL_LIMIT_S = 60.0
 LIMIT_IN_STEPS = 20
-"""A turn may always last as long as so many of the longest steps that this process has had."""
+"""A turn may always last as long as this many of the longest steps that this process has had."""
 STALLED_EXIT_CODE = 70
 """How a process ends whose loop stands still: `EX_SOFTWARE` of sysexits.h, which nothing else here uses."""
 LOG_TIMEOUT_S = 5.0
@@ -59,7 +59,7 @@ class LoopWatch:
         self._limit_s = limit_s
         self._longest_step_s = 0.0
         self._turn, self._reading = _Standing(), _Standing()
-        """There is no turn while there is no loop, as its worker left or is being made."""
+        """The turn has no thread while the loop has no worker: the last one left, or the next one is being made."""
         self._stalled: _Standing | None = None
         self._lock = threading.Lock()
         """Guards the looks, which several threads take: the sessions on several servers have a thread each."""
@@ -103,8 +103,8 @@ class LoopWatch:
     def is_stalled(self) -> bool:
         """Return whether a turn or a reading has lasted for longer than the limit. Any thread may call this, often.
 
-        What counts is the time between calls that found the same turn, each at most a quarter of the limit: a process
-        that was stopped as a whole, and goes on, has not stood still.
+        The time between two calls that find the same turn counts, up to a quarter of the limit. A process that was
+        stopped as a whole, and goes on, therefore has not stood still.
         """
         with self._lock:
             now_s = time.monotonic()

@@ -1,10 +1,11 @@
 """The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
-There is one loop and three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role
-reads messages, hands requests to its engine, and builds what is written and published of them. A worker that serves
-both stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message to its
-settlement. What others have done (blocks loaded and stored, messages read, deliveries settled) comes back as events
-that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows the contract
+One loop serves three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role reads
+messages, hands requests to its engine, and builds what is written and published of them. A worker that serves both
+stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message to its
+settlement. The intake (`intake.py`) polls, identifies and claims messages; the loop opens the requests that it returns.
+The work of other threads (blocks loaded and stored, messages read, deliveries settled) comes back as events that the
+loop collects: it alone touches tasks, record, session and metrics. The loop knows an engine by its contract
 (`TokenSource` in `penstock.engine.contract`): the engine moves the blocks' bytes itself.
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's. A request that
@@ -13,32 +14,31 @@ claim of a request in place of a job's:
 
     1, 6  claim     poll messages while there is capacity; those of a stage are claimed in one round trip: epoch+1 in
                     Redis, a job is bound if nothing is, and the log of what was begun is read. Then each message is
-                    read. What cannot be answered ends here, and goes on at 5 or 9
-    3, 6  load      what the KV store has of its blocks is fetched while others are computed
+                    read. A request that cannot be answered ends here, and goes on at 5 or 9
+    3, 6  load      the blocks that the KV store has are fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
                     several that it has guessed. Blocks that became full go to the KV store, some at once
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next steps are computed;
                     a hand-off waits for its token's. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended. A request's own message is bound with it, if its
                     delivery is here
-    5, 9  settle    what is through goes out. What is handed off, once all blocks are where decode can read them, leased
-                    to the request: job reference out, then the request is done, then the record says that it is handed
-                    off. What has ended: result out, job or request done, together; the leases on its blocks end
+    5, 9  settle    finished requests are settled. A hand-off waits until decode can read all its blocks, which are
+                    leased to the request: job reference out, then the request is done, then the record says that it is
+                    handed off. An end: result out, job or request done, together; the leases on its blocks end
 
-What a crash costs: before 4, the next attempt finds the blocks that were stored; after 4 or in 7, the next holder finds
-the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles, with the
-message that is bound; where none is, with a job, which is published again; a crash inside 9 leaves either nothing or
-all of it.
-Inside 5, once the job is out, the next attempt hands the request off again, under another name, or decodes it: one of
-its messages is bound, and the others are stale. Leases that nobody ends run out.
+What a crash costs: before 4, the next attempt finds the blocks that were stored. After 4 or in 7, the next holder finds
+the tokens in the log and goes on at its end: logged tokens are never sampled again. After 8, it only settles, with the
+message that is bound, or where none is, with a job, which is published again. A crash inside 9 leaves either nothing or
+all of it. Inside 5, once the job is out, the next attempt hands the request off again, under another name, or decodes
+it: one of its messages is bound, and the others are stale. Leases that nobody ends run out.
 """
 
 import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -52,27 +52,19 @@ from penstock.errors import (
     AttemptsExhausted,
     Cancelled,
     GrammarFailed,
-    IdConflict,
     InternalError,
-    InvalidRequest,
     RequestError,
     SequenceFailed,
-    is_failure,
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
+from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import (
     AppendOutcome,
-    Bound,
-    Busy,
     Claim,
     ClaimEvent,
-    Conflict,
     Record,
     ShardedSession,
-    TakenOver,
-    UnclaimedMessage,
 )
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_attributes
@@ -84,37 +76,28 @@ from penstock.worker.confine import (
     build_writable_dead_letter,
     build_writable_end,
     confine_error,
-    give_up_claim,
+    try_for_request,
 )
-from penstock.worker.delivery_queue import IDLE_POLL_S, POSTPONE_S, DeliveryQueue, deserialize_delivery
+from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
 from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.intake import SETTLING_DEFERRAL_S, Intake
 from penstock.worker.load import WorkerLoad
-from penstock.worker.message_reader import MessageReader, may_have_grammar
-from penstock.worker.rescue import PATIENCE_LEASES, Rescuer
+from penstock.worker.message_reader import may_have_grammar
 from penstock.worker.retry import (
     MAX_ATTEMPTS_BEFORE_SUSPECT,
     RetryPolicy,
     deadline_error,
     is_suspect,
     reason_to_end,
-    to_request_error,
 )
-from penstock.worker.settler import Settler
+from penstock.worker.settler import Settler, Settling
 from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
-SETTLING_DEFERRAL_S = 0.05
-"""Wait before a delivery is tried again that is being settled."""
 BUSY_POLL_S = 0.01
 """How long an idle worker polls for messages while loads, stores or settlements are under way."""
-
-
-MAX_CAPACITY_TURNS = 8
-"""The capacities are counted anew after so many turns in which no request came or went, as answers grow meanwhile."""
-
-
 MAX_UNCONFIRMED_S = 1.0
 """How long steps go on without an answer to a token that was sent, where Redis answers in its usual time."""
 NEAR_ANSWER_S = 0.005
@@ -133,15 +116,6 @@ class _SentToken(NamedTuple):
     """By the monotonic clock."""
 
 
-@dataclass(frozen=True)
-class Settling:
-    """A settlement under way: the ticket that the settler returns with its outcome."""
-
-    num_dead_letters: int
-    task: Task | None = None
-    """The request; None where it was never claimed."""
-
-
 class Worker:
     """A worker of one kind: its roles and engine, its record, and its place in its consumer groups."""
 
@@ -158,7 +132,6 @@ class Worker:
     ) -> None:
         """`job_role` treats jobs where the worker reads both requests and jobs; `role` treats all other messages."""
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
-        self._roles = {} if job_role is None else dict.fromkeys(pipeline.input_topics("decode").values(), job_role)
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
         self.watch = LoopWatch() if beat is None else beat.watch
@@ -170,26 +143,14 @@ class Worker:
             is_stalled=self.watch.is_stalled,
             keep=None if beat is None else beat.keep_session,
         )
-        self.settler, self.queue, self.load = (
-            Settler(member, pipeline, self.engine.wake_waiter),
-            DeliveryQueue(member),
-            WorkerLoad(),
-        )
-        self.reader = MessageReader(self._identify_message, self._read_request, self.watch, self.engine.wake_waiter)
-        stages = {topic: one.stage for topic, one in self._roles.items()}
-        stages |= dict.fromkeys(pipeline.input_topics(role.kind).values(), role.stage)
-        self._stages = list(dict.fromkeys(stages.values()))
-        """The stages of the requests that this worker answers, those first that were begun before."""
-        self.rescuer = Rescuer(
-            record, stages, self.session, member, self.make_claim_request, self.reader.unclaimed_deliveries
-        )
-        self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
+        self.settler, self.load = Settler(member, pipeline, self.engine.wake_waiter), WorkerLoad()
         self.running: dict[str, Task] = {}
         """All claimed requests that are not through with this stage, by request id."""
-        self._counted_ids: list[str] = []
-        """The requests that ran when the capacities were counted last, and those that were being read."""
-        self._num_capacity_turns = 0
-        """For how many more turns these capacities hold if no request comes or goes."""
+        self.intake = Intake(
+            role, job_role, pipeline, record, member, self.session, self.settler, self.metrics, self.load, self.watch,
+            self.running,
+        )  # fmt: skip
+        self.retry_policy = RetryPolicy(record, self.intake.queue, self.metrics.count_retry)
         self._opened: list[tuple[Task, bool]] = []
         """Claimed requests that are begun in this turn, and whether they are to be read before."""
         self._handing_off: set[Task] = set()
@@ -215,12 +176,12 @@ class Worker:
                 self.engine.wait_for_event()
         return bool(num_polled or sampled)
 
-    # What happened meanwhile.
+    # Events of other threads.
 
     def _handle_claim_news(self) -> None:
         """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
-        self.rescuer.run_once()
+        self.intake.rescuer.run_once()
         for claim, event in self.session.collect_events():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:
@@ -246,254 +207,76 @@ class Worker:
                         self._end_told(task, outcome)
 
     def _collect_events(self) -> list[Task]:
-        """Handle what other threads have loaded, stored, settled and read. Returns requests that are to be claimed.
-
-        Requests that wait here for longer than messages wait before they are parked go to other workers as well.
-        """
+        """Handle what other threads have loaded, stored, settled and read. Returns requests that are to be claimed."""
         self._collect_engine_events()
         self._finish_settled(self.settler.collect())
         identified = []
-        for reading in self.reader.collect_read():
+        for reading in self.intake.reader.collect_read():
             if reading.opened is not None:
                 with self._confine(reading.opened):
                     reading.task.result()
                     self._resume_read_request(reading.opened)
             elif (claim := reading.claim) is None:
-                with self._confine_message(reading.delivery):
-                    identified += self._accept_task(reading.delivery, reading.task.result())
+                identified += self.intake.accept_identified(reading)
             else:
-                with confine_error(claim.id, partial(self._give_up_claim, claim)):
-                    self._resume_request(reading.delivery, reading.task.result(), claim)
-        for task in self.reader.take_late(PATIENCE_LEASES * self.record.lease_s):
-            self.session.remove_claim(task.claim)
-            self.record.release_claim(task.claim, delivered=False)
-            self.queue.defer(task.delivery, POSTPONE_S)
+                with self.intake.confine_claim(claim):
+                    self._open_claimed(self.intake.resume_request(reading.delivery, reading.task.result(), claim))
+        self.intake.release_late()
         return identified
 
     # 1 and 6. Claim.
 
     def _claim(self, *, accept: bool) -> int:
-        """Hear what happened meanwhile, then claim requests that were free, read or polled. Return how many messages
-        were polled.
+        """Collect what happened meanwhile, then claim requests: free ones, those that were identified on the reader's
+        thread, and newly polled ones. Return how many messages were polled.
         """
         self._handle_claim_news()
         identified = self._collect_events()
         self._take_over(accept=accept)
         deliveries = self._poll_messages(is_idle=not identified and self._is_idle()) if accept else []
-        if claimed := [*identified, *self._identify_messages(deliveries)]:
-            self._claim_messages(claimed)
+        if claimed := [*identified, *self.intake.identify_messages(deliveries)]:
+            for task in self.intake.claim_messages(claimed):
+                self._open_claimed(task)
+            self._read_opened()
             self._collect_engine_events()  # where nothing was to be loaded the next step has their prompts
         return len(deliveries)
 
+    def _take_over(self, *, accept: bool) -> None:
+        """Take over requests that no worker holds, and begin them."""
+        for stage in self.intake.stages if accept else ():
+            for taken in self.intake.take_over(stage):
+                with self.intake.confine_claim(taken.claim):
+                    self._begin_taken(deserialize_delivery(taken.message), taken.claim)
+        self._read_opened()
+
+    def _begin_taken(self, delivery: Delivery, claim: Claim) -> None:
+        """Identify the message of a request that was taken over, and open the request."""
+        if not self.intake.is_long(delivery):
+            self._open_claimed(self.intake.resume_request(delivery, self.intake.identify_message(delivery), claim))
+        # On the thread it may wait behind a request whose reading never ends, and end with the worker.
+        elif not self._defer_suspect(delivery, claim):
+            self.session.add_claim(claim)
+            self.intake.reader.submit(delivery, claim)
+
     def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:
-        """Return the deliveries to begin. An idle worker waits for the first one: it has nothing to claim or to run."""
-        capacities = self._count_capacities()
+        """Return the deliveries to begin. An idle worker waits for the first one, not for long where others settle or
+        move blocks.
+        """
         is_waited_for = len(self.settler) > 0 or self.engine.is_moving_blocks()
-        deliveries = self.queue.poll(
-            capacities["batch"],
-            capacities["interactive"],
-            is_idle=is_idle,
-            wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S,
-        )
-        for _ in deliveries:
-            stage_failpoint(self.role.kind, "prefill.1.polled", "decode.6.polled", "endpoint.1.polled")
-        return deliveries
-
-    def _count_capacities(self) -> Mapping[PriorityClass, int]:
-        """Return how many more requests of each class to take.
-
-        It is counted as requests come and go, where a class has no capacity, and every few turns: the engine looks at
-        all its sequences for it. That of endpoints changes with their health too, and is counted each turn.
-        """
-        ids = [*self.running, *(delivery.position for delivery in self.reader.pending_deliveries())]
-        is_current = self._num_capacity_turns and ids == self._counted_ids and self.role.kind != "endpoint"
-        if is_current and all(self.load.capacities.values()):
-            self._num_capacity_turns -= 1
-        else:
-            self._counted_ids, self._num_capacity_turns = ids, MAX_CAPACITY_TURNS
-            self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
-        return self.load.capacities
-
-    def _find_role(self, delivery: Delivery) -> Role:
-        """Return what treats a message: that of its topic."""
-        return self._roles.get(delivery.topic, self.role)
-
-    def _identify_message(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message; None where not even an id can be read. Any thread may call this."""
-        role = self._find_role(delivery)
-        if (task := role.identify_request(delivery)) is not None:
-            task.role, task.leaving_for = role, role.hands_off_for
-        return task
-
-    def _read_request(self, task: Task, *, may_wait: bool = True) -> bool:
-        """Read what a claimed request asks for. Where that fails it has an outcome. Any thread may call this.
-
-        Return False for what takes time, unless this `may_wait`.
-        """
-        return self._try_for_request(task, partial(task.role.read_request, task, may_wait=may_wait))
-
-    def _try_for_request(self, task: Task, work: Callable[[], bool]) -> bool:
-        """Do something for a request, and return what it returns; True where it fails, and the task has its outcome."""
-        try:
-            return work()
-        except RequestError as error:
-            task.outcome = Outcome.of_error(error)
-        except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
-            if not is_failure(error):
-                raise
-            log.exception("request %s", task.id)
-            task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
-        return True
-
-    def free_capacity(self, klass: PriorityClass) -> int:
-        """Return how many more requests of a class to take.
-
-        Messages that are being read count as taken.
-        """
-        rank = CLASSES.index(klass)
-        before = [task for task in self.running.values() if CLASSES.index(task.klass) <= rank]
-        num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.reader.pending_deliveries())
-        return max(0, self.role.free_capacity(klass, before, num_read, self.load))
+        return self.intake.poll_messages(is_idle=is_idle, wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S)
 
     def _is_idle(self) -> bool:
         """Return whether there is nothing to do but wait for messages."""
-        return not self.running and not len(self.reader)
-
-    def _identify_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
-        """Return the requests of short messages, and have long ones decoded on a thread beside the engine's steps."""
-        tasks = []
-        for delivery in deliveries:
-            with self._confine_message(delivery):
-                if self._is_long(delivery):
-                    self.reader.submit(delivery, None)
-                else:
-                    tasks += self._accept_task(delivery, self._identify_message(delivery))
-        return tasks
-
-    def _is_long(self, delivery: Delivery) -> bool:
-        """Return whether a message is decoded and read on a thread."""
-        return len(delivery.value) > self._find_role(delivery).max_inline_bytes
-
-    def _accept_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
-        """Return the request of a message. Without one, send the message to the dead letters and return nothing."""
-        if task is None:
-            self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
-        return [] if task is None else [task]
+        return not self.running and not len(self.intake.reader)
 
     def _confine(self, task: Task) -> confine_error:
         """Return the block in which an exception ends a claimed request."""
         return confine_error(task.id, partial(self._end_failed, task))
 
-    def _confine_message(self, delivery: Delivery) -> confine_error:
-        """Return the block in which an exception makes a message that is not claimed a dead letter."""
-        where = f"at {delivery.position} of {delivery.topic}"
-        return confine_error(where, lambda error: self._send_dead_letter(delivery, f"{error.code}: {error}"))
-
-    def make_claim_request(self, delivery: Delivery) -> UnclaimedMessage | None:
-        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be parked.
-
-        Any thread may call this.
-        """
-        task = self._find_role(delivery).identify_request(delivery)
-        waiting = None if task is None else task.to_claim_request()
-        return waiting if waiting is not None and waiting.message else None
-
-    def _claim_messages(self, tasks: Iterable[Task]) -> None:
-        """Claim all requests that this worker may claim, in one round trip."""
-        asked: list[tuple[Task, UnclaimedMessage]] = []
-        for task in tasks:
-            if self._is_claimable(task.delivery):
-                with self._confine_message(task.delivery):
-                    asked.append((task, task.to_claim_request()))
-        for task, claimed in self._ask_for_claims(asked):
-            match claimed:
-                case Busy(epoch=epoch) if (running := self._find_undelivered_task(task, epoch)) is not None:
-                    running.delivery = task.delivery
-                case Busy(wait_s=wait_s):
-                    self.queue.defer(task.delivery, wait_s)
-                case Bound():
-                    self.settler.settle(Settlement(task.delivery), Settling(0))
-                case Conflict():
-                    error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
-                    self._send_dead_letter(task.delivery, f"{error.code}: {error}")
-                case Claim():
-                    stage_failpoint(task.role.kind, "prefill.2.claimed", "decode.6.claimed", "endpoint.1.claimed")
-                    task.claim = claimed
-                    with self._confine(task):
-                        self._open_task(task, claimed)
-        self._read_opened()
-
-    def _ask_for_claims(
-        self, asked: Sequence[tuple[Task, UnclaimedMessage]]
-    ) -> Iterator[tuple[Task, Claim | Busy | Bound | Conflict]]:
-        """Yield the requests with what became of their claims, in a round trip for each stage that they are of."""
-        for stage in STAGES:
-            mine = [(task, message) for task, message in asked if task.role.stage == stage]
-            claims = self.record.claim_all(stage, self.session.id, [message for _, message in mine]) if mine else []
-            yield from zip([task for task, _ in mine], claims, strict=True)
-
-    def _is_claimable(self, delivery: Delivery) -> bool:
-        """Return whether the delivery is still this worker's and is not being settled.
-
-        A message that came again while the delivery that was lost is being settled is deferred: the outcome decides.
-        """
-        if self.settler.is_settling(delivery):
-            self.queue.defer(delivery, SETTLING_DEFERRAL_S)
-            return False
-        return self.member.is_holding(delivery)
-
-    def _find_undelivered_task(self, task: Task, epoch: int) -> Task | None:
-        """Return the running request of this message if it holds no delivery, and its claim is the one of `epoch`.
-
-        It was taken over, or its delivery was lost and has come again. If its claim was lost another worker has begun
-        the request anew, and needs the message.
-        """
-        running = self.running.get(task.id)
-        if running is None or running.claim.epoch != epoch or self.member.is_holding(running.delivery):
-            return None
-        return running if _are_same_request(running, task) else None
-
-    def _take_over(self, *, accept: bool) -> None:
-        """Take over requests that no worker holds. Their deliveries are with other workers, or come later.
-
-        They have waited for longer than what is polled, which gets the capacity that they leave.
-        """
-        for stage in self._stages if accept else ():
-            num_free = self.session.count_free(stage)
-            capacity = max(self.free_capacity(klass) for klass in CLASSES) if num_free else 0
-            if capacity <= 0 or self.reader.is_late(PATIENCE_LEASES * self.record.lease_s):
-                continue  # what others are to read of the reader's messages would come back here, behind them
-            taken = self.record.take_over_free(stage, self.session.id, capacity)
-            self.session.note_taken(stage, capacity if len(taken) == capacity else num_free)
-            for claimed in taken:
-                self._begin_taken(claimed)
-        self._read_opened()
-
-    def _begin_taken(self, claimed: TakenOver) -> None:
-        """Read the message of a request that was taken over, and go on with it."""
-        self.metrics.count_take_over()
-        with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
-            delivery, claim = deserialize_delivery(claimed.message), claimed.claim
-            if not self._is_long(delivery):
-                self._resume_request(delivery, self._identify_message(delivery), claim)
-            # On the thread it may wait behind a request whose reading never ends, and end with the worker.
-            elif not self._defer_suspect(delivery, claim):
-                self.session.add_claim(claim)
-                self.reader.submit(delivery, claim)
-
-    def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
-        """Go on with a request that was taken over."""
-        if task is None:
-            raise InvalidRequest(f"no request id can be read in a message of {delivery.topic}")
-        stage_failpoint(task.role.kind, "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
-        task.claim = claim
+    def _open_claimed(self, task: Task) -> None:
+        """Open a claimed request; where that fails it ends."""
         with self._confine(task):
-            self._open_task(task, claim)
-
-    def _give_up_claim(self, claim: Claim, error: RequestError) -> None:
-        """Give up a claim whose message this worker cannot read."""
-        self.session.remove_claim(claim)
-        give_up_claim(self.record, claim, error, self._count_pieces(claim))
+            self._open_task(task, task.claim)
 
     def _open_task(self, task: Task, claim: Claim) -> None:
         """Begin the work on a claimed request, which is read once all that were claimed with it are open: those that
@@ -512,19 +295,19 @@ class Worker:
             and self._defer_suspect(task.delivery, claim)
         ):
             return
-        # What is over may be what ends workers, and is not read again, unless its log proves that it was read.
+        # A request that is over may be one that ends workers: it is read only if its log proves that it was read once.
         self._opened.append((task, task.outcome is None and (claim.num_tokens > 0 or not is_over)))
 
     def _read_opened(self) -> None:
-        """Read requests under their claims, and begin them. What takes time is read on the thread."""
+        """Read requests under their claims, and begin them. The thread reads requests that take time."""
         while self._opened:
             task, is_to_be_read = self._opened.pop(0)
             with self._confine(task):
                 if is_to_be_read:
-                    takes_time = self._is_long(task.delivery) or may_have_grammar(task.delivery.value)
-                    if takes_time or not self._read_request(task, may_wait=False):
+                    takes_time = self.intake.is_long(task.delivery) or may_have_grammar(task.delivery.value)
+                    if takes_time or not self.intake.read_request(task, may_wait=False):
                         self.session.add_claim(task.claim)
-                        self.reader.submit_opened(task)
+                        self.intake.reader.submit_opened(task)
                         continue
                 if self._replace_older_task(task):
                     self._begin_request(task)
@@ -561,7 +344,7 @@ class Worker:
         self.running[task.id] = task
         self.session.add_claim(claim)
         if task.outcome is None:
-            self._try_for_request(task, partial(task.role.begin_request, task, self.load))
+            try_for_request(task, partial(task.role.begin_request, task, self.load))
             if task.outcome is None:
                 return
         assert task.outcome is not None, "what is not begun has ended"
@@ -582,8 +365,9 @@ class Worker:
         """
         num_tries = 2 if is_suspect(claim) else MAX_ATTEMPTS_BEFORE_SUSPECT + 1
         opened = [task for task, _ in self._opened]
-        here = {task.claim for task in (*self.running.values(), *self._handing_off, *opened)} | self.reader.claims
-        return claim.attempts > 1 and any(one.attempts_in_vain >= num_tries for one in here - {claim})
+        here = {task.claim for task in (*self.running.values(), *self._handing_off, *opened)}
+        others = (here | self.intake.reader.claims) - {claim}
+        return claim.attempts > 1 and any(one.attempts_in_vain >= num_tries for one in others)
 
     def _record_queue_wait(self, task: Task) -> None:
         """Record how long a message waited.
@@ -607,13 +391,13 @@ class Worker:
             return True
         if older.claim.epoch > task.claim.epoch:
             self.session.remove_claim(task.claim)
-            self.queue.defer(task.delivery)
+            self.intake.queue.defer(task.delivery)
             return False
         self._remove_task(older)
-        if not task.delivery.is_held and _are_same_request(older, task):
+        if not task.delivery.is_held and older.is_same_request(task):
             task.delivery = older.delivery
         elif older.delivery.address != task.delivery.address:
-            self.queue.defer(older.delivery)
+            self.intake.queue.defer(older.delivery)
         return True
 
     # 3 and 6. Load.
@@ -677,7 +461,7 @@ class Worker:
         self.load.throughput.record_step(self.role.count_done(sampled), is_busy=bool(self.running))
 
     def _send_tokens(self, sampled: Sequence[SampledToken]) -> bool:
-        """Send each token to its log, in one round trip. What is behind the end of an answer is dropped.
+        """Send each token to its log, in one round trip. Tokens behind the end of an answer are dropped.
 
         The store of a request's last blocks begins after it. Returns whether blocks are stored that nothing waits for.
         """
@@ -780,7 +564,7 @@ class Worker:
         self._end_overdue()
 
     def _end_told(self, task: Task, outcome: Outcome) -> None:
-        """End a request of whose answer the engine has told the end."""
+        """End a request whose answer's end the engine has reported."""
         if task is self.running.get(task.id):
             task.outcome = outcome
             if not task.is_in_flight:  # else once its last tokens are in the log
@@ -865,7 +649,7 @@ class Worker:
         self._complete_task(task, begun_s)
 
     def _hand_off_preempted(self) -> None:
-        """Hand off what leaves between two tokens, as its blocks went to others."""
+        """Hand off requests that leave between two tokens, as their blocks went to others."""
         preempted, self._preempted = self._preempted, []
         if preempted:
             self._confirm_tokens()
@@ -883,7 +667,7 @@ class Worker:
         task.settling_span = tracing.start_span(name, task.parent_context, begun_s, kind)
         stage_output = self._build_stage_output(task)
         if stage_output is None:
-            self.queue.defer(task.delivery)
+            self.intake.queue.defer(task.delivery)
             return
         if task.hands_off:
             self._handing_off.add(task)
@@ -891,9 +675,8 @@ class Worker:
         if task.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, stage_output.outputs + stage_output.dead_letters)
             task.settling_span.set_attributes(stage_output.span_attributes)
-            settling = Settling(len(stage_output.dead_letters), task)
             again = None if stage_output.rename is None else partial(_rename_outputs, task.delivery, stage_output)
-            self.settler.settle(settlement, settling, again, task.blocks_stored)
+            self.settler.settle(settlement, task, again, task.blocks_stored)
             stage_failpoint(task.role.kind, "prefill.5.asked", "decode.9.asked", "endpoint.5.asked")
         with confine_error(task.id):
             task.role.end_leases(task)
@@ -910,21 +693,15 @@ class Worker:
         letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
         return StageOutput([task.role.build_failed_output(task)], [letter], {})
 
-    def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
-        letter = build_writable_dead_letter(self.pipeline, delivery, reason)
-        self.settler.settle(Settlement(delivery, [letter]), Settling(1))
-
-    def _finish_settled(self, outcomes: Sequence[tuple[Settling | None, bool]]) -> None:
+    def _finish_settled(self, outcomes: Sequence[tuple[Settling, bool]]) -> None:
         """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
         if not outcomes:
             return
         handed, left = [], []
         for settling, settled in outcomes:
-            if settling is None or settling.task is None:
-                self.metrics.count_dead_letters(settling.num_dead_letters * settled if settling else 0)
+            if (task := settling.task) is None:
+                self.metrics.count_dead_letters(settling.num_dead_letters * settled)
                 continue
-            task = settling.task
             with confine_error(task.id):
                 self.metrics.count_dead_letters(settling.num_dead_letters * settled)
                 if settled:  # what was refused is published by another worker, whose span says so
@@ -961,7 +738,7 @@ class Worker:
         """
         self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])
         for task in tasks:
-            self.queue.defer(task.delivery)
+            self.intake.queue.defer(task.delivery)
 
     def _remove_task(self, task: Task) -> None:
         """Remove a request with all that it has in the engine."""
@@ -974,7 +751,7 @@ class Worker:
     def report_load(self) -> dict[str, object]:
         """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
         tasks = list(self.running.values())
-        unbegun = [*self.reader.pending_deliveries(), *self.queue.list_deferred()]
+        unbegun = [*self.intake.reader.pending_deliveries(), *self.intake.queue.list_deferred()]
         here = [*(task.delivery for task in tasks), *unbegun]
         held = Counter((delivery.klass, self.pipeline.find_stage(delivery.topic)) for delivery in here)
         task_loads = [task.role.measure_task_load(task) for task in tasks]
@@ -993,8 +770,8 @@ class Worker:
         The bus gives their deliveries to other workers, which settle them from the log.
         """
         self.settler.wait_settled(SETTLING_DEFERRAL_S)
-        self.rescuer.close()
-        # Else others read what was read here, until the bus has given it away.
+        self.intake.rescuer.close()
+        # Otherwise others would read these messages as well, until the bus has given the partitions away.
         with contextlib.suppress(redis.RedisError):
             self.session.disown_partitions()
         self.member.stop_consuming()
@@ -1004,14 +781,15 @@ class Worker:
 
     def is_settled(self) -> bool:
         """Return whether no delivery is deferred, being read or being settled, and no KV transfer is under way."""
-        return not (self.engine.is_moving_blocks() or any(len(one) for one in (self.queue, self.settler, self.reader)))
+        parts = (self.intake.queue, self.settler, self.intake.reader)
+        return not (self.engine.is_moving_blocks() or any(len(one) for one in parts))
 
     def check_integrity(self) -> None:
         """Check that each claim of the session has a request that runs or is handed off, or a message that is being
         read. Raise `AssertionError` where one has none: as long as this process lived, no worker would go on with its
         request.
         """
-        held = {task.claim for task in (*self.running.values(), *self._handing_off)} | self.reader.claims
+        held = {task.claim for task in (*self.running.values(), *self._handing_off)} | self.intake.reader.claims
         forgotten = sorted(claim.id for claim in self.session.claims - held)
         assert not forgotten, f"claims without a request: {', '.join(forgotten)}"
 
@@ -1039,13 +817,13 @@ class Worker:
         tasks = list(self.running.values())
         for task in tasks:
             self._remove_task(task)
-        read = self.reader.close()
+        read = self.intake.reader.close()
         for claim, _ in read:
             self.session.remove_claim(claim)
         self.record.release_all([*((one.claim, one.delivery.is_held) for one in tasks), *read])
 
     def _leave_group(self) -> None:
-        self.rescuer.close()
+        self.intake.rescuer.close()
         self.session.close()
         self.record.close()
         self.member.close()
@@ -1056,8 +834,3 @@ def _rename_outputs(delivery: Delivery, stage_output: StageOutput) -> Settlement
     """Return the same hand-off under a new job name. The settler's thread calls this."""
     assert stage_output.rename is not None
     return Settlement(delivery, [*map(stage_output.rename, stage_output.outputs), *stage_output.dead_letters])
-
-
-def _are_same_request(one: Task, other: Task) -> bool:
-    """Return whether two messages of a request ask for the same: they have one body, or are one job."""
-    return (one.body_hash, one.name) == (other.body_hash, other.name)
