@@ -26,7 +26,7 @@ def sort_ticket(client: Client, ticket: str, seen: list[str]) -> str:
 def sort_all(client: Client, results: MemoryFollower, tickets: dict[str, str]) -> dict[str, str]:
     """Return the department for each ticket: all are sent, then the results topic is read, as a backend does."""
     for name, ticket in tickets.items():
-        client.submit(f"Ticket: {ticket}", id=name, klass="batch", max_tokens=100)
+        client.submit(f"Ticket: {ticket}", id=name, priority_class="batch", max_tokens=100)
     sorted_tickets: dict[str, str] = {}
     while len(sorted_tickets) < len(tickets):
         for message in results.read_messages(timeout_s=10.0):

@@ -135,9 +135,9 @@ class ScriptedPipeline:
         keys = stream_meta_key(request_id), self.pipeline.record_key(request_id), self.pipeline.log_key(request_id)
         assert self.server.delete(*keys) == 3
 
-    def read_requests(self, klass: PriorityClass = "interactive") -> list[Request]:
+    def read_requests(self, priority_class: PriorityClass = "interactive") -> list[Request]:
         """Return everything that was published."""
-        messages = self.bus.read_all(self.pipeline.request_topic(klass))
+        messages = self.bus.read_all(self.pipeline.request_topic(priority_class))
         return [decode_message(Request, message.value) for message in messages]
 
 

@@ -65,8 +65,8 @@ def test_the_channels_are_the_topics_and_keys_of_names() -> None:
     for channel in API["channels"].values():
         assert re.findall(r"{(\w+)}", channel["address"]) == list(channel["parameters"])
         parameters = {name: API["components"]["parameters"][name] for name in channel["parameters"]}
-        for klass in parameters.get("class", {}).get("enum", [""]):
-            given = {"{pipeline}": "p1", "{class}": klass, "{tag}": "{r-1}"}
+        for priority_class in parameters.get("class", {}).get("enum", [""]):
+            given = {"{pipeline}": "p1", "{class}": priority_class, "{tag}": "{r-1}"}
             addresses.append(re.sub(r"{\w+}", lambda m, given=given: given[m[0]], channel["address"]))  # type: ignore[misc]
     assert sorted(addresses) == sorted([*pipeline.all_topics(), pipeline.log_key("r-1"), pipeline.live_channel("r-1")])
 
@@ -94,7 +94,7 @@ def test_examples_are_valid_by_schema_and_by_model(model: type[Wire], example: d
 BAD_REQUESTS: list[dict[str, Any]] = [
     {"id": "r", "prompt": "x"}, {"v": 2, "id": "r", "prompt": "x"}, {"v": 1, "prompt": "x"}, {"v": 1, "id": "r"},
     {"v": 1, "id": "r", "prompt": None}, {"v": 1, "id": "r", "prompt": ""}, {"v": 1, "id": "r", "token_ids": []},
-    {"v": 1, "id": "r", "prompt": "x", "token_ids": [1]}, {"v": 1, "id": "r", "prompt": "x", "klass": "batch"},
+    {"v": 1, "id": "r", "prompt": "x", "token_ids": [1]}, {"v": 1, "id": "r", "prompt": "x", "priority_class": "batch"},
     {"v": 1, "id": "r", "prompt": "x", "sampling": {"max_tokens": 0}},
     {"v": 1, "id": "r", "prompt": "x", "sampling": {"temperature": -0.1}}, {"v": 1, "id": "-r", "prompt": "x"},
 ]  # fmt: skip
@@ -255,9 +255,9 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
     bus = KafkaBus(pipeline, kafka, BusSettings(partitions=2))
     bus.create_topics()
     (request, *_) = blocks("json")
-    for klass in CLASSES:
-        example["submit"](kafka, json.loads(request) | {"class": klass})
-        (message,) = bus.read_all(pipeline.request_topic(klass))
+    for priority_class in CLASSES:
+        example["submit"](kafka, json.loads(request) | {"class": priority_class})
+        (message,) = bus.read_all(pipeline.request_topic(priority_class))
         assert message.key == decode_message(Request, message.value).id == "order-1729"
     publisher = bus.create_publisher()
     publisher.publish(

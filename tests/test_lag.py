@@ -36,7 +36,9 @@ NOTHING = {
 
 def heartbeat(stage: str, rate: float | None, state: str = "ready", **classes: Mapping[str, object]) -> dict[str, Any]:
     """A heartbeat: `rate` of the stage's work, and what it says of a class."""
-    load: dict[str, object] = {klass: NOTHING | dict(classes.get(klass, {})) for klass in CLASSES}
+    load: dict[str, object] = {
+        priority_class: NOTHING | dict(classes.get(priority_class, {})) for priority_class in CLASSES
+    }
     load |= {"prompt_tokens_per_s": rate, "output_tokens_per_s": rate}
     return {"stage": stage, "state": state, "load": load}
 
@@ -136,9 +138,9 @@ def test_a_request_that_is_decoded_where_it_was_read_is_no_lag_of_prefill() -> N
     found = lag_of([auto], requests_interactive=200, requests_batch=200)
     assert found.estimated_wait_s() == 0.0
     assert found.queued_batch_s == 0.0
-    for klass in CLASSES:
-        assert found.stages["prefill"][klass] == Lag(0, 0, 0)
-        assert found.stages["decode"][klass].messages == 200
+    for priority_class in CLASSES:
+        assert found.stages["prefill"][priority_class] == Lag(0, 0, 0)
+        assert found.stages["decode"][priority_class].messages == 200
 
 
 def test_a_mean_forgets() -> None:
@@ -200,15 +202,17 @@ def report(addresses: Addresses) -> Iterator[Callable[[InProcessPipeline], None]
         yield now
 
 
-def ask(name: str, length: int, max_tokens: int, klass: PriorityClass = "interactive") -> Request:
+def ask(name: str, length: int, max_tokens: int, priority_class: PriorityClass = "interactive") -> Request:
     token_ids = [5 + (len(name) * 31 + int(name[1:]) * 7 + n) % 200 for n in range(length)]
     sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return Request(id=name, token_ids=token_ids, sampling=sampling, klass=klass)
+    return Request(id=name, token_ids=token_ids, sampling=sampling, priority_class=priority_class)
 
 
 def send(line: InProcessPipeline, work: list[Request]) -> None:
     for request in work:
-        line.publish_bytes(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
+        line.publish_bytes(
+            request.encode(), request.id, line.pipeline.request_topic(request.priority_class or "interactive")
+        )
 
 
 def run_until(worker: Worker, until: Callable[[], object], what: str) -> None:
@@ -301,8 +305,8 @@ def line_of(make_line: Callable[..., InProcessPipeline]) -> Callable[..., InProc
 LineOf = Callable[..., InProcessPipeline]
 
 
-def num_jobs(line: InProcessPipeline, klass: PriorityClass = "interactive") -> int:
-    return len(line.bus.read_all(line.pipeline.job_topic(klass)))
+def num_jobs(line: InProcessPipeline, priority_class: PriorityClass = "interactive") -> int:
+    return len(line.bus.read_all(line.pipeline.job_topic(priority_class)))
 
 
 @pytest.mark.in_memory
@@ -415,8 +419,8 @@ def test_no_more_is_taken_while_fetches_wait_for_room(line_of: LineOf) -> None:
     """Two of three jobs have to be fetched one after the other: the third stays in the topic, interactive passes."""
     line = line_of()
     worker, pool = line.decode, core_of(line.decode).pool
-    for klass in CLASSES:
-        worker.load.mean_prompt_tokens[klass].add(16)  # so it believes that there is room for many
+    for priority_class in CLASSES:
+        worker.load.mean_prompt_tokens[priority_class].add(16)  # so it believes that there is room for many
     send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
     run_until(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
     hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them
@@ -449,8 +453,11 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
     line_of: LineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode is full of batch; interactive comes and runs at once. No token is sampled twice, and all are right."""
-    batch = [request.model_copy(update={"klass": "batch"}) for request in make_requests(4, "batch", max_tokens=400)[2:]]
-    quick = [request.model_copy(update={"klass": "interactive"}) for request in make_requests(4, "quick")[2:]]
+    batch = [
+        request.model_copy(update={"priority_class": "batch"})
+        for request in make_requests(4, "batch", max_tokens=400)[2:]
+    ]
+    quick = [request.model_copy(update={"priority_class": "interactive"}) for request in make_requests(4, "quick")[2:]]
     line, sampled = line_of(max_batch=2, max_step_tokens=128), list[tuple[str, int]]()
     step = core_of(line.decode).finish_step
 

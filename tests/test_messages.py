@@ -70,8 +70,8 @@ NO_JSON: dict[str, bytes] = {
     "temperature 1e400": body()[:-1] + b',"sampling":{"temperature":1e400}}',
 }  # fmt: skip
 BAD_FIELDS: dict[str, list[Any]] = {
-    "v": [...], "epoch": [7], "klass": ["batch"], "id": [..., "", "r\n", "{r}", "r" * 129, 7], "token_ids": [[1]],
-    "prompt": [..., None, ""], "class": ["urgent"], "tenant": ["a\r\nb"], "model": ["m" * 257],
+    "v": [...], "epoch": [7], "priority_class": ["batch"], "id": [..., "", "r\n", "{r}", "r" * 129, 7],
+    "token_ids": [[1]], "prompt": [..., None, ""], "class": ["urgent"], "tenant": ["a\r\nb"], "model": ["m" * 257],
     "deadline": [0, math.nan, "tomorrow"],
 }  # fmt: skip
 """By field what it must not be; an ellipsis stands for none."""
@@ -220,7 +220,7 @@ REQUESTS = PROMPTS.flatmap(
         id=IDS,
         model=st.none() | st.text(max_size=256),
         sampling=SAMPLINGS,
-        klass=st.none() | st.sampled_from(CLASSES),
+        priority_class=st.none() | st.sampled_from(CLASSES),
         tenant=TENANTS,
         deadline=st.none() | st.floats(1, 1e11),
         **{name: st.just(value) for name, value in prompt.items()},
@@ -232,11 +232,11 @@ ERRORS = st.none() | st.builds(ErrorInfo, code=st.sampled_from(sorted(REQUEST_ER
 REASONS = st.sampled_from(["stop", "length", "cancelled", "error"])
 JOBS = st.builds(
     Job, id=IDS, job=st.text(), token_ids=st.lists(TOKENS), sampling=SAMPLINGS, seed=st.integers(0, 2**63 - 1),
-    tenant=TENANTS, klass=st.sampled_from(CLASSES), deadline=st.none() | TIMES, fingerprint=st.text(),
+    tenant=TENANTS, priority_class=st.sampled_from(CLASSES), deadline=st.none() | TIMES, fingerprint=st.text(),
     last_block=st.text(), cached_tokens=COUNTS, timings=TIMINGS, error=ERRORS,
 )  # fmt: skip
 RESULTS = st.builds(
-    Result, id=IDS, tenant=TENANTS, klass=st.sampled_from(CLASSES), model=st.text(), finish_reason=REASONS,
+    Result, id=IDS, tenant=TENANTS, priority_class=st.sampled_from(CLASSES), model=st.text(), finish_reason=REASONS,
     text=st.text(), token_ids=st.lists(TOKENS), logprobs=st.none() | st.lists(LOGPROBS), usage=USAGES,
     prompt_tokens=st.none() | st.lists(PROMPT_TOKENS), timings=TIMINGS, error=ERRORS,
 )  # fmt: skip
@@ -302,9 +302,9 @@ def test_an_event_is_written_as_pydantic_writes_it(text: str) -> None:
 
 
 def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
-    encoded = json.loads(Request(id="r", prompt="x", klass="batch").encode())
+    encoded = json.loads(Request(id="r", prompt="x", priority_class="batch").encode())
     assert encoded["class"] == "batch"
-    assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
+    assert {"priority_class", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
     assert "sampling" not in encoded, "a worker that does not know a field refuses it, so defaults are left out"
     said = json.loads(Job(id="r", job="j").encode())["sampling"]
     assert said["max_tokens"] == DEFAULT_MAX_TOKENS == 256

@@ -32,9 +32,9 @@ def test_settings_topics_and_figures_are_those_of_the_code() -> None:
     assert len(named) > 15
     listed = re.findall(r"^\| `(penstock\.<pipeline>\.[^`]+)` \|.*\| (\d+) days \|$", BOOK, re.MULTILINE)
     days = {
-        topic.replace("<pipeline>", "p").replace("<class>", klass): int(kept)
+        topic.replace("<pipeline>", "p").replace("<class>", priority_class): int(kept)
         for topic, kept in listed
-        for klass in CLASSES
+        for priority_class in CLASSES
     }
     assert sorted(days) == sorted(Pipeline("p").all_topics())
     kept_ms = {

@@ -161,7 +161,7 @@ def test_tenants_do_not_meet() -> None:
 def test_nothing_else_of_a_request_counts_but_its_class() -> None:
     one = make_chain(prompt="x", id="a", max_tokens=3, model="m", deadline=9e9)
     assert one == make_chain(prompt="x", id="b", temperature=0.5)
-    assert make_chain(prompt="x", klass="batch").klass == "batch"
+    assert make_chain(prompt="x", priority_class="batch").priority_class == "batch"
 
 
 def test_characters_are_counted_as_chains_count_them() -> None:
@@ -230,10 +230,10 @@ def make_beat(
     return WorkerBeat(worker, at_s, at_s + lasts_s, read, tokens, ratio)
 
 
-def make_prompt(name: str, *lengths: int, klass: PriorityClass = "interactive", home: str = "") -> PromptChain:
+def make_prompt(name: str, *lengths: int, priority_class: PriorityClass = "interactive", home: str = "") -> PromptChain:
     """Return a prompt of token ids, whose links of these lengths are those of others with this name."""
     links = tuple(Link(f"{name} {length}".encode(), length) for length in lengths)
-    return PromptChain(klass, (home or name).encode(), links, lengths[-1], is_tokens=True)
+    return PromptChain(priority_class, (home or name).encode(), links, lengths[-1], is_tokens=True)
 
 
 def placer_of(*beats: WorkerBeat) -> Placer:
@@ -244,7 +244,7 @@ def placer_of(*beats: WorkerBeat) -> Placer:
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("waiting", "batch", "klass", "chosen"),
+    ("waiting", "batch", "priority_class", "chosen"),
     [
         # Worker "a" was sent 600 tokens that begin as this prompt of 1,000 does, and its heartbeat shows that it has
         # computed them: its cost is what it has left + 400. The cost of "b" is what it has left + 1,000. Home is "c",
@@ -258,7 +258,7 @@ def placer_of(*beats: WorkerBeat) -> Placer:
     ],
 )
 def test_the_least_work_is_chosen(
-    waiting: tuple[int, int], batch: tuple[int, int], klass: PriorityClass, chosen: str
+    waiting: tuple[int, int], batch: tuple[int, int], priority_class: PriorityClass, chosen: str
 ) -> None:
     home = find_home("abc", "c")
     placer = placer_of(make_beat("a", [0]))
@@ -266,9 +266,11 @@ def test_the_least_work_is_chosen(
     left = zip(waiting, batch, strict=True)
     beats = [make_beat("ab"[number], [number], *mine, at_s=1.0) for number, mine in enumerate(left)]
     placer.note_beats([*beats, make_beat("c", [2], waiting=9000, at_s=1.0)])
-    placed = placer.choose_partition(make_prompt("p", 600, 1000, klass=klass, home=home), range(3), 1.5)
+    placed = placer.choose_partition(
+        make_prompt("p", 600, 1000, priority_class=priority_class, home=home), range(3), 1.5
+    )
     assert (placed.worker, placed.partition) == (chosen, "abc".index(chosen))
-    counted = [one + (other if klass == "batch" else 0) for one, other in zip(waiting, batch, strict=True)]
+    counted = [one + (other if priority_class == "batch" else 0) for one, other in zip(waiting, batch, strict=True)]
     assert placed.costs == {"a": counted[0] + 400, "b": counted[1] + 1000, "c": 9000 + 1000}
     assert placed.num_cached == (600 if chosen == "a" else 0)
 

@@ -250,12 +250,14 @@ class ScriptedMember:
     def poll(self, timeout_s: float, room: dict[PriorityClass, int]) -> list[Delivery]:
         self.rooms.append(room)
         return [
-            self.waiting[klass].pop() for klass in CLASSES for _ in range(min(room[klass], len(self.waiting[klass])))
+            self.waiting[priority_class].pop()
+            for priority_class in CLASSES
+            for _ in range(min(room[priority_class], len(self.waiting[priority_class])))
         ]
 
 
-def make_deliveries(klass: PriorityClass, count: int) -> list[Delivery]:
-    return [Delivery("t", f"0:{n}", b"", None, {}, klass, 0.0) for n in range(count)]
+def make_deliveries(priority_class: PriorityClass, count: int) -> list[Delivery]:
+    return [Delivery("t", f"0:{n}", b"", None, {}, priority_class, 0.0) for n in range(count)]
 
 
 def make_queue(interactive: int = 0, batch: int = 0) -> DeliveryQueue:
@@ -292,7 +294,7 @@ def test_batch_leaves_a_place_unless_nothing_runs() -> None:
 def test_where_only_interactive_work_fits_no_batch_is_taken() -> None:
     queue = make_queue(interactive=3, batch=1)
     for expected in (["interactive"], ["interactive"], ["interactive"], []):
-        assert [delivery.klass for delivery in queue.poll(0, 1, is_idle=False)] == expected
+        assert [delivery.priority_class for delivery in queue.poll(0, 1, is_idle=False)] == expected
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,16 @@ def make_document() -> Json:
 
 
 def _make_channels() -> Json:
-    klass = CLASSES[0]
+    priority_class = CLASSES[0]
     return {
         "requests": _make_topic_channel(
-            _NAMES.request_topic(klass), "Requests. Durable here means accepted.", [Request], klass
+            _NAMES.request_topic(priority_class), "Requests. Durable here means accepted.", [Request], priority_class
         ),
         "jobs": _make_topic_channel(
-            _NAMES.job_topic(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass
+            _NAMES.job_topic(priority_class),
+            "From prefill to decode: keys of KV blocks, never tensors.",
+            [Job],
+            priority_class,
         ),
         "results": _make_topic_channel(
             _NAMES.results_topic, "One result for each request. Read with read_committed.", [Result]
@@ -124,10 +127,12 @@ def _make_channels() -> Json:
     }
 
 
-def _make_topic_channel(topic: str, description: str, models: list[type[Wire]], klass: str = "") -> Json:
+def _make_topic_channel(topic: str, description: str, models: list[type[Wire]], priority_class: str = "") -> Json:
     address = topic.replace("PIPELINE", "{pipeline}")
     limits = {"topicConfiguration": {"max.message.bytes": 2 * MAX_REQUEST_BYTES}, "bindingVersion": "0.5.0"}
-    channel = _make_channel(address.removesuffix(klass) + "{class}" if klass else address, "kafka", description, models)
+    channel = _make_channel(
+        address.removesuffix(priority_class) + "{class}" if priority_class else address, "kafka", description, models
+    )
     return channel | {"bindings": {"kafka": limits}}
 
 
@@ -201,11 +206,11 @@ def _make_messages() -> Json:
 
 
 def _make_headers(payload: Json) -> Json:
-    klass = payload.get("class", CLASSES[0])
+    priority_class = payload.get("class", CLASSES[0])
     return {
         names.VERSION_HEADER: str(VERSION),
         names.TENANT_HEADER: payload.get("tenant", "default"),
-        names.CLASS_HEADER: klass,
+        names.CLASS_HEADER: priority_class,
     }
 
 

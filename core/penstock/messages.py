@@ -260,7 +260,7 @@ class Request(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template beside `messages`, such as `tools`."""
     sampling: Sampling = Sampling()
-    klass: PriorityClass | None = Field(default=None, alias="class")
+    priority_class: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class if it is given."""
     tenant: Tenant = "default"
     weight: Weight = 1.0
@@ -302,7 +302,7 @@ class EncodedRequest(NamedTuple):
 
 
 _BESIDE_BODY: dict[str, Any] = {
-    **dict.fromkeys(("v", "klass", "deadline", "session", "weight", "chat_template_kwargs"), True),
+    **dict.fromkeys(("v", "priority_class", "deadline", "session", "weight", "chat_template_kwargs"), True),
     "sampling": {"grammar": {"engine"}},
 }
 
@@ -346,7 +346,7 @@ def _encode_beside_body(request: Request) -> tuple[bytes, bytes]:
     """Return the parts of a request's canonical JSON before and after the body."""
     beside = {
         "v": request.v,
-        "class": request.klass,
+        "class": request.priority_class,
         "deadline": request.deadline,
         "session": request.session,
         "weight": None if request.weight == 1 else request.weight,
@@ -411,7 +411,7 @@ class Job(Wire):
     seed: int = 0
     tenant: Tenant = "default"
     weight: Weight = 1.0
-    klass: PriorityClass = Field(default="interactive", alias="class")
+    priority_class: PriorityClass = Field(default="interactive", alias="class")
     deadline: float | None = None
     fingerprint: str = ""
     """The fingerprint of the model whose KV was stored."""
@@ -466,7 +466,7 @@ class Result(Wire):
     v: Literal[1] = VERSION
     id: RequestId
     tenant: Tenant = "default"
-    klass: PriorityClass = Field(default="interactive", alias="class")
+    priority_class: PriorityClass = Field(default="interactive", alias="class")
     model: str = ""
     finish_reason: FinishReason
     text: str = ""

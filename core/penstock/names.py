@@ -115,13 +115,13 @@ class Pipeline:
         if _NAME.fullmatch(self.name) is None:
             raise InvalidName(f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64")
 
-    def request_topic(self, klass: PriorityClass) -> str:
+    def request_topic(self, priority_class: PriorityClass) -> str:
         """Return the topic to which clients publish requests of a class."""
-        return f"penstock.{self.name}.requests.{klass}"
+        return f"penstock.{self.name}.requests.{priority_class}"
 
-    def job_topic(self, klass: PriorityClass) -> str:
+    def job_topic(self, priority_class: PriorityClass) -> str:
         """Return the topic to which prefill publishes job references of a class."""
-        return f"penstock.{self.name}.jobs.{klass}"
+        return f"penstock.{self.name}.jobs.{priority_class}"
 
     @property
     def results_topic(self) -> str:
@@ -135,7 +135,10 @@ class Pipeline:
 
     def input_topics(self, kind: WorkerKind) -> dict[PriorityClass, str]:
         """Return the topics that workers of a kind read, by class. An `auto` worker also reads those of `decode`."""
-        return {klass: self.job_topic(klass) if kind == "decode" else self.request_topic(klass) for klass in CLASSES}
+        return {
+            priority_class: self.job_topic(priority_class) if kind == "decode" else self.request_topic(priority_class)
+            for priority_class in CLASSES
+        }
 
     def find_stage(self, topic: str) -> Stage:
         """Return the stage whose workers read a topic: prefill that of requests, decode that of jobs."""

@@ -132,7 +132,7 @@ def make_client_task(seed: int, number: int, load: Load = "text", max_tokens: in
     update: dict[str, object] = {
         "id": f"e{number}",
         "tenant": f"tenant-{chance.randrange(NUM_TENANTS)}",
-        "klass": chance.choice(["interactive", "interactive", "batch"]),
+        "priority_class": chance.choice(["interactive", "interactive", "batch"]),
         "session": f"chat-{number % NUM_SESSIONS}" if chance.random() < 0.5 else None,
     }
     if chance.random() < 0.06:
@@ -295,7 +295,9 @@ class Clients:
                 return
 
     def _submit_request(self, request: Request) -> None:
-        fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
+        fields = request.sampling.model_dump(exclude_defaults=True) | {
+            "priority_class": request.priority_class or "interactive"
+        }
         self._producers[zlib.crc32(request.id.encode()) % NUM_PRODUCERS].submit(
             prompt=request.prompt,
             token_ids=request.token_ids,

@@ -61,8 +61,8 @@ def tell_wrong_load(factor: float) -> None:
 
     def summarize_wrongly(*given: Any) -> dict[str, object]:
         told: dict[str, Any] = summarize_load(*given)
-        for klass in CLASSES:
-            told[klass]["waiting_tokens"] = round(factor * told[klass]["waiting_tokens"])
+        for priority_class in CLASSES:
+            told[priority_class]["waiting_tokens"] = round(factor * told[priority_class]["waiting_tokens"])
         return told
 
     setattr(WorkerLoad, "summarize_load", summarize_wrongly)  # noqa: B010 - a method is replaced

@@ -72,7 +72,7 @@ def send_poisoned(addresses: Addresses, work: Sequence[Request]) -> None:
     """
     pipeline = Pipeline(addresses.pipeline)
     for request in work:
-        topic = pipeline.request_topic(request.klass or "interactive")
+        topic = pipeline.request_topic(request.priority_class or "interactive")
         message = Outgoing(topic, request.encode(), request.id)
         if addresses.kafka:
             produce_raw(

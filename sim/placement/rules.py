@@ -221,7 +221,7 @@ def _translate_beat(worker: str, beat: Beat) -> WorkerBeat:
     tokens: dict[PriorityClass, int] = {
         "interactive": beat.waiting_tokens - beat.batch_tokens, "batch": beat.batch_tokens,
     }  # fmt: skip
-    read = {klass: (int(worker),) for klass in CLASSES}
+    read = {priority_class: (int(worker),) for priority_class in CLASSES}
     return WorkerBeat(worker, beat.at_s, beat.at_s + Placed.HEARTBEAT_LASTS_S, read, tokens)
 
 

@@ -162,13 +162,13 @@ def make_placed_request(
     session: str | None,
     chat: str,
     block_size: int,
-    klass: PriorityClass = "interactive",
+    priority_class: PriorityClass = "interactive",
 ) -> PlacedRequest:
     """Return the request whose prompt these segments are."""
     num_tokens, keys = sum(length for _, length in segments), name_blocks([*segments, answer], block_size)
     home = blake2b((session or chat).encode(), digest_size=16).digest()
-    chain = PromptChain(klass, home, _chain_segments(segments), num_tokens, is_tokens=True)
-    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain, klass)
+    chain = PromptChain(priority_class, home, _chain_segments(segments), num_tokens, is_tokens=True)
+    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain, priority_class)
 
 
 def _chain_segments(segments: Sequence[Segment]) -> tuple[Link, ...]:
@@ -217,7 +217,7 @@ def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     # Else what two requests share behind the first block shows that they are turns of one chat.
     chat = one.chat or (f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name)
     answer = (f"answer {name}", one.output_tokens)
-    return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.klass)
+    return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.priority_class)
 
 
 def draw_load(shape: Shape, rate: float, length_s: float, seed: int = 0) -> CoarseLoad:

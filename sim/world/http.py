@@ -53,7 +53,7 @@ class HttpClient:
         It is cancelled in the middle where that may be its end.
         """
         self._max_tokens, seed = request.sampling.max_tokens, self.chance.randrange(1000)
-        body = make_body(request, seed) | {"service_tier": "flex" if request.klass == "batch" else "default"}
+        body = make_body(request, seed) | {"service_tier": "flex" if request.priority_class == "batch" else "default"}
         is_streamed = bool(may) or self.chance.random() < 0.7
         if is_streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}

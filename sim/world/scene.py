@@ -661,13 +661,18 @@ class Scene:
     def _make_request(self, number: int, chance: random.Random) -> Request:
         prompt = [300 + chance.randrange(600) for _ in range(chance.choice([1, 5, 16, 40, 200, 2500]))]
         sampling = Sampling(max_tokens=chance.choice([1, 2, 8, MAX_TOKENS]), temperature=0.0, ignore_eos=True)
-        klass: Any = chance.choice(["interactive", "interactive", "batch"])
+        priority_class: Any = chance.choice(["interactive", "interactive", "batch"])
         is_urgent = chance.random() < self.rates.deadlines and not self.rates.away_s
         limit_s = chance.choice([DEADLINE_S, chance.uniform(*MISSED_S)])
         deadline = EPOCH_S + self.world.now_s + limit_s if is_urgent else None
         session = f"session-{number % NUM_SESSIONS}" if number % 2 else None
         return Request(
-            id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass, deadline=deadline, session=session
+            id=f"r{number}",
+            token_ids=prompt,
+            sampling=sampling,
+            priority_class=priority_class,
+            deadline=deadline,
+            session=session,
         )
 
     def _run_client(self, number: int) -> None:

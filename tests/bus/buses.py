@@ -36,7 +36,8 @@ def take_deliveries(member: Member, count: int, room: Mapping[PriorityClass, int
 
     def are_there() -> bool:
         left: dict[PriorityClass, int] = {
-            klass: num - sum(d.klass == klass for d in taken) for klass, num in room.items()
+            priority_class: num - sum(d.priority_class == priority_class for d in taken)
+            for priority_class, num in room.items()
         }
         taken.extend(member.poll(0.5, left))
         return len(taken) >= count

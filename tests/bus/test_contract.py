@@ -75,7 +75,7 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         assert {(d.value, d.key, tuple(d.headers.items())) for d in taken} == {
             (m.value, m.key, tuple(m.headers.items())) for m in sent
         }
-        assert all(d.topic == topic and d.klass == "interactive" for d in taken)
+        assert all(d.topic == topic and d.priority_class == "interactive" for d in taken)
         assert all(abs(d.timestamp_s - time.time()) < 60 for d in taken)
         assert len({d.position for d in taken}) == 2
         assert member.count_held() == 2
@@ -161,10 +161,12 @@ def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeli
         # Longer than the session timeout without room for batch: the member stays, and interactive passes.
         assert member.poll(1.5, {"interactive": 5, "batch": 0}) == []
         publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
-        assert [d.klass for d in take_deliveries(member, 3, {"interactive": 5, "batch": 0})] == ["interactive"] * 3
+        assert [d.priority_class for d in take_deliveries(member, 3, {"interactive": 5, "batch": 0})] == [
+            "interactive"
+        ] * 3
         publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
         first = take_deliveries(member, 3, {"interactive": 3, "batch": 0})
-        assert [d.klass for d in first] == ["interactive"] * 3
+        assert [d.priority_class for d in first] == ["interactive"] * 3
         held += take_deliveries(member, 198, {"interactive": 5, "batch": 198})
         assert len({d.value for d in held}) == 200
         member.settle([Settlement(d) for d in held])
@@ -352,7 +354,7 @@ def work_off(member: Member, found: list[bytes]) -> bool:
 
 @pytest.mark.proof
 def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeline: Pipeline, bus_kind: str) -> None:
-    topics = [pipeline.request_topic(klass) for klass in CLASSES]
+    topics = [pipeline.request_topic(priority_class) for priority_class in CLASSES]
     for topic, count in zip(topics, (100, 3), strict=True):
         publish_messages(bus, make_messages(topic, count))
     with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as other:

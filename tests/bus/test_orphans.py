@@ -75,7 +75,7 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
         assert list_numbers(first) == [order[place] for place in (2, 3, 6)]
         assert list_numbers(read(reader, part, 3)) == order[7:]
         assert not any(delivery.is_held for delivery in first)
-        assert (first[0].key, first[0].topic, first[0].klass) == (taken[2].key, topic, "interactive")
+        assert (first[0].key, first[0].topic, first[0].priority_class) == (taken[2].key, topic, "interactive")
         assert first[0].timestamp_s == taken[2].timestamp_s
         assert reader.read_orphans(part, 100) == []
         publish_messages(kafka_bus, [*make_messages(topic, 12)[10:]])

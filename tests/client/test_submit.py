@@ -27,13 +27,13 @@ def test_a_caller_may_give_every_field_of_a_request() -> None:
 def test_a_request_is_published_under_its_id(client: Client, bus: Bus, pipeline: Pipeline) -> None:
     deadline = time.time() + 60
     request_id = client.submit(
-        messages=[{"role": "user", "content": "hello"}], tenant="t1", klass="batch", deadline=deadline,
+        messages=[{"role": "user", "content": "hello"}], tenant="t1", priority_class="batch", deadline=deadline,
         max_tokens=9, stop=("\n",), seed=4,
     )  # fmt: skip
     (message,) = bus.read_all(pipeline.request_topic("batch"))
     request = decode_message(Request, message.value)
     assert message.key == request.id == request_id
-    assert (request.klass, request.tenant, request.deadline) == ("batch", "t1", deadline)
+    assert (request.priority_class, request.tenant, request.deadline) == ("batch", "t1", deadline)
     assert (request.sampling.max_tokens, request.sampling.stop, request.sampling.seed) == (9, ["\n"], 4)
     assert request.messages is not None
     assert request.messages[0].content == "hello"
@@ -49,7 +49,7 @@ def test_a_request_is_published_under_its_id(client: Client, bus: Bus, pipeline:
         {}, {"prompt": ""}, {"prompt": "a", "token_ids": [1]}, {"prompt": "a", "temperature": -1.0},
         {"prompt": "a", "temperature": float("nan")}, {"prompt": "a", "colour": "red"},
         {"prompt": "a", "id": "with a space"}, {"prompt": "a", "max_tokens": "many"},
-        {"prompt": "a", "stop": [object()]}, {"prompt": "\ud800"}, {"prompt": "a", "klass": "urgent"},
+        {"prompt": "a", "stop": [object()]}, {"prompt": "\ud800"}, {"prompt": "a", "priority_class": "urgent"},
     ],
 )  # fmt: skip
 def test_what_is_not_a_request_is_refused_before_it_is_sent(

@@ -55,7 +55,7 @@ def test_no_field_of_a_request_is_forgotten() -> None:
     """A field that is added is mapped, refused, or named here: else it would be left out silently."""
     assert {name for fields, _ in SENT for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
     sent = {"model", "prompt", "messages", "token_ids", "chat_template_kwargs", "sampling"}
-    about_the_pipeline = {"v", "id", "klass", "tenant", "weight", "session", "deadline"}
+    about_the_pipeline = {"v", "id", "priority_class", "tenant", "weight", "session", "deadline"}
     assert sent | about_the_pipeline == Request.model_fields.keys()
 
 
@@ -77,10 +77,10 @@ def test_what_no_endpoint_can_be_asked_is_refused_by_name(fields: dict[str, Any]
 
 def test_another_class_or_model_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="class"):
-        ask(klass="batch")
+        ask(priority_class="batch")
     with pytest.raises(UnknownModel):
         ask(model="another")
-    check_request(make_request("x", {"klass": "batch"}), "batch", "any")
+    check_request(make_request("x", {"priority_class": "batch"}), "batch", "any")
     assert ask(model="served")["model"] == "theirs"
 
 

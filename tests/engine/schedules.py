@@ -16,11 +16,18 @@ _ROW = struct.Struct("<q")
 
 
 def seq_of(
-    length: int, max_new_tokens: int = 4, *, klass: PriorityClass = "interactive", first: int = 0, tenant: str = ""
+    length: int,
+    max_new_tokens: int = 4,
+    *,
+    priority_class: PriorityClass = "interactive",
+    first: int = 0,
+    tenant: str = "",
 ) -> Sequence:
     """Return a sequence with the prompt `first`, `first + 1` …"""
     prompt = list(range(first, first + length))
-    return sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), klass=klass, tenant=tenant)
+    return sequence(
+        prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), priority_class=priority_class, tenant=tenant
+    )
 
 
 def make_block_kv(tokens: list[int], index: int) -> bytes:
@@ -177,7 +184,7 @@ def _read_sequence(word: str) -> tuple[str, Sequence]:
     assert found is not None, word
     name, length, new, first, is_batch, is_suspect, tenant = found.groups()
     seq = seq_of(
-        int(length), int(new or 4), klass="batch" if is_batch else "interactive", first=int(first or 0),
+        int(length), int(new or 4), priority_class="batch" if is_batch else "interactive", first=int(first or 0),
         tenant=tenant or "",
     )  # fmt: skip
     seq.is_suspect = bool(is_suspect)

@@ -32,16 +32,16 @@ def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int 
 
 
 def _fill(
-    dummy: ScheduledEngine, count: int, klass: PriorityClass, max_new_tokens: int = 400, length: int = 1
+    dummy: ScheduledEngine, count: int, priority_class: PriorityClass, max_new_tokens: int = 400, length: int = 1
 ) -> list[Sequence]:
     first = 10_000 * len(dummy.alive)
-    seqs = [seq_of(length, max_new_tokens, klass=klass, first=first + 1000 * i) for i in range(count)]
+    seqs = [seq_of(length, max_new_tokens, priority_class=priority_class, first=first + 1000 * i) for i in range(count)]
     dummy.add(*seqs)
     return seqs
 
 
 def _num_batch(dummy: ScheduledEngine) -> int:
-    return sum(num for seq, num in dummy.step() if seq.klass == "batch")
+    return sum(num for seq, num in dummy.step() if seq.priority_class == "batch")
 
 
 @pytest.mark.proof
@@ -53,7 +53,7 @@ def test_a_step_with_interactive_rows_is_hardly_longer_and_the_rest_pauses_in_pl
     for _ in range(FORCED_BATCH_PERIOD_STEPS - 3):
         plan = dict(dummy.step())
         assert set(interactive) <= plan.keys()
-        assert [seq for seq in plan if seq.klass == "batch"] == batch[:2]
+        assert [seq for seq in plan if seq.priority_class == "batch"] == batch[:2]
     assert all(seq.state is State.RUNNING and seq.num_preemptions == 0 for seq in batch)
     for seq in interactive:
         dummy.remove(seq)
@@ -130,7 +130,7 @@ def test_what_was_promoted_keeps_its_place_and_to_the_share() -> None:
 
 def test_where_no_interactive_one_can_go_on_batch_does() -> None:
     dummy = _dummy(StepCost(20.0, 30.0, 0.0, 0.0, 30.0), num_blocks=6)
-    batch = seq_of(3, 6, klass="batch")
+    batch = seq_of(3, 6, priority_class="batch")
     dummy.add(batch)
     dummy.step()
     batch.priority = 0  # as if promoted
@@ -156,8 +156,8 @@ def test_what_is_preempted_gives_its_share_back() -> None:
     assert share.limit_tokens(third, 1) == 1
 
 
-def _running(count: int, klass: PriorityClass) -> list[Sequence]:
-    seqs = [seq_of(1, klass=klass, first=100 * i) for i in range(count)]
+def _running(count: int, priority_class: PriorityClass) -> list[Sequence]:
+    seqs = [seq_of(1, priority_class=priority_class, first=100 * i) for i in range(count)]
     for seq in seqs:
         seq.move_to(State.RUNNING)
     return seqs
@@ -193,7 +193,10 @@ def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:
     alone = [run_sequences(engine, [sequence(prompt, 30)])[0] for prompt in prompts]
     classes: list[PriorityClass] = ["batch", "interactive", "batch", "batch"]
     engine.scheduler.cost = StepCost(20.0, 1.0, 0.0, 0.0, 1.0)  # one beside the interactive one
-    seqs = [sequence(prompt, 30, klass=klass) for prompt, klass in zip(prompts, classes, strict=True)]
+    seqs = [
+        sequence(prompt, 30, priority_class=priority_class)
+        for prompt, priority_class in zip(prompts, classes, strict=True)
+    ]
     assert run_sequences(engine, seqs) == alone
 
 
@@ -214,7 +217,7 @@ def test_room_for_batch_beside_interactive_is_what_would_not_pause(demo: LoadedM
     engine.step()
     assert engine.free_capacity("interactive") == 31
     assert engine.free_capacity("batch") == 1 + int(MAX_BATCH_SHARE * 21)
-    engine.add_sequence(sequence([8, 9], 9, klass="batch"))
+    engine.add_sequence(sequence([8, 9], 9, priority_class="batch"))
     assert engine.free_capacity("batch") == int(MAX_BATCH_SHARE * 21)
 
 

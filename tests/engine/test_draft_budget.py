@@ -27,9 +27,11 @@ def _plan_drafts(
     return [len(seq.draft) for seq in seqs]
 
 
-def _make_copying(number: int = 0, klass: PriorityClass = "interactive") -> Sequence:
+def _make_copying(number: int = 0, priority_class: PriorityClass = "interactive") -> Sequence:
     """Return a sequence that repeats its prompt."""
-    return sequence([5 * number + 5, 5 * number + 6, 5 * number + 7] * 9, 30, name=f"s{number}", klass=klass)
+    return sequence(
+        [5 * number + 5, 5 * number + 6, 5 * number + 7] * 9, 30, name=f"s{number}", priority_class=priority_class
+    )
 
 
 CHEAP_ROWS = StepCost(fixed_s=1.0, row_s=0.01, context_s=0.0, chunk_s=0.0, token_s=0.01)

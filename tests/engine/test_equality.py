@@ -100,7 +100,7 @@ def _make_sequences(
     """Greedy and sampled sequences in turns, with the given outputs. Mixed ones have two classes and two tenants."""
     return [
         sequence(prompt, NUM_NEW, name=f"s{i}", output_token_ids=outputs[i] if outputs else [],
-                 klass=CLASSES[is_mixed * i % 4 // 2], tenant="ab"[i % 2] * is_mixed,
+                 priority_class=CLASSES[is_mixed * i % 4 // 2], tenant="ab"[i % 2] * is_mixed,
                  **({"sampling": SAMPLED, "seed": i} if i % 2 else {}))
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip
@@ -232,7 +232,7 @@ def test_preempted_sequences_say_what_they_say_alone(
     assert run_sequences(engine, seqs) == list(answers)
     assert engine.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs) > 3
     if model is demo:  # with drafts an interactive one may be done in time
-        assert {seq.klass for seq in seqs if seq.num_preemptions} == set(CLASSES)
+        assert {seq.priority_class for seq in seqs if seq.num_preemptions} == set(CLASSES)
     engine.scheduler.check_integrity()
     assert engine.num_free_blocks == NUM_BLOCKS
 
@@ -291,7 +291,7 @@ def test_imported_blocks_and_tails_are_as_good_as_computed_ones(
 @preempts
 def test_a_preempted_prompt_offers_no_blocks_until_they_are_there_again(demo: LoadedModel) -> None:
     engine = _make_engine(demo, 9, max_batch=4, max_step_tokens=16)
-    batch = sequence([5 + i for i in range(120)], 1, klass="batch")
+    batch = sequence([5 + i for i in range(120)], 1, priority_class="batch")
     engine.add_sequence(batch)
     for _ in range(4):
         engine.step()

@@ -66,7 +66,7 @@ def _make_sequences(model: LoadedModel, grammar: CompiledGrammar, seed: int) -> 
     return [
         sequence(
             prompt, NUM_NEW, name=f"s{i}", sampling=SAMPLINGS[i % len(SAMPLINGS)], seed=seed + i,
-            klass=CLASSES[i % 4 == 3], grammar=GrammarState(grammar) if i % 3 == 1 else None,
+            priority_class=CLASSES[i % 4 == 3], grammar=GrammarState(grammar) if i % 3 == 1 else None,
         )
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip

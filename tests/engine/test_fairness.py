@@ -105,7 +105,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
 
 def test_batch_work_does_not_starve_under_endless_interactive_load() -> None:
     dummy = ScheduledEngine(num_blocks=40, max_batch=4)
-    batch = [seq_of(8, 6, klass="batch", first=50 * i) for i in range(3)]
+    batch = [seq_of(8, 6, priority_class="batch", first=50 * i) for i in range(3)]
     dummy.add(*batch)
     number, served = 1000, Counter[str]()
     while any(seq.state is not State.DONE for seq in batch):
@@ -113,15 +113,15 @@ def test_batch_work_does_not_starve_under_endless_interactive_load() -> None:
             number += 20
             dummy.add(seq_of(8, 10, first=number))
         plan = dummy.step()
-        served.update(seq.klass for seq, _ in plan)
-        assert sum(seq.klass == "batch" for seq, _ in plan) <= 1
+        served.update(seq.priority_class for seq, _ in plan)
+        assert sum(seq.priority_class == "batch" for seq, _ in plan) <= 1
         assert dummy.scheduler._num_steps < 4 * 2 * AGING_STEPS
     assert served["interactive"] > 20 * served["batch"]
 
 
 def test_a_batch_sequence_that_is_preempted_again_and_again_ends() -> None:
     dummy = ScheduledEngine(num_blocks=12, max_batch=4)
-    batch = seq_of(8, 12, klass="batch")
+    batch = seq_of(8, 12, priority_class="batch")
     dummy.add(batch)
     number = 1000
     while batch.state is not State.DONE:
@@ -136,7 +136,7 @@ def test_a_batch_sequence_that_is_preempted_again_and_again_ends() -> None:
 @pytest.mark.parametrize(("num_blocks", "max_batch"), [(100, 3), (9, 8)])
 def test_batch_work_makes_way_for_interactive_work_at_once(num_blocks: int, max_batch: int) -> None:
     dummy = ScheduledEngine(num_blocks, max_batch=max_batch)
-    batch = [seq_of(8, 4, klass="batch", first=50 * i) for i in range(3)]
+    batch = [seq_of(8, 4, priority_class="batch", first=50 * i) for i in range(3)]
     dummy.add(*batch)
     dummy.step()
     interactive = seq_of(8, 4, first=500)

@@ -93,7 +93,7 @@ def test_a_preempted_prompt_goes_on_where_it_was(demo: LoadedModel, expected: li
     """What another sequence has cached meanwhile is beyond what it has computed, and is computed again."""
     engine = _engine(demo, max_step_tokens=20)
     engine.pool.allocate_blocks(engine.pool.num_blocks - 8)
-    asked = _ask(klass="batch")
+    asked = _ask(priority_class="batch")
     engine.add_sequence(asked)
     engine.step()
     assert 0 < len(asked.prompt_logprobs) < len(expected)

@@ -61,15 +61,22 @@ class Scheduling(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 18), common=st.integers(0, 18), salt=st.integers(100, 102),
         max_new_tokens=st.integers(1, 10), num_given=st.integers(0, 8), has_tail=st.booleans(),
-        names_given=st.booleans(), klass=st.sampled_from(CLASSES), tenant=st.sampled_from(TENANTS),
+        names_given=st.booleans(), priority_class=st.sampled_from(CLASSES), tenant=st.sampled_from(TENANTS),
     )  # fmt: skip
     def add(
         self, length: int, common: int, salt: int, max_new_tokens: int, num_given: int, has_tail: bool,
-        names_given: bool, klass: PriorityClass, tenant: str,
+        names_given: bool, priority_class: PriorityClass, tenant: str,
     ) -> None:  # fmt: skip
         prompt, given = _make_tokens(length, common, salt, min(num_given, max_new_tokens - 1))
         keys = make_block_keys(prompt + given if names_given else prompt, SIZE)
-        seq = sequence(prompt, max_new_tokens, output_token_ids=given, block_keys=keys, klass=klass, tenant=tenant)
+        seq = sequence(
+            prompt,
+            max_new_tokens,
+            output_token_ids=given,
+            block_keys=keys,
+            priority_class=priority_class,
+            tenant=tenant,
+        )
         seq.tail_payload = b"" if has_tail and length % SIZE else None
         self.dummy.add(seq)
 

@@ -103,9 +103,9 @@ def test_the_newest_batch_sequence_goes_first_then_the_newest_interactive_one_ne
     # All four come in with a block each, and there are ten; each needs four or more in the end.
     dummy = ScheduledEngine(num_blocks=10)
     seqs = [
-        seq_of(4, 13, klass="batch"),
+        seq_of(4, 13, priority_class="batch"),
         seq_of(4, 37, first=50),
-        seq_of(4, 13, first=100, klass="batch"),
+        seq_of(4, 13, first=100, priority_class="batch"),
         seq_of(4, 30, first=150),
     ]
     dummy.add(*seqs)
@@ -157,8 +157,8 @@ def test_a_prompt_goes_on_beside_a_decoding_sequence_that_finds_no_block() -> No
         (start, 10, "batch", True),
         (start[:8] + 9 * [102], 1, "interactive", True),
     ]
-    for prompt, max_new_tokens, klass, is_suspect in work:
-        seq = sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), klass=klass)
+    for prompt, max_new_tokens, priority_class, is_suspect in work:
+        seq = sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), priority_class=priority_class)
         seq.is_suspect = is_suspect
         dummy.add(seq)
     dummy.run(limit=1000)

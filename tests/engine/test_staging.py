@@ -125,7 +125,7 @@ def test_blocks_committed_for_a_waiting_sequence_are_not_staged_again(
 def test_batch_stages_no_blocks_that_its_waiting_sequences_need_and_interactive_does(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     keys = _make_keys(engine.pool.num_blocks)
-    engine.add_sequence(sequence([5] * 40, NUM_NEW, klass="batch"))
+    engine.add_sequence(sequence([5] * 40, NUM_NEW, priority_class="batch"))
     assert engine.stage_blocks(keys, "batch") is None
     engine.step()
     assert engine.stage_blocks(keys, "batch") is None
@@ -345,7 +345,7 @@ def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:
 def test_a_preempted_sequence_finds_its_answer(model: LoadedModel) -> None:
     engine = Engine(model, SMALL)
     (expected,) = run_sequences(Engine(model, SMALL), [sequence(_prompts()[3], NUM_NEW)])
-    seq = _say_20(engine, klass="batch")
+    seq = _say_20(engine, priority_class="batch")
     held = engine.pool.allocate_blocks(engine.num_free_blocks - 1)
     engine.add_sequence(sequence([5] * 20, 2))
     engine.step()

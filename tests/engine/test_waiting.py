@@ -130,7 +130,7 @@ def test_prompts_that_the_pool_has_make_no_step_larger() -> None:
 
 def test_a_queue_of_batch_prompts_makes_no_step_larger_beside_interactive_answers() -> None:
     scheduler = _queue_prompts([], num_decodes=4)
-    scheduler.add_sequence(sequence(list(range(50_000, 58_192)), 4, klass="batch"))
+    scheduler.add_sequence(sequence(list(range(50_000, 58_192)), 4, priority_class="batch"))
     assert scheduler.choose_budget(256) == 256
     for seq in scheduler.running[:]:
         scheduler.remove_sequence(seq)

@@ -232,7 +232,7 @@ def test_batch_makes_way_for_interactive(open_engine: OpenEngine) -> None:
     under_test = open_engine(max_batch=2)
     caller, engine = Caller(under_test.engine), under_test.engine
     quick, *slow = make_work()
-    add_all(caller, slow, klass="batch")
+    add_all(caller, slow, priority_class="batch")
     caller.run_until(lambda: sum(map(len, caller.tokens.values())) >= 2, "batch runs")
     assert engine.free_capacity("batch", 100) == 0
     assert engine.free_capacity("interactive", 100) == 2

@@ -208,7 +208,7 @@ async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchK
         if one["custom_id"] not in failed:
             assert one["response"]["body"]["choices"][0]["message"]["content"] == f"of {one['response']['request_id']}"
     assert len(pipeline.submitted) == len(set(pipeline.submitted)) == 17
-    assert {fields["klass"] for fields in pipeline.fields} == {"batch"}
+    assert {fields["priority_class"] for fields in pipeline.fields} == {"batch"}
 
 
 async def test_so_many_rows_are_under_way_and_no_more(batch: BatchKind) -> None:

@@ -85,7 +85,7 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
 }  # fmt: skip
 EFFORTS = "must be 'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"
 OURS = (
-    "tenant", "epoch", "class", "klass", "weight", "id", "deadline", "session", "attempt", "v", "token_ids",
+    "tenant", "epoch", "class", "priority_class", "weight", "id", "deadline", "session", "attempt", "v", "token_ids",
     "request_ids",
 )  # fmt: skip
 """Fields of requests and records: who sends them would speak for others."""

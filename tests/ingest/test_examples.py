@@ -125,22 +125,28 @@ def test_a_backend_gets_one_answer_to_each_question(language: str, line: InProce
     assert len(first) == 3, process.read_log_tail()
     by_prompt = {request.prompt: answer for request, answer in first.values()}
     assert all(answer is not None and answer.tenant == "shop" for answer in by_prompt.values())
-    for prompt, klass in (("In the beginning", "interactive"), ("And God said", "batch")):
+    for prompt, priority_class in (("In the beginning", "interactive"), ("And God said", "batch")):
         answer = by_prompt[prompt]
         assert answer is not None
-        assert (answer.klass, answer.finish_reason, answer.usage.completion_tokens) == (klass, "length", 16)
+        assert (answer.priority_class, answer.finish_reason, answer.usage.completion_tokens) == (
+            priority_class,
+            "length",
+            16,
+        )
     refused = by_prompt["The LORD"]
     assert refused is not None
     assert refused.error is not None
     assert refused.error.code == "unknown_model"
     assert "unknown_model (asking again does not help)" in backend.log.read_text()
-    sent = {m.key: m for klass in CLASSES for m in line.bus.read_all(line.pipeline.request_topic(klass))}
+    sent = {
+        m.key: m for priority_class in CLASSES for m in line.bus.read_all(line.pipeline.request_topic(priority_class))
+    }
     assert sent.keys() == first.keys()
     for one, (request, _) in first.items():
         assert decode_message(Request, sent[one].value) == request
         headers = dict(sent[one].headers)
         assert headers["penstock-tenant"] == "shop"
-        assert headers["penstock-class"] == request.klass
+        assert headers["penstock-class"] == request.priority_class
         assert float(headers["penstock-deadline"]) == request.deadline
 
     write_results(line, false_results, committed=True)  # a second result with the same id: the first counts

@@ -531,7 +531,7 @@ def test_headers_do_not_say_who_one_is(gateway: GuardedGateway) -> None:
     smuggled = {"penstock-tenant": "other", "x-tenant": "other", "penstock-class": "batch", "penstock-weight": "9"}
     assert gateway.post("/v1/chat/completions", CHAT, **smuggled).status == 200
     (found,) = gateway.read_new(before)
-    assert (found.tenant, found.klass, found.weight) == ("acme", "interactive", 3.0)
+    assert (found.tenant, found.priority_class, found.weight) == ("acme", "interactive", 3.0)
 
 
 @pytest.mark.proof

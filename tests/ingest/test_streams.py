@@ -225,7 +225,7 @@ def test_headers_reach_the_request(streams: StreamPipeline) -> None:
     with httpx.stream("POST", url, json=BODY | {"stream": True}, headers=headers, timeout=None) as answer:
         request_id = answer.headers["x-request-id"]
         assert answer.headers["location"] == f"/v1/streams/{request_id}"
-    topics = {klass: streams.pipeline.request_topic(klass) for klass in CLASSES}
+    topics = {priority_class: streams.pipeline.request_topic(priority_class) for priority_class in CLASSES}
     (sent,) = (one for one in streams.bus.read_all(topics["interactive"]) if one.key == request_id)
     request = decode_message(Request, sent.value)
     assert (request.session, request.tenant, request.deadline is not None) == ("chat-7", "default", True)

@@ -42,7 +42,7 @@ class Pool:
         self.valid = True
         self.is_full = False
 
-    def stage_blocks(self, keys: list[bytes], klass: str) -> FakeStagedBlocks | None:
+    def stage_blocks(self, keys: list[bytes], priority_class: str) -> FakeStagedBlocks | None:
         if self.is_full:
             return None
         held = min(self.held, len(keys))
@@ -211,9 +211,9 @@ def test_interactive_before_batch_and_what_needs_nothing_at_once(
     names, gate = fill(store, 0b11), threading.Event()
     begun = held_up(store, "load_blocks", gate, monkeypatch)
     transfers = begin(Pool())
-    transfers.submit_load(LoadOperation("first", names[:4], klass="batch"))
+    transfers.submit_load(LoadOperation("first", names[:4], priority_class="batch"))
     assert begun.wait(PATIENCE_S)
-    transfers.submit_load(LoadOperation("batch", names[:4], klass="batch"))
+    transfers.submit_load(LoadOperation("batch", names[:4], priority_class="batch"))
     transfers.submit_load(LoadOperation("interactive", names[:4]))
     transfers.submit_load(LoadOperation("nothing", []))
     assert [one.context for one in transfers.collect_finished()] == ["nothing"]
@@ -225,7 +225,7 @@ def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore, begin: B
     names, pool = fill(store, 0b11), Pool(room=0)
     pool.is_full = True
     transfers = begin(pool)
-    transfers.submit_load(LoadOperation("batch", names[:2], klass="batch"))
+    transfers.submit_load(LoadOperation("batch", names[:2], priority_class="batch"))
     transfers.submit_load(LoadOperation("one", names[:4]))
     transfers.submit_load(LoadOperation("two", names[:1]))
     assert list(transfers.collect_finished()) == []

@@ -35,14 +35,14 @@ def busy(url: str) -> Iterator[None]:
     """Readers of both classes, each with one request after the other."""
     over = threading.Event()
 
-    def go_on(number: int, klass: str, max_tokens: int) -> None:
+    def go_on(number: int, priority_class: str, max_tokens: int) -> None:
         with httpx.Client(timeout=None) as client:
             turn = 0
             while not over.is_set():
                 turn += 1
                 start = f"{number}, {turn}. " if number % 3 else ""
                 text = start + PSALM * (3 + number % 4) + f"Psalm {turn}."
-                body = {"model": "demo", "prompt": text, "max_tokens": max_tokens, "service_tier": klass}
+                body = {"model": "demo", "prompt": text, "max_tokens": max_tokens, "service_tier": priority_class}
                 client.post(f"{url}/v1/completions", json=body)
 
     classes = [("default", 60)] * NUM_INTERACTIVE + [("flex", 120)] * NUM_BATCH

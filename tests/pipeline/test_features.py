@@ -385,7 +385,7 @@ def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
 
     def list_reported() -> list[object]:
         load: dict[str, Any] = line.prefill.report_load()
-        found = [load[klass][what] for klass in CLASSES for what in ("partitions", "waiting_tokens")]
+        found = [load[priority_class][what] for priority_class in CLASSES for what in ("partitions", "waiting_tokens")]
         return [*found, load["chars_per_token"]]
 
     text = "To be or not to be, that is the question. " * 20
@@ -397,7 +397,7 @@ def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
     assert mean is not None
     assert num_tokens is not None
     assert num_tokens / 2 <= mean < 0.7 * num_tokens, "the second found the first one's blocks"
-    topics = [line.pipeline.request_topic(klass) for klass in CLASSES]
+    topics = [line.pipeline.request_topic(priority_class) for priority_class in CLASSES]
     waiting = {(topics[0], 0): 2, (topics[0], 3): 1, (topics[1], 5): 4}
     monkeypatch.setattr(line.prefill.member, "count_waiting", lambda: waiting)
     ratio = round(len(text) / num_tokens, 1)

@@ -56,10 +56,10 @@ def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProc
 
 
 def test_both_classes_are_answered_and_keep_their_class(line: InProcessPipeline) -> None:
-    slow, quick = ask("slow", klass="batch"), ask("quick", klass="interactive")
+    slow, quick = ask("slow", priority_class="batch"), ask("quick", priority_class="interactive")
     line.publish_bytes(slow.encode(), slow.id, line.pipeline.request_topic("batch"))
     line.send_requests(quick)
-    results = {result.id: result.klass for result in line.run_until_results(2)}
+    results = {result.id: result.priority_class for result in line.run_until_results(2)}
     assert results == {"slow": "batch", "quick": "interactive"}
 
 

@@ -178,7 +178,7 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
     assert "priority classes" in said[-1]
     assert (made.as_json()["is_coarse"], real.as_json()["is_coarse"]) == (True, False)
     assert not any("coarse" in line for _, line in render_plan(real, trace))
-    assert {one.klass for one in play_trace(trace, RATES, RATES.batches[1], 2, 0)} <= set(CLASSES)
+    assert {one.priority_class for one in play_trace(trace, RATES, RATES.batches[1], 2, 0)} <= set(CLASSES)
 
 
 def test_a_request_that_fills_the_pool_is_answered() -> None:

@@ -88,7 +88,7 @@ def test_what_no_number_of_workers_can_do_is_an_error_that_says_so() -> None:
 
 
 def test_limits_by_default_that_no_number_of_workers_meets_are_refused_as_given_ones() -> None:
-    batch = [one._replace(klass="batch") for one in STEADY]
+    batch = [one._replace(priority_class="batch") for one in STEADY]
     slos: Slos = {"interactive": Slo(4.0, 0.015), "batch": Slo(1.0, 0.5)}
     goals = replace(GOALS, slos=slos)
     with pytest.raises(PlanError, match=r"no measured batch keeps to 0\.015 s .* PENSTOCK_SLO_…_ITL_S"):
@@ -137,7 +137,11 @@ def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
 
 
 def test_each_class_has_limits_of_its_own_and_the_worse_one_counts() -> None:
-    trace = [Arrival(0.0, 2000, 1, klass="batch"), Arrival(1.0, 2000, 1), Arrival(30.0, 2000, 1, klass="batch")]
+    trace = [
+        Arrival(0.0, 2000, 1, priority_class="batch"),
+        Arrival(1.0, 2000, 1),
+        Arrival(30.0, 2000, 1, priority_class="batch"),
+    ]
     slos: Slos = {"interactive": Slo(2.5, 1.0), "batch": Slo(3.0, 1.0)}
     made = make_plan(trace, replace(RATES, pool_blocks=None), replace(GOALS, slos=slos))
     assert made.met_share == 0.5, "the first one is overtaken by what is interactive"

@@ -26,10 +26,10 @@ def bus() -> MemoryBus:
 
 
 def publish_answer(bus: MemoryBus, id: str, published: float, usage: tuple[int, int], **given: Any) -> None:  # noqa: A002
-    topic = bus.pipeline.request_topic(given.get("klass", "interactive"))
+    topic = bus.pipeline.request_topic(given.get("priority_class", "interactive"))
     bus.append([Outgoing(topic, Request(id=id, **given).encode(), id)])
     counts = Usage(prompt_tokens=usage[0], completion_tokens=usage[1])
-    end = Result(id=id, klass=given.get("klass", "interactive"), finish_reason="stop", usage=counts,
+    end = Result(id=id, priority_class=given.get("priority_class", "interactive"), finish_reason="stop", usage=counts,
                  timings=Timings(published=published), text="secret")  # fmt: skip
     bus.append([Outgoing(bus.pipeline.results_topic, end.encode(), id)])
 
@@ -40,7 +40,7 @@ def test_a_trace_has_times_tokens_and_what_prompts_share(bus: MemoryBus, tmp_pat
     publish_answer(bus, "later", 112.5, (1500, 6), messages=again)
     publish_answer(bus, "first", 100.0, (960, 5), messages=TURNS)
     publish_answer(bus, "other", 101.0, (960, 5), messages=other)
-    publish_answer(bus, "batch", 102.0, (1100, 7), token_ids=[7] * 1100, klass="batch")
+    publish_answer(bus, "batch", 102.0, (1100, 7), token_ids=[7] * 1100, priority_class="batch")
     publish_answer(bus, "unanswered", 103.0, (0, 0), prompt="x")
     bus.append([Outgoing(bus.pipeline.request_topic("interactive"), b"{", "bad")])
     rows = record_trace(bus, bus.pipeline)

@@ -110,7 +110,7 @@ def test_batch_work_waits_for_what_is_interactive_and_heartbeats_tell_both() -> 
 
     beats = list[Beat]()
     requests = [
-        PlacedRequest("batch", 0.5, 800, 2, klass="batch"),
+        PlacedRequest("batch", 0.5, 800, 2, priority_class="batch"),
         PlacedRequest("asked", 0.6, 400, 2),
         PlacedRequest("late", 1.01, 16, 2),
     ]

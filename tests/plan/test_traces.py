@@ -90,5 +90,5 @@ def test_a_recorded_trace_shares_what_its_hash_ids_say(tmp_path: Path) -> None:
     assert [one.prompt_tokens for one in (first, second, third)] == [1000, 1500, 600]
     assert find_home(first) == find_home(second) != find_home(third)
     assert find_home(third) == hashlib.blake2b(b"c", digest_size=16).digest(), "the trace names the chat"
-    assert third.klass == "batch"
+    assert third.priority_class == "batch"
     assert count_found([first, second, third]) == pytest.approx((0 + 7 + 0) / (7 + 11 + 4))

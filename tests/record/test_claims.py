@@ -185,7 +185,7 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
 def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     one = Request(id="r1", prompt="hello")
     assert compute_body_hash(one) == compute_body_hash(
-        Request(id="r1", prompt="hello", klass="batch", deadline=9e9, session="s1")
+        Request(id="r1", prompt="hello", priority_class="batch", deadline=9e9, session="s1")
     )
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello!"))
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello", tenant="other"))

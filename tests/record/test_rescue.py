@@ -14,8 +14,10 @@ from sim.waiting import wait_for
 from tests.record.play import alive
 
 
-def delivery(name: str, value: bytes = b"message", klass: str = "interactive", topic: str = "topic") -> Delivery:
-    return Delivery(topic, name, value, name, {}, klass, 0.0)  # type: ignore[arg-type]
+def delivery(
+    name: str, value: bytes = b"message", priority_class: str = "interactive", topic: str = "topic"
+) -> Delivery:
+    return Delivery(topic, name, value, name, {}, priority_class, 0.0)  # type: ignore[arg-type]
 
 
 def read_message(found: Delivery) -> UnclaimedMessage:
@@ -75,7 +77,7 @@ def session(hasty: Record) -> Iterator[Session]:
 
 
 def test_what_waits_is_parked_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
-    member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
+    member = Member([delivery("r1"), delivery("b1", priority_class="batch"), delivery("r2")], {})
     with start_rescuer(hasty, session, member) as rescuer:
         wait_for(lambda: hasty.count_free("prefill") == 2, "both are free")
         assert hasty.read_status("b1") is None

@@ -154,12 +154,12 @@ class FixedWatch(LiveWatch):
     def read_latest(self) -> Json:
         self.lost, self.memory_share = {"t": 2}, 0.5
         lag = {
-            klass: {
-                stage: {"messages": 4, "prompt_tokens": 50, "output_tokens": None if klass == "batch" else 60}
+            priority_class: {
+                stage: {"messages": 4, "prompt_tokens": 50, "output_tokens": None if priority_class == "batch" else 60}
                 for stage in STAGES
             }
-            | {"estimated_wait_s": None if klass == "batch" else 1.5}
-            for klass in CLASSES
+            | {"estimated_wait_s": None if priority_class == "batch" else 1.5}
+            for priority_class in CLASSES
         }
         return {
             "lag": lag, "workers": [{"stage": "decode", "name": "d-0", "state": "ready"}],

@@ -42,7 +42,7 @@ def submit_requests(stack: Stack, num_requests: int, max_tokens: int) -> None:
             client.submit(
                 PROMPTS[number % len(PROMPTS)],
                 max_tokens=max_tokens,
-                klass="batch" if number % 4 == 3 else "interactive",
+                priority_class="batch" if number % 4 == 3 else "interactive",
                 temperature=0.8,
                 seed=number,
             )

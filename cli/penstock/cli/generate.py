@@ -62,7 +62,7 @@ def generate(
     if resume is not None and request_id is None:
         raise typer.BadParameter("--resume needs --id")
     request_id = request_id or uuid.uuid4().hex
-    klass: PriorityClass = "batch" if batch else "interactive"
+    priority_class: PriorityClass = "batch" if batch else "interactive"
     addresses, notes = load_settings(Addresses), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(record_spans("penstock-client", load_settings(TraceSettings)))
@@ -71,13 +71,13 @@ def generate(
         schema = json_schema.read_text("utf-8", "replace") if json_schema is not None else None
         begun_s = time.perf_counter()
         position = StreamPosition(request_id, resume or None)
-        stack.enter_context(explain_waiting(position, addresses, klass, notes))
+        stack.enter_context(explain_waiting(position, addresses, priority_class, notes))
         if resume is None:
             client.submit(
                 prompt=None if chat else text,
                 messages=[{"role": "user", "content": text}] if chat else None,
                 id=request_id,
-                klass=klass,
+                priority_class=priority_class,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_k=top_k,
@@ -118,14 +118,14 @@ class StreamPosition:
 
 @contextlib.contextmanager
 def explain_waiting(
-    position: StreamPosition, addresses: Addresses, klass: PriorityClass, notes: Console
+    position: StreamPosition, addresses: Addresses, priority_class: PriorityClass, notes: Console
 ) -> Iterator[None]:
     """Print why a request waits, if nothing has come after two seconds."""
 
     def print_reasons() -> None:
         if position.has_begun.wait(SILENCE_BEFORE_REASONS_S):
             return
-        reasons = find_wait_reasons(addresses, klass)
+        reasons = find_wait_reasons(addresses, priority_class)
         if not position.has_begun.is_set():
             notes.print("\n".join(f"waiting: {reason}" for reason in reasons))
 
@@ -136,7 +136,7 @@ def explain_waiting(
         position.has_begun.set()
 
 
-def find_wait_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
+def find_wait_reasons(addresses: Addresses, priority_class: PriorityClass) -> list[str]:
     """Return why a request may have to wait, from what servers and workers report now."""
     try:
         bus_settings = load_settings(BusSettings)
@@ -150,7 +150,7 @@ def find_wait_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
         if reasons := assess_health(workers).reasons:
             return list(reasons)
         with contextlib.closing(LagWatch(addresses, bus_settings)) as watch:
-            return [describe_queue(watch.read_latest(), klass)]
+            return [describe_queue(watch.read_latest(), priority_class)]
     except (redis.RedisError, PenstockError) as error:
         return [explain_error(error, addresses) or ""]
 
@@ -170,11 +170,14 @@ def describe_bus_mismatch(workers: Iterable[Mapping[str, Any]], addresses: Addre
     return f"the workers of {addresses.pipeline!r} read from {theirs}, this command sends to {ours}: {advice}{unless}"
 
 
-def describe_queue(lag: PipelineLag, klass: PriorityClass) -> str:
+def describe_queue(lag: PipelineLag, priority_class: PriorityClass) -> str:
     """Return how many requests are before a request that waits, and about how long that takes."""
-    waits, wait_s = sum(stage[klass].messages for stage in lag.stages.values()), lag.estimated_wait_s(klass)
+    waits, wait_s = (
+        sum(stage[priority_class].messages for stage in lag.stages.values()),
+        lag.estimated_wait_s(priority_class),
+    )
     about = "" if wait_s is None else f"; a new one would wait for about {wait_s:.0f} s"
-    return f"{waits} requests of class {klass} are queued or worked on{about}"
+    return f"{waits} requests of class {priority_class} are queued or worked on{about}"
 
 
 def format_shell_command(addresses: Addresses, command: str) -> str:

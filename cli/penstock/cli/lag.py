@@ -58,13 +58,13 @@ def build_table(lag: PipelineLag) -> Table:
     table = Table("class", "stage", box=None, pad_edge=False)
     for name in ("messages", "prompt tokens", "output tokens", "estimated wait"):
         table.add_column(name, justify="right")
-    for klass in CLASSES:
+    for priority_class in CLASSES:
         for stage in STAGES:
-            waiting = lag.stages[stage][klass]
-            wait_s = lag.estimated_wait_s(klass)
+            waiting = lag.stages[stage][priority_class]
+            wait_s = lag.estimated_wait_s(priority_class)
             wait = "" if stage != STAGES[0] else "not known" if wait_s is None else f"{wait_s:,.1f} s"
             table.add_row(
-                klass,
+                priority_class,
                 stage,
                 *map(_format_count, (waiting.messages, waiting.prompt_tokens, waiting.output_tokens)),
                 wait,

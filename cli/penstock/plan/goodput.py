@@ -28,7 +28,7 @@ BATCH_SLO = Slo(600.0, 1.0)
 class Timing(NamedTuple):
     """The latencies of a request."""
 
-    klass: PriorityClass
+    priority_class: PriorityClass
     ttft_s: float
     """Seconds to its first token."""
     itl_s: float
@@ -47,8 +47,8 @@ def compute_met_share(timings: Iterable[Timing], slos: Slos) -> float:
     """Return how many requests meet both limits, as a share; of two classes it is the lower one."""
     met: dict[PriorityClass, list[bool]] = {}
     for one in timings:
-        slo = slos[one.klass]
-        met.setdefault(one.klass, []).append(one.ttft_s <= slo.ttft_s and one.itl_s <= slo.itl_s)
+        slo = slos[one.priority_class]
+        met.setdefault(one.priority_class, []).append(one.ttft_s <= slo.ttft_s and one.itl_s <= slo.itl_s)
     return min((sum(mine) / len(mine) for mine in met.values()), default=1.0)
 
 

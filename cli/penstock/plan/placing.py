@@ -31,7 +31,7 @@ class PlacedRequest:
     session: str = ""
     chain: PromptChain | None = None
     """The prompt as a producer sees it; None if the rule that places the request ignores prompts."""
-    klass: PriorityClass = "interactive"
+    priority_class: PriorityClass = "interactive"
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,11 @@ def choose_batch(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> 
 
     Raises `PlanError` where no number of workers would meet them.
     """
-    by_class = {klass: [one for one in trace if one.klass == klass] for klass in {one.klass for one in trace}}
-    limits = [(of, goals.slos[klass].ttft_s, MET_SHARE) for klass, of in by_class.items()]
+    by_class = {
+        priority_class: [one for one in trace if one.priority_class == priority_class]
+        for priority_class in {one.priority_class for one in trace}
+    }
+    limits = [(of, goals.slos[priority_class].ttft_s, MET_SHARE) for priority_class, of in by_class.items()]
     for requests, limit_s, share in limits if goals.ttft_s is None else [(trace, goals.ttft_s, 0.99)]:
         alone_s = compute_quantile([one.prompt_tokens / rates.prefill_tokens_per_s for one in requests], share)
         if alone_s > limit_s:
@@ -209,7 +212,7 @@ def choose_batch(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> 
                 f"no number of workers gives {share:.0%} of the first tokens within {limit_s:g} s: prompts alone take "
                 f"{alone_s:.3g} s; {CHANGES} (--ttft-s, PENSTOCK_SLO_…_TTFT_S)"
             )
-    itl_s = min(goals.slos[klass].itl_s for klass in by_class) if goals.itl_s is None else goals.itl_s
+    itl_s = min(goals.slos[priority_class].itl_s for priority_class in by_class) if goals.itl_s is None else goals.itl_s
     return rates.choose_batch(itl_s)
 
 
@@ -249,7 +252,7 @@ def play_auto(trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, 
         load, workers = CoarseLoad.without_chats(at_s, prompt, output), np.arange(len(trace)) % num_auto
         done = CoarseSimulation(num_auto, spec, load, workers=workers).run()
         times = zip(trace, done.ttft_s.tolist(), done.itl_s.tolist(), strict=True)
-        return [Timing(one.klass, ttft_s, itl_s) for one, ttft_s, itl_s in times]
+        return [Timing(one.priority_class, ttft_s, itl_s) for one, ttft_s, itl_s in times]
     return [
         one.make_timing() for one in Simulation({"auto": (num_auto, spec)}, [RoundRobin()]).run(_make_requests(trace))
     ]
@@ -263,7 +266,7 @@ def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> l
             one.at_s - trace[0].at_s,
             one.prompt_tokens,
             num_output or one.output_tokens,
-            klass=one.klass,
+            priority_class=one.priority_class,
         )
         for number, one in enumerate(trace)
     ]
@@ -287,7 +290,7 @@ def play_coarsely(
         ended = CoarseSimulation(*decode, answers, workers=workers, are_jobs=True).run()
         itl_s[jobs] = (ended.end_s - first_s[jobs]) / (output[jobs] - 1)
     times = zip(trace, (first_s - at_s).tolist(), itl_s.tolist(), strict=True)
-    return [Timing(one.klass, ttft_s, each_s) for one, ttft_s, each_s in times]
+    return [Timing(one.priority_class, ttft_s, each_s) for one, ttft_s, each_s in times]
 
 
 def measure_waits(played: Sequence[Timing]) -> Waits:
@@ -361,7 +364,7 @@ def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str
     yield "", f"{plan.auto_busy:,.2f} / (1 {of_worker}) → {plan.auto_by_rate}"
     yield "plan", f"{plan.prefill} prefill and {plan.decode} decode workers{_format_extra(plan)}"
     yield "", f"or {plan.auto} auto workers"
-    yield from _render_simulation(plan, {one.klass for one in trace})
+    yield from _render_simulation(plan, {one.priority_class for one in trace})
 
 
 def _format_extra(plan: Plan) -> str:
@@ -378,9 +381,9 @@ def _render_simulation(plan: Plan, classes: Container[str]) -> Iterator[tuple[st
     yield "coarse" if plan.is_coarse else "simulated", _format_waits(plan.waits)
     yield "", f"auto: {_format_waits(plan.auto_waits)}; {plan.auto_met_share:.1%} in time"
     limits = ", ".join(
-        f"{klass} {slo.ttft_s:g} s and {slo.itl_s * 1e3:,.0f} ms"
-        for klass, slo in plan.goals.slos.items()
-        if klass in classes
+        f"{priority_class} {slo.ttft_s:g} s and {slo.itl_s * 1e3:,.0f} ms"
+        for priority_class, slo in plan.goals.slos.items()
+        if priority_class in classes
     )
     lowest, highest = (plan.mean_rate * GOODPUT_STEP**number for number in (-GOODPUT_STEPS, GOODPUT_STEPS))
     beyond = "at most " if plan.goodput <= lowest else "at least " if plan.goodput >= highest else ""

@@ -35,7 +35,7 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
             "at_s": round(one.timings.published - begun_s, 3),
             "prompt_tokens": one.usage.prompt_tokens,
             "output_tokens": one.usage.completion_tokens,
-            "class": one.klass,
+            "class": one.priority_class,
         }
         for one in answered
     }

@@ -63,7 +63,7 @@ class Outcome:
 
     def make_timing(self) -> Timing:
         """Return the latencies that the limits of its class are about."""
-        return Timing(self.request.klass, self.ttft_s, self.itl_s)
+        return Timing(self.request.priority_class, self.ttft_s, self.itl_s)
 
 
 class SimulatedWorker:
@@ -130,7 +130,7 @@ class SimulatedWorker:
         decodes = [seq.num_computed_tokens for seq in self.sequences if seq.num_output_tokens]
         left = dict.fromkeys(CLASSES, 0)
         for seq in (*self.sequences, *(seq for seq, _ in self.messages)):
-            left[seq.klass] += 0 if seq.num_output_tokens else seq.num_prompt_tokens - seq.num_computed_tokens
+            left[seq.priority_class] += 0 if seq.num_output_tokens else seq.num_prompt_tokens - seq.num_computed_tokens
         return Beat(now_s, sum(left.values()), len(decodes), sum(decodes), left["batch"])
 
 
@@ -249,7 +249,7 @@ class Simulation:
             max_new_tokens=1 if worker.kind == "prefill" else request.output_tokens,
             output_token_ids=[0] if is_job else (),
             block_keys=request.keys[: request.prompt_tokens // size],
-            klass=request.klass,
+            priority_class=request.priority_class,
             context=(outcome, view),
         )
         if is_job:

@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
-    klass: PriorityClass = "interactive"
+    priority_class: PriorityClass = "interactive"
     chat: str = ""
     """The id that all turns of one chat share; empty if the trace has none."""
 
@@ -52,9 +52,11 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             unit = next(TIME_FIELDS[name] for name in TIME_FIELDS if name in row)
             at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
             lengths = (int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
-            if (klass := row.get("class", "interactive")) not in CLASSES:
+            if (priority_class := row.get("class", "interactive")) not in CLASSES:
                 raise ValueError(f"its class is not one of {', '.join(CLASSES)}")
-            arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), klass, str(row.get("chat", "")))
+            arrival = Arrival(
+                at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), priority_class, str(row.get("chat", ""))
+            )
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None

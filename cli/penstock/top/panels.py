@@ -70,14 +70,14 @@ def build_lag(snapshot: Snapshot | None) -> Table:
     """Return what waits in each stage."""
     names = ("class", "stage", "queued", "prompt", "output", "wait")
     table = _make_table(*((name, "left" if at < 2 else "right") for at, name in enumerate(names)))
-    for klass in CLASSES:
+    for priority_class in CLASSES:
         for stage in STAGES:
             if snapshot is None:
-                table.add_row(klass, stage, *[UNKNOWN] * 4)
+                table.add_row(priority_class, stage, *[UNKNOWN] * 4)
                 continue
-            one, wait = snapshot["lag"][klass][stage], snapshot["lag"][klass]["estimated_wait_s"]
+            one, wait = snapshot["lag"][priority_class][stage], snapshot["lag"][priority_class]["estimated_wait_s"]
             tokens = (format_count(one[kind]) for kind in ("messages", "prompt_tokens", "output_tokens"))
-            table.add_row(klass, stage, *tokens, format_seconds(wait) if stage == STAGES[0] else "")
+            table.add_row(priority_class, stage, *tokens, format_seconds(wait) if stage == STAGES[0] else "")
     return table
 
 

@@ -60,7 +60,7 @@ def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float
         worker,
         at_s,
         at_s + STALE_SHARE * lease_ms / 1000,
-        {klass: tuple(map(int, load[klass]["partitions"])) for klass in CLASSES},
-        {klass: max(0, int(load[klass]["waiting_tokens"])) for klass in CLASSES},
+        {priority_class: tuple(map(int, load[priority_class]["partitions"])) for priority_class in CLASSES},
+        {priority_class: max(0, int(load[priority_class]["waiting_tokens"])) for priority_class in CLASSES},
         load["chars_per_token"] and max(0.1, float(load["chars_per_token"])),
     )

@@ -105,7 +105,7 @@ class Delivery:
     value: bytes
     key: str | None
     headers: Mapping[str, str]
-    klass: PriorityClass
+    priority_class: PriorityClass
     timestamp_s: float
     """When the message was published, seconds since the epoch."""
     is_held: bool = True
@@ -183,7 +183,7 @@ class Member(Protocol):
         """By how many times longer than usual its settlements may take, as the bus is slow to answer."""
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Return at most `capacity[klass]` deliveries of each class, interactive first. Wait up to `timeout_s` for any.
+        """Return at most `capacity` deliveries of each class, interactive first. Wait up to `timeout_s` for any.
 
         A class without capacity is paused, and its assignment kept. A delivery that stays unsettled does not block
         those behind it. Raise `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.

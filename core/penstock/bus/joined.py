@@ -77,7 +77,7 @@ class JoinedMember:
             self._taken += member.poll(0.0, self._count_left(capacity))
         found, self._taken = self._taken, []
         self.forget_settled(found)
-        return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+        return sorted(found, key=lambda delivery: CLASSES.index(delivery.priority_class))
 
     def forget_settled(self, found: Iterable[Delivery]) -> None:
         """Forget of deliveries that are given out again that they were settled."""
@@ -86,7 +86,10 @@ class JoinedMember:
 
     def _count_left(self, capacity: Mapping[PriorityClass, int]) -> dict[PriorityClass, int]:
         return {
-            klass: max(0, capacity.get(klass, 0) - sum(one.klass == klass for one in self._taken)) for klass in CLASSES
+            priority_class: max(
+                0, capacity.get(priority_class, 0) - sum(one.priority_class == priority_class for one in self._taken)
+            )
+            for priority_class in CLASSES
         }
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
@@ -120,7 +123,7 @@ class JoinedMember:
     def list_prefetched(self) -> list[Delivery]:
         """Return the deliveries that are fetched and not handed out yet, interactive first."""
         fetched = [*self._jobs.list_prefetched(), *self._requests.list_prefetched()]
-        return sorted(fetched, key=lambda delivery: CLASSES.index(delivery.klass))
+        return sorted(fetched, key=lambda delivery: CLASSES.index(delivery.priority_class))
 
     def list_partitions(self) -> list[str]:
         """Return the partitions of both interactive topics that this member alone reads."""

@@ -55,7 +55,7 @@ class Link(NamedTuple):
 class PromptChain:
     """The beginnings of a request's prompt, from the shortest to the longest. It is no part of the written message."""
 
-    klass: PriorityClass
+    priority_class: PriorityClass
     home: bytes
     """Names a worker by a hash: that of the session, else of the prompt up to the end of the first user message; of a
     text, or of token ids, the first piece."""
@@ -95,7 +95,9 @@ def chain_prompt(request: Request, explain: Callable[[str], object] | None = Non
     home = home or digest.digest()[:16]
     is_tokens, is_alone = request.token_ids is not None, request.session is None and request.messages is None
     hash_key = links[-1].digest if is_alone and links else b""
-    return PromptChain(request.klass or "interactive", home, tuple(links), length, is_tokens, hash_key, explain)
+    return PromptChain(
+        request.priority_class or "interactive", home, tuple(links), length, is_tokens, hash_key, explain
+    )
 
 
 def _begin_digest(tenant: str) -> Any:
@@ -169,14 +171,14 @@ class _SentTokens:
         self._sent: deque[tuple[float, PriorityClass, int]] = deque()
         self.totals = dict.fromkeys(CLASSES, 0)
 
-    def add_tokens(self, now_s: float, klass: PriorityClass, num_tokens: int) -> None:
-        self._sent.append((now_s, klass, num_tokens))
-        self.totals[klass] += num_tokens
+    def add_tokens(self, now_s: float, priority_class: PriorityClass, num_tokens: int) -> None:
+        self._sent.append((now_s, priority_class, num_tokens))
+        self.totals[priority_class] += num_tokens
 
     def drop_before(self, at_s: float) -> None:
         while self._sent and self._sent[0][0] < at_s:
-            _, klass, num_tokens = self._sent.popleft()
-            self.totals[klass] -= num_tokens
+            _, priority_class, num_tokens = self._sent.popleft()
+            self.totals[priority_class] -= num_tokens
 
 
 class Placer:
@@ -209,18 +211,18 @@ class Placer:
         read = {
             worker: mine
             for worker, beat in self._beats.items()
-            if now_s < beat.stale_s and (mine := readable.intersection(beat.partitions[chain.klass]))
+            if now_s < beat.stale_s and (mine := readable.intersection(beat.partitions[chain.priority_class]))
         }
         if not read:
             return Placement(choose_by_hash(chain.hash_key or chain.home, partitions))
         ratio = 1.0 if chain.is_tokens else self._chars_per_token
-        hits, classes = self._find_hits(chain, now_s, len(read)), CLASSES[: CLASSES.index(chain.klass) + 1]
+        hits, classes = self._find_hits(chain, now_s, len(read)), CLASSES[: CLASSES.index(chain.priority_class) + 1]
         costs = dict[str, int]()
         order = sorted(read, key=lambda worker: hashlib.sha256(chain.home + worker.encode()).digest())
         for worker in order:
             self._sent[worker].drop_before(now_s - MAX_SENT_S)
             waiting, sent = self._beats[worker].waiting_tokens, self._sent[worker].totals
-            left = sum(waiting[klass] + sent[klass] for klass in classes)
+            left = sum(waiting[priority_class] + sent[priority_class] for priority_class in classes)
             costs[worker] = left + round((chain.length - hits.get(worker, 0)) / ratio)
         home, best = order[0], min(order, key=costs.__getitem__)
         chosen = home if costs[home] - HOME_PROMPTS * round(chain.length / ratio) <= costs[best] else best
@@ -240,7 +242,7 @@ class Placer:
         return hits
 
     def _note_sent(self, chain: PromptChain, worker: str, num_tokens: int, now_s: float) -> None:
-        self._sent[worker].add_tokens(now_s, chain.klass, num_tokens)
+        self._sent[worker].add_tokens(now_s, chain.priority_class, num_tokens)
         memory = self._memory
         for digest, _ in chain.links:
             sent = memory.setdefault(digest, {})

@@ -183,9 +183,9 @@ class AsyncClient(BaseClient):
         with translate_outages():
             return await asyncio.to_thread(self._watch.read_latest)
 
-    async def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
+    async def estimated_wait(self, priority_class: PriorityClass = "interactive") -> float | None:
         """Return about how many seconds a request submitted now would wait, as `Client.estimated_wait`."""
-        return (await self.lag()).estimated_wait_s(klass)
+        return (await self.lag()).estimated_wait_s(priority_class)
 
     async def close(self) -> None:
         """Send the messages that wait and free all connections."""

@@ -83,7 +83,7 @@ class RequestFields(TypedDict, total=False):
     tenant: str
     weight: float
     session: str | None
-    klass: PriorityClass
+    priority_class: PriorityClass
     deadline: float | None
     temperature: float
     top_k: int
@@ -214,15 +214,21 @@ def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float 
 
     The span begins now, or at `since_s` (seconds since the epoch).
     """
-    request, klass = encoded.request, encoded.request.klass or "interactive"
+    request, priority_class = encoded.request, encoded.request.priority_class or "interactive"
     context = tracing.with_request(pipeline, request.id)
-    span = tracing.start_span("request", context, since_s, SpanKind.PRODUCER, id=request.id, klass=klass)
-    headers = {names.VERSION_HEADER: str(request.v), names.TENANT_HEADER: request.tenant, names.CLASS_HEADER: klass}
+    span = tracing.start_span(
+        "request", context, since_s, SpanKind.PRODUCER, id=request.id, priority_class=priority_class
+    )
+    headers = {
+        names.VERSION_HEADER: str(request.v),
+        names.TENANT_HEADER: request.tenant,
+        names.CLASS_HEADER: priority_class,
+    }
     headers[names.FORM_HEADER] = names.CANONICAL_FORM
     if request.deadline is not None:
         headers[names.DEADLINE_HEADER] = str(request.deadline)
     headers |= tracing.inject_headers(tracing.with_span(span))
-    topic = pipeline.request_topic(klass)
+    topic = pipeline.request_topic(priority_class)
     explain = partial(span.set_attribute, PLACEMENT_ATTRIBUTE) if span.is_recording() else None
     return span, Outgoing(topic, encoded.value, request.id, headers, chain_prompt(request, explain))
 

@@ -111,12 +111,12 @@ class Client(BaseClient):
         with translate_outages():
             return self._watch.read_latest()
 
-    def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
+    def estimated_wait(self, priority_class: PriorityClass = "interactive") -> float | None:
         """Return about how many seconds a request submitted now would wait; None where nothing was measured yet.
 
         Raises `BusUnavailable`.
         """
-        return self.lag().estimated_wait_s(klass)
+        return self.lag().estimated_wait_s(priority_class)
 
     def close(self) -> None:
         """Free all connections. Streams that are still being read receive nothing more."""

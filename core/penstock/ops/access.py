@@ -83,7 +83,7 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
         )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:
-        keys = [pipeline.stream_key(pipeline.request_topic(klass)) for klass in CLASSES]
+        keys = [pipeline.stream_key(pipeline.request_topic(priority_class)) for priority_class in CLASSES]
         found += [("XADD", key, "*", "x", "x") for key in keys]
         found += [("XLEN", keys[0]), ("XREAD", "STREAMS", pipeline.stream_key(pipeline.results_topic), "0")]
         if role != "client":

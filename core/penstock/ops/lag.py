@@ -59,20 +59,20 @@ class PipelineLag:
     mean_output_tokens: Mapping[PriorityClass, float | None]
     """Mean tokens of an answer; until one is complete, the mean limit of the requests. None where not known."""
 
-    def estimated_wait_s(self, klass: PriorityClass = "interactive") -> float | None:
+    def estimated_wait_s(self, priority_class: PriorityClass = "interactive") -> float | None:
         """Return how long a request submitted now would wait until it is worked on, in seconds.
 
         Interactive requests do not wait for batch work, which they overtake. None where that is not known: a stage has
         no worker, or has not measured its rate yet.
         """
-        return self.waits[klass]
+        return self.waits[priority_class]
 
     def as_json(self) -> dict[str, Any]:
         """Return the lag by class, then by stage, for `penstock lag --json`."""
         return {
-            klass: {stage: vars(self.stages[stage][klass]) for stage in STAGES}
-            | {"estimated_wait_s": None if (wait := self.waits[klass]) is None else round(wait, 3)}
-            for klass in CLASSES
+            priority_class: {stage: vars(self.stages[stage][priority_class]) for stage in STAGES}
+            | {"estimated_wait_s": None if (wait := self.waits[priority_class]) is None else round(wait, 3)}
+            for priority_class in CLASSES
         }
 
 
@@ -131,15 +131,18 @@ class LagWatch(PipelineWatch[PipelineLag]):
 def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[HeartbeatStatus]) -> PipelineLag:
     """Return the lag that follows from unsettled messages and heartbeats."""
     stages = {stage: _StageWorkers(stage, workers) for stage in STAGES}
-    outputs = {klass: _mean_output_tokens(stages, klass) for klass in CLASSES}
+    outputs = {priority_class: _mean_output_tokens(stages, priority_class) for priority_class in CLASSES}
     lags = {
         stage: {
-            klass: _compute_class_lag(unsettled[topic], stages[stage], klass, outputs[klass])
-            for klass, topic in pipeline.input_topics(stage).items()
+            priority_class: _compute_class_lag(unsettled[topic], stages[stage], priority_class, outputs[priority_class])
+            for priority_class, topic in pipeline.input_topics(stage).items()
         }
         for stage in STAGES
     }
-    waits = {klass: _estimate_wait_s(lags, stages, outputs, CLASSES[: rank + 1]) for rank, klass in enumerate(CLASSES)}
+    waits = {
+        priority_class: _estimate_wait_s(lags, stages, outputs, CLASSES[: rank + 1])
+        for rank, priority_class in enumerate(CLASSES)
+    }
     num_jobs = unsettled[pipeline.job_topic("batch")]
     ahead_s = _estimate_queued_batch_s(num_jobs, stages["decode"], outputs["batch"])
     return PipelineLag(lags, waits, ahead_s, outputs)
@@ -159,49 +162,51 @@ class _StageWorkers:
         """Rate of all serving workers. One that has measured nothing counts as the mean of the others."""
         self._serving = serving
 
-    def sum_field(self, klass: PriorityClass, what: str) -> int:
+    def sum_field(self, priority_class: PriorityClass, what: str) -> int:
         """Return the sum of a field over all workers."""
-        return int(sum(load[klass][what] for load in self._loads))
+        return int(sum(load[priority_class][what] for load in self._loads))
 
-    def count_unheld(self, klass: PriorityClass, messages: int) -> int:
+    def count_unheld(self, priority_class: PriorityClass, messages: int) -> int:
         """Return how many of a class's messages no worker holds.
 
         A heartbeat may be a second old: it may include messages that are settled by now.
         """
-        return max(0, messages - self.sum_field(klass, self._held))
+        return max(0, messages - self.sum_field(priority_class, self._held))
 
-    def count_messages(self, klass: PriorityClass, unsettled: int) -> int:
+    def count_messages(self, priority_class: PriorityClass, unsettled: int) -> int:
         """Return how many of a class's messages are this stage's work, of `unsettled` ones in its topic.
 
         A request that is decoded by the worker that read it is decode's work from its first token on.
         """
-        return max(0, unsettled + self._in_place * self.sum_field(klass, "in_place"))
+        return max(0, unsettled + self._in_place * self.sum_field(priority_class, "in_place"))
 
-    def sum_capacity(self, klass: PriorityClass) -> int:
+    def sum_capacity(self, priority_class: PriorityClass) -> int:
         """Return how many more requests the workers could run at once."""
-        return int(sum(load[klass]["capacity"] for load in self._serving))
+        return int(sum(load[priority_class]["capacity"] for load in self._serving))
 
-    def compute_mean(self, klass: PriorityClass, what: str) -> float | None:
+    def compute_mean(self, priority_class: PriorityClass, what: str) -> float | None:
         """Return the mean of a field over the workers that have it; None if none has."""
-        means = [load[klass][what] for load in self._loads if load[klass][what] is not None]
+        means = [load[priority_class][what] for load in self._loads if load[priority_class][what] is not None]
         return sum(means) / len(means) if means else None
 
 
-def _mean_output_tokens(stages: Mapping[Stage, _StageWorkers], klass: PriorityClass) -> float | None:
+def _mean_output_tokens(stages: Mapping[Stage, _StageWorkers], priority_class: PriorityClass) -> float | None:
     """Return the mean tokens of answers, or of requests' limits until an answer is complete."""
-    means = (stages[stage].compute_mean(klass, "mean_output_tokens") for stage in ("decode", "prefill"))
+    means = (stages[stage].compute_mean(priority_class, "mean_output_tokens") for stage in ("decode", "prefill"))
     return next((mean for mean in means if mean is not None), None)
 
 
-def _compute_class_lag(unsettled: int, stage: _StageWorkers, klass: PriorityClass, mean_output: float | None) -> Lag:
-    unheld, messages = stage.count_unheld(klass, unsettled), stage.count_messages(klass, unsettled)
+def _compute_class_lag(
+    unsettled: int, stage: _StageWorkers, priority_class: PriorityClass, mean_output: float | None
+) -> Lag:
+    unheld, messages = stage.count_unheld(priority_class, unsettled), stage.count_messages(priority_class, unsettled)
 
     def tokens(held: str, mean: float | None) -> int | None:
         if not messages:
             return 0
-        return None if unheld and mean is None else stage.sum_field(klass, held) + round(unheld * (mean or 0))
+        return None if unheld and mean is None else stage.sum_field(priority_class, held) + round(unheld * (mean or 0))
 
-    prompt = tokens("prompt_tokens", stage.compute_mean(klass, "mean_prompt_tokens"))
+    prompt = tokens("prompt_tokens", stage.compute_mean(priority_class, "mean_prompt_tokens"))
     return Lag(messages, prompt, tokens("output_tokens", mean_output))
 
 
@@ -226,7 +231,7 @@ def _estimate_prefill_s(
     lags: Mapping[PriorityClass, Lag], prefill: _StageWorkers, before: Sequence[PriorityClass]
 ) -> float | None:
     """Return how long the prompts before it take: they are computed one after the other, about."""
-    tokens = [lags[klass].prompt_tokens for klass in before]
+    tokens = [lags[priority_class].prompt_tokens for priority_class in before]
     known = [count for count in tokens if count is not None]
     if len(known) < len(tokens):
         return None
@@ -242,9 +247,16 @@ def _estimate_decode_s(
     """Return how long the answers before it take that do not run yet and will find no capacity."""
     capacity = decode.sum_capacity(before[-1])
     seconds = 0.0
-    for klass in before:
-        num_waiting = max(0, sum(lags[stage][klass].messages for stage in STAGES) - decode.sum_field(klass, "running"))
-        num_behind, capacity, mean = max(0, num_waiting - capacity), max(0, capacity - num_waiting), outputs[klass]
+    for priority_class in before:
+        num_waiting = max(
+            0,
+            sum(lags[stage][priority_class].messages for stage in STAGES) - decode.sum_field(priority_class, "running"),
+        )
+        num_behind, capacity, mean = (
+            max(0, num_waiting - capacity),
+            max(0, capacity - num_waiting),
+            outputs[priority_class],
+        )
         more = None if num_behind and mean is None else _to_seconds(num_behind * (mean or 0), decode.tokens_per_s)
         if more is None:
             return None

@@ -112,7 +112,7 @@ def estimate_prompts_s(worker: Mapping[str, Any]) -> float | None:
     per_s = load.get(RATE_FIELDS["prefill"])
     if "prefill" not in find_stages(worker["stage"]) or not per_s:
         return None
-    num_tokens: int = sum(load[klass].get("waiting_tokens", 0) for klass in CLASSES)
+    num_tokens: int = sum(load[priority_class].get("waiting_tokens", 0) for priority_class in CLASSES)
     return round(num_tokens / float(per_s), 3)
 
 

@@ -32,8 +32,8 @@ class StageMetrics:
         self._ended = 0
         self._firsts: list[Histogram] = []
         self._waits = {
-            klass: meters.get_histogram(catalog.QUEUE_WAIT, pipeline, stage, klass)
-            for klass in ("interactive", "batch")
+            priority_class: meters.get_histogram(catalog.QUEUE_WAIT, pipeline, stage, priority_class)
+            for priority_class in ("interactive", "batch")
         }
         self._preprocess = meters.get_histogram(catalog.PREPROCESS, pipeline)
         self._take_overs = meters.get_counter(catalog.TAKE_OVERS, pipeline, stage)
@@ -43,9 +43,9 @@ class StageMetrics:
 
     # As things happen.
 
-    def record_queue_wait(self, klass: PriorityClass, published_s: float, begun_s: float) -> None:
+    def record_queue_wait(self, priority_class: PriorityClass, published_s: float, begun_s: float) -> None:
         """Record how long a message waited until its work began."""
-        self._waits[klass].add(max(0.0, begun_s - published_s))
+        self._waits[priority_class].add(max(0.0, begun_s - published_s))
 
     def record_preprocess(self, duration_s: float) -> None:
         """Record how long a request took to be read."""
@@ -82,14 +82,14 @@ class StageMetrics:
         if gap_s is not None:
             self._itl.add(gap_s)
 
-    def count_hand_off(self, klass: PriorityClass) -> None:
+    def count_hand_off(self, priority_class: PriorityClass) -> None:
         """Count a request that was handed off."""
-        self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, klass, "handed_off").add()
+        self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, priority_class, "handed_off").add()
 
-    def record_end(self, klass: PriorityClass, operation: Operation, end: EndEvent) -> None:
+    def record_end(self, priority_class: PriorityClass, operation: Operation, end: EndEvent) -> None:
         """Record the end of a request."""
         self._ended += 1
-        self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, klass, end.finish_reason).add()
+        self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, priority_class, end.finish_reason).add()
         times, about = end.timings, (operation, PROVIDER, self._model)
         if times.published:
             code = "" if end.error is None else end.error.code

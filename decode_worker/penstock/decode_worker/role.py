@@ -94,15 +94,19 @@ class DecodeRole(ModelRole):
             log.warning("request %s: its KV is of another model or secret; computing it again", job.id)
         return True
 
-    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
+    def free_capacity(
+        self, priority_class: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad
+    ) -> int:
         """Return how many more requests of a class to take.
 
         Few batch jobs are taken at once beside interactive requests, whose next tokens wait meanwhile.
         """
-        mean_tokens, max_requests = load.estimate_admission(klass, self.engine.limits.max_batch - len(tasks) - num_read)
-        if klass == "batch" and any(task.klass == "interactive" for task in tasks):
+        mean_tokens, max_requests = load.estimate_admission(
+            priority_class, self.engine.limits.max_batch - len(tasks) - num_read
+        )
+        if priority_class == "batch" and any(task.priority_class == "interactive" for task in tasks):
             max_requests = min(max_requests, MAX_BATCH_ADMISSIONS)
-        return min(max_requests, self.engine.free_capacity(klass, mean_tokens)) if max_requests > 0 else 0
+        return min(max_requests, self.engine.free_capacity(priority_class, mean_tokens)) if max_requests > 0 else 0
 
     # 7. Append.
 
@@ -165,7 +169,7 @@ class DecodeRole(ModelRole):
         sampling, num_generated = _job_of(task).sampling, task.claim.num_tokens
         left = sampling.max_tokens - num_generated
         num_generated_if_open = num_generated if sampling.fit_context else None
-        return TaskLoad(task.klass, task.is_running, max(0, pending), left, num_generated_if_open)
+        return TaskLoad(task.priority_class, task.is_running, max(0, pending), left, num_generated_if_open)
 
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:
@@ -173,9 +177,14 @@ def _readable_part(delivery: Delivery, request_id: str) -> Job:
     # The job's own name, as a worker that can read the job binds the request by it. Without one, that of its place:
     # the same in every attempt, and another for the same bytes that were sent twice.
     name = extract_job_name(delivery.value) or delivery.name
-    job = Job(id=request_id, job=name, klass=delivery.klass)
+    job = Job(id=request_id, job=name, priority_class=delivery.priority_class)
     with contextlib.suppress(ValidationError):
-        job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT_HEADER, job.tenant))
+        job = Job(
+            id=request_id,
+            job=name,
+            priority_class=delivery.priority_class,
+            tenant=delivery.headers.get(TENANT_HEADER, job.tenant),
+        )
     return job
 
 

@@ -259,10 +259,10 @@ class InferenceEngine(TokenSource, Protocol):
     def limits(self) -> EngineLimits:
         """How much it takes."""
 
-    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+    def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
         """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added."""
 
-    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+    def count_waiting_tokens(self, priority_class: PriorityClass, max_tokens: int) -> int:
         """Return the prompt tokens of requests of this class and those above it that are waiting.
 
         At most `max_tokens` of each request count.

@@ -158,16 +158,16 @@ class Engine:
         """Number of blocks that can be allocated now, cached ones included."""
         return self.pool.num_free_blocks
 
-    def free_capacity(self, klass: PriorityClass = "batch", num_tokens: int = 1) -> int:
+    def free_capacity(self, priority_class: PriorityClass = "batch", num_tokens: int = 1) -> int:
         """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon if they were added.
 
         Limited by batch size and blocks. Batch sequences make way for interactive ones, and beside them count only as
         far as they would not pause. The capacity is 0 while sequences of the class wait for blocks.
         """
-        num_slots = max(0, self.settings.max_batch - self.scheduler.count_sequences_ahead(klass))
-        if klass == "batch":
+        num_slots = max(0, self.settings.max_batch - self.scheduler.count_sequences_ahead(priority_class))
+        if priority_class == "batch":
             num_slots = int(min(num_slots, self.scheduler.count_batch_slots_beside_interactive()))
-        return self.scheduler.count_fitting_sequences(CLASSES.index(klass), num_tokens, num_slots)
+        return self.scheduler.count_fitting_sequences(CLASSES.index(priority_class), num_tokens, num_slots)
 
     def has_work(self) -> bool:
         """Return whether any sequence is running or waiting."""
@@ -206,14 +206,14 @@ class Engine:
 
     # KV from and to the stores (see `staging`), on the engine's thread
 
-    def stage_blocks(self, keys: list[bytes], klass: PriorityClass = "interactive") -> StagedPoolBlocks | None:
+    def stage_blocks(self, keys: list[bytes], priority_class: PriorityClass = "interactive") -> StagedPoolBlocks | None:
         """Stage blocks for the KV of `keys`, to be filled while steps run.
 
         Keeps enough blocks free for the waiting sequences of this and higher classes, plus one per growing sequence.
         Returns None if that leaves too few blocks now but more will be free soon, or if the first missing block is
         being staged already: call again later. If waiting is no use, fewer blocks are staged than keys are missing.
         """
-        rank, num_cached = CLASSES.index(klass), self.pool.count_cached_prefix(keys)
+        rank, num_cached = CLASSES.index(priority_class), self.pool.count_cached_prefix(keys)
         if self.staging.is_staging(keys[num_cached : num_cached + 1]):
             return None
         num_reserved = self.scheduler.count_reserved_blocks(rank)

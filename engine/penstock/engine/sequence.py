@@ -73,7 +73,7 @@ class Sequence:
         max_new_tokens: int,
         output_token_ids: Iterable[int] = (),
         block_keys: Iterable[bytes] = (),
-        klass: PriorityClass = "interactive",
+        priority_class: PriorityClass = "interactive",
         tenant: str = "",
         weight: float = 1.0,
         is_suspect: bool = False,
@@ -84,7 +84,7 @@ class Sequence:
         was_handed_off: bool = True,
         context: Any = None,
     ) -> None:
-        self.id, self.klass = id, klass
+        self.id, self.priority_class = id, priority_class
         self.sampling, self.seed, self.max_new_tokens = sampling, seed, max_new_tokens
         self.tenant, self.weight = tenant, weight
         """The tenant's share of the tokens where tenants compete."""
@@ -124,7 +124,7 @@ class Sequence:
         self._num_counted_tokens = 0
         """How many leading tokens `_counts` has."""
         self.state, self.num_preemptions = State.WAITING, 0
-        self.priority = CLASSES.index(klass)
+        self.priority = CLASSES.index(priority_class)
         """Index of its class; 0 goes first. The scheduler promotes a starving batch sequence to 0."""
         self.is_backfilled = False
         """Whether it runs in front of an earlier sequence of its class that did not fit yet."""

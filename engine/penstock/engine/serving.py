@@ -70,7 +70,7 @@ class EngineCore(Pool, Protocol):
     def num_waiting(self) -> int:
         """Sequences that are not admitted yet, or preempted."""
 
-    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+    def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
         """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon."""
 
     def has_work(self) -> bool:
@@ -132,21 +132,25 @@ class ServingEngine:
         length = max_length(self.model, self.model.layout, self.core.num_blocks)
         return EngineLimits(settings.max_batch, self.core.max_step_tokens, length)
 
-    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+    def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
         """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added.
 
         None while loads of that class or the classes above it wait for capacity in the pool.
         """
-        return 0 if self._transfers.has_waiting_loads(klass) else self.core.free_capacity(klass, num_tokens)
+        return (
+            0
+            if self._transfers.has_waiting_loads(priority_class)
+            else self.core.free_capacity(priority_class, num_tokens)
+        )
 
-    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+    def count_waiting_tokens(self, priority_class: PriorityClass, max_tokens: int) -> int:
         """Return the prompt tokens of requests of this class and those above it that are waiting.
 
         At most `max_tokens` of each request count.
         """
-        classes = CLASSES[: CLASSES.index(klass) + 1]
+        classes = CLASSES[: CLASSES.index(priority_class) + 1]
         seqs = self._seqs.values()
-        waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.klass in classes]
+        waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.priority_class in classes]
         return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting)
 
     def has_work(self) -> bool:
@@ -175,7 +179,7 @@ class ServingEngine:
         blocks.num_handed_blocks = seq.num_named_blocks if seq.was_handed_off else 0
         self._seqs[seq.id] = seq
         keys = blocks.hasher.keys[:num_loadable]
-        load = LoadOperation(seq, keys, klass=seq.klass, lease_owner=seq.lease_owner)
+        load = LoadOperation(seq, keys, priority_class=seq.priority_class, lease_owner=seq.lease_owner)
         if seq.was_handed_off:
             load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
         if self.core.states is not None:
@@ -199,7 +203,7 @@ class ServingEngine:
         if seq.num_output_tokens == 0 and blocks.tail_key is not None:
             missing_tiers[blocks.num_full_blocks] = self.store.all_tiers
         if stored:
-            self._transfers.submit_store(seq, StoreOperation(seq, (), owner, seq.klass, leased=stored))
+            self._transfers.submit_store(seq, StoreOperation(seq, (), owner, seq.priority_class, leased=stored))
 
     def finish_request(self, request_id: str) -> "Future[float] | None":
         """Write all blocks of a request that are not written yet, and remove it.
@@ -273,7 +277,7 @@ class ServingEngine:
         states = self._pin_new_states(seq)
         if not to_write and not states and not always:
             return None
-        store = StoreOperation(seq, to_write, lease_owner=owner, klass=seq.klass, states=states)
+        store = StoreOperation(seq, to_write, lease_owner=owner, priority_class=seq.priority_class, states=states)
         self._transfers.submit_store(seq, store)
         return store
 

@@ -146,12 +146,12 @@ class VllmCore:
         """How many tokens a step has at most."""
         return self.settings.max_step_tokens
 
-    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+    def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
         """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon.
 
         Batch makes way for interactive. The capacity is 0 while sequences of the class wait for blocks.
         """
-        rank = CLASSES.index(klass)
+        rank = CLASSES.index(priority_class)
         ahead = [seq for seq in self._ids if seq.state is not State.DONE and seq.priority <= rank]
         num_slots = max(0, self.settings.max_batch - len(ahead))
         displaced = sum(self._count_blocks(seq.num_computed_tokens) for seq in self._ids if seq.priority > rank)
@@ -225,13 +225,13 @@ class VllmCore:
 
     # KV from and to the stores
 
-    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedVllmBlocks | None:
+    def stage_blocks(self, keys: list[bytes], priority_class: PriorityClass) -> StagedVllmBlocks | None:
         """Stage blocks for the KV of `keys`, as `Engine.stage_blocks` does."""
         cached = self._find_cached_blocks(keys)
         pending = {key for staged in self._staged for key in staged.keys[staged.num_cached :]}
         if keys[len(cached) : len(cached) + 1] and keys[len(cached)] in pending:
             return None
-        rank = CLASSES.index(klass)
+        rank = CLASSES.index(priority_class)
         self._pool.touch(cached)
         num_missing = len(keys) - len(cached)
         num_available = max(0, self.num_free_blocks - self._count_reserved(rank))

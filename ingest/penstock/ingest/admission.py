@@ -82,7 +82,7 @@ class Admission:
         self,
         caller: Caller,
         pipeline: Pipeline,
-        klass: PriorityClass,
+        priority_class: PriorityClass,
         num_tokens: int,
         *,
         max_output: int = 0,
@@ -98,12 +98,12 @@ class Admission:
         Raises `ApiError`: 403 for a class that the caller may not use, 400 for more output than it may ask for, 413
         for more tokens than its bucket ever holds, 429 with `Retry-After`; `BusUnavailable`.
         """
-        check_caller_limits(caller, klass, num_tokens, max_output)
+        check_caller_limits(caller, priority_class, num_tokens, max_output)
         lag = await self._lag_cache.get_lag(pipeline)
-        wait_s = None if lag is None else lag.estimated_wait_s(klass)
-        mean_output = None if lag is None else lag.mean_output_tokens[klass]
+        wait_s = None if lag is None else lag.estimated_wait_s(priority_class)
+        mean_output = None if lag is None else lag.mean_output_tokens[priority_class]
         num_tokens += estimate_open_output(caller, num_tokens, max_output, num_open, mean_output)
-        self._check_wait(wait_s, klass, max_wait_s)
+        self._check_wait(wait_s, priority_class, max_wait_s)
         is_full = wait_s is not None and wait_s > FULL_WAIT_S
         held = await self._shares.hold_tokens(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)
         if held is None:
@@ -150,8 +150,8 @@ class Admission:
             args = [ticket.caller.requests_per_min or 0, limit, back]
             await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
 
-    def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
-        limit_s = self._settings.max_wait_s if klass == "interactive" else MAX_BATCH_WAIT_S
+    def _check_wait(self, wait_s: float | None, priority_class: PriorityClass, wanted_s: float | None) -> None:
+        limit_s = self._settings.max_wait_s if priority_class == "interactive" else MAX_BATCH_WAIT_S
         if wanted_s is not None and (wait_s is None or wait_s > wanted_s):
             after_s = 1 if wait_s is None else wait_s - wanted_s
             message = "how long the request would have to wait is not known yet"
@@ -162,10 +162,12 @@ class Admission:
             raise too_many_requests(f"a new request would wait for {wait_s:.0f} s", wait_s - limit_s, code="overloaded")
 
 
-def check_caller_limits(caller: Caller, klass: PriorityClass, num_tokens: int, max_output: int) -> None:
+def check_caller_limits(caller: Caller, priority_class: PriorityClass, num_tokens: int, max_output: int) -> None:
     """Raise `ApiError` for a request that the caller may not make at any time."""
-    if klass not in caller.classes:
-        raise ApiError(403, f"this API key may not make requests of the class {klass!r}", code="class_not_allowed")
+    if priority_class not in caller.classes:
+        raise ApiError(
+            403, f"this API key may not make requests of the class {priority_class!r}", code="class_not_allowed"
+        )
     if caller.max_request_tokens is not None and max_output > caller.max_request_tokens:
         message = f"one request may ask for {caller.max_request_tokens:,} output tokens, not {max_output:,}"
         raise ApiError(400, message, code="too_many_tokens", param="max_tokens")

@@ -58,7 +58,7 @@ class StagedBlocks(Protocol):
 class Pool(Protocol):
     """The part of the engine's block pool that transfers use."""
 
-    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedBlocks | None:
+    def stage_blocks(self, keys: list[bytes], priority_class: PriorityClass) -> StagedBlocks | None:
         """Stage blocks for these keys, which stay in the pool until they are committed. None: wait for capacity."""
 
     def commit_staged_blocks(self, staged: Any, num_filled: int) -> None:
@@ -95,7 +95,7 @@ class LoadOperation:
     tail_index: int = 0
     lease_owner: str = ""
     """The job for which blocks that are in the hand-off tier are leased; empty: no lease."""
-    klass: PriorityClass = "interactive"
+    priority_class: PriorityClass = "interactive"
     states: StateSearch | None = None
     """The wanted recurrent state; None if the model has none."""
     num_pool_blocks: int = 0
@@ -120,7 +120,7 @@ class StoreOperation:
     """Index in the sequence, key, and the tiers to write to."""
     lease_owner: str = ""
     """The job for which the blocks are leased in the hand-off tier. Empty: nothing waits, and blocks may be skipped."""
-    klass: PriorityClass = "interactive"
+    priority_class: PriorityClass = "interactive"
     states: Sequence["StateWrite"] = ()
     """Parts of states to write to all tiers."""
     leased: Sequence[BlockKey] = ()
@@ -164,7 +164,9 @@ class Transfers:
     def __init__(self, store: KVStore, pool: Pool, max_optional: int) -> None:
         self._store, self._pool, self._max_optional = store, pool, max_optional
         self._num_open = self._num_optional = 0
-        self._waiting_loads: dict[PriorityClass, deque[LoadOperation]] = {klass: deque() for klass in CLASSES}
+        self._waiting_loads: dict[PriorityClass, deque[LoadOperation]] = {
+            priority_class: deque() for priority_class in CLASSES
+        }
         """Loads for which the pool has no capacity yet."""
         self._is_closing = self._is_abandoned = False
         self._finished: queue.SimpleQueue[
@@ -180,15 +182,15 @@ class Transfers:
 
     # The loop's side.
 
-    def has_waiting_loads(self, klass: PriorityClass) -> bool:
+    def has_waiting_loads(self, priority_class: PriorityClass) -> bool:
         """Return whether loads of that class and the classes above it wait for capacity in the pool."""
-        return any(self._waiting_loads[one] for one in CLASSES[: CLASSES.index(klass) + 1])
+        return any(self._waiting_loads[one] for one in CLASSES[: CLASSES.index(priority_class) + 1])
 
     def submit_load(self, load: LoadOperation) -> None:
         """Read the blocks that the pool does not have from the tiers that have them."""
         self._num_open += 1
         if load.keys or load.tail_key is not None:
-            self._waiting_loads[load.klass].append(load)
+            self._waiting_loads[load.priority_class].append(load)
             self._start_loads()
         else:
             load.started_s = load.finished_s = now_s()
@@ -196,11 +198,11 @@ class Transfers:
 
     def _start_loads(self) -> None:
         """Start the waiting loads for which the pool has capacity, in order."""
-        for rank, klass in enumerate(CLASSES):
-            waiting = self._waiting_loads[klass]
+        for rank, priority_class in enumerate(CLASSES):
+            waiting = self._waiting_loads[priority_class]
             while waiting:
                 load = waiting[0]
-                staged = self._pool.stage_blocks([key.hash for key in load.keys], klass)
+                staged = self._pool.stage_blocks([key.hash for key in load.keys], priority_class)
                 if staged is None:
                     return
                 waiting.popleft()
@@ -249,7 +251,7 @@ class Transfers:
                 self._pool.unpin_block(pinned)
         self._num_open += 1
         # A store that only leases blocks comes after all writes: an earlier write of such a block may still wait.
-        rank = CLASSES.index(store.klass) if store.lease_owner and not store.leased else LOWEST_RANK
+        rank = CLASSES.index(store.priority_class) if store.lease_owner and not store.leased else LOWEST_RANK
         self._out.submit(rank, partial(self._run_store, store, writes))
 
     def submit_release(self, owner: str, keys: Sequence[BlockKey]) -> None:

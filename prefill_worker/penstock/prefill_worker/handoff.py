@@ -51,7 +51,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
     timings = prefill_timings(task, handed_off=now_s())
     error = task.wire_error
     if not isinstance(request, Request):
-        return Job(id=task.id, job=job_id, klass=task.klass, timings=timings, error=error)
+        return Job(id=task.id, job=job_id, priority_class=task.priority_class, timings=timings, error=error)
     return Job(
         id=task.id,
         job=job_id,
@@ -60,7 +60,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
         seed=sampling_seed(request),
         tenant=request.tenant,
         weight=request.weight,
-        klass=task.klass,
+        priority_class=task.priority_class,
         deadline=request.deadline,
         fingerprint=fingerprint,
         last_block="" if task.blocks is None else task.blocks.last_hash,
@@ -75,13 +75,13 @@ def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, contex
     headers = {
         names.VERSION_HEADER: str(job.v),
         names.TENANT_HEADER: job.tenant,
-        names.CLASS_HEADER: job.klass,
+        names.CLASS_HEADER: job.priority_class,
         names.OPERATION_HEADER: operation,
     }
     trace_headers = (
         tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     )
-    return Outgoing(pipeline.job_topic(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)
+    return Outgoing(pipeline.job_topic(job.priority_class), job.encode(), key=job.id, headers=headers | trace_headers)
 
 
 def rename_job(message: Outgoing) -> Outgoing:

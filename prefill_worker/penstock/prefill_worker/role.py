@@ -123,8 +123,8 @@ class PrefillRole(ModelRole):
         """
         request = task.message
         assert isinstance(request, Request), "what cannot be decoded has ended"
-        if request.klass not in (None, task.klass):
-            raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
+        if request.priority_class not in (None, task.priority_class):
+            raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {task.priority_class!r}")
         try:
             is_raw = task.claim.is_read_raw
             task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
@@ -155,33 +155,35 @@ class PrefillRole(ModelRole):
             return False
         if num_chars := count_prompt_chars(request):
             load.chars_per_token.add(num_chars, len(task.token_ids))
-        if self.backpressure is not None and task.klass == "batch":
+        if self.backpressure is not None and task.priority_class == "batch":
             self.backpressure.note_batch_admitted()
         if task.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
             assert task.message is not None
             sampling = task.message.sampling
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
-            load.mean_output_tokens[task.klass].add(expected)
+            load.mean_output_tokens[task.priority_class].add(expected)
         return True
 
-    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
+    def free_capacity(
+        self, priority_class: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad
+    ) -> int:
         """Return how many more requests of a class to take.
 
         None of batch while decode has enough of it. Otherwise as many as can be computed in some steps together with
         those that wait: other workers may have time for the rest.
         """
-        if klass == "batch" and self.backpressure is not None and self.backpressure.is_active:
+        if priority_class == "batch" and self.backpressure is not None and self.backpressure.is_active:
             return 0
         limits = self.engine.limits
-        mean_tokens, max_requests = load.estimate_admission(klass, limits.max_batch - len(tasks) - num_read)
+        mean_tokens, max_requests = load.estimate_admission(priority_class, limits.max_batch - len(tasks) - num_read)
         max_waiting_tokens = MAX_WAITING_STEPS * limits.max_step_tokens
         counted_tokens = min(mean_tokens, max_waiting_tokens // 2)
         num_waiting_tokens = (
-            self.engine.count_waiting_tokens(klass, max_waiting_tokens // 2) + num_read * counted_tokens
+            self.engine.count_waiting_tokens(priority_class, max_waiting_tokens // 2) + num_read * counted_tokens
         )
         num_ahead = (max_waiting_tokens - num_waiting_tokens) // counted_tokens
-        return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
+        return min(max_requests, self.engine.free_capacity(priority_class, mean_tokens) - num_read, num_ahead)
 
     # 4. Append.
 
@@ -238,7 +240,9 @@ class PrefillRole(ModelRole):
         """
         if not task.hands_off:
             sampling = Sampling() if task.message is None else task.message.sampling
-            told = Job(id=task.id, job=task.name, klass=task.klass, tenant=task.tenant, sampling=sampling)
+            told = Job(
+                id=task.id, job=task.name, priority_class=task.priority_class, tenant=task.tenant, sampling=sampling
+            )
             return build_result_of_log(self.pipeline, task, told, self.model_name)
         job = build_job(task, self.engine.model.fingerprint)
         context = tracing.with_span(task.settling_span, task.parent_context)
@@ -267,12 +271,17 @@ class PrefillRole(ModelRole):
         seq, message = task.seq, task.message
         left = 0 if seq is None else max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
         if message is None:
-            return TaskLoad(task.klass, task.is_running, left, 0)
+            return TaskLoad(task.priority_class, task.is_running, left, 0)
         num_generated = 0 if task.hands_off else task.claim.num_tokens
         num_left = max(0, message.sampling.max_tokens - num_generated)
         is_in_place, is_open = num_generated > 0, message.sampling.fit_context
         return TaskLoad(
-            task.klass, task.is_running, left, num_left, num_generated if is_open else None, is_in_place=is_in_place
+            task.priority_class,
+            task.is_running,
+            left,
+            num_left,
+            num_generated if is_open else None,
+            is_in_place=is_in_place,
         )
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:

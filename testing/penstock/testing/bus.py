@@ -173,14 +173,14 @@ class MemoryMember:
 
     def _take(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         found: list[Delivery] = []
-        for klass in CLASSES:
-            topic = self._topics[klass]
+        for priority_class in CLASSES:
+            topic = self._topics[priority_class]
             waiting = [entry for entry in self._bus.topics[topic].entries.values() if entry.member is None]
-            for entry in waiting[: capacity.get(klass, 0)]:
+            for entry in waiting[: capacity.get(priority_class, 0)]:
                 entry.member = self
                 message, position = entry.message, str(entry.offset)
                 content = message.value, message.key, message.headers
-                found.append(Delivery(topic, position, *content, klass, entry.timestamp_s))
+                found.append(Delivery(topic, position, *content, priority_class, entry.timestamp_s))
                 self._held[topic, position] = entry, found[-1]
         return found
 

@@ -93,17 +93,17 @@ class FormulaEngine:
         self._storing: list[tuple[float, EngineSequence, Future[float]]] = []
         self._wake = threading.Event()
 
-    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+    def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
         """Return how many more requests fit."""
         return max(0, MAX_BATCH - len(self._seqs))
 
-    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+    def count_waiting_tokens(self, priority_class: PriorityClass, max_tokens: int) -> int:
         """Return the prompt tokens that are not computed."""
-        ranks = CLASSES[: CLASSES.index(klass) + 1]
+        ranks = CLASSES[: CLASSES.index(priority_class) + 1]
         return sum(
             min(seq.num_prompt_tokens, max_tokens)
             for seq in self._seqs.values()
-            if seq.is_waiting and seq.klass in ranks
+            if seq.is_waiting and seq.priority_class in ranks
         )
 
     def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:

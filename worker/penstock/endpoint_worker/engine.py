@@ -76,7 +76,7 @@ class EndpointSequence:
     """A request that endpoints are asked for. Its prompt counts as no work, because the endpoint computes it."""
 
     request: Request
-    klass: PriorityClass
+    priority_class: PriorityClass
     context: Any
     """The caller's, which events return unchanged."""
     pieces: list[str] = field(default_factory=list)
@@ -177,10 +177,10 @@ class EndpointEngine:
         return max(0, self.endpoints.count_free() - num_ready, num_tries - num_untried)
 
     def add_request(
-        self, request: Request, klass: PriorityClass, pieces: Iterable[str], context: Any
+        self, request: Request, priority_class: PriorityClass, pieces: Iterable[str], context: Any
     ) -> EndpointSequence:
         """Have a request answered, after the `pieces` of its text so far."""
-        seq = self._sequences[request.id] = EndpointSequence(request, klass, context, list(pieces))
+        seq = self._sequences[request.id] = EndpointSequence(request, priority_class, context, list(pieces))
         return seq
 
     def remove_request(self, request_id: str) -> None:
@@ -270,7 +270,7 @@ class EndpointEngine:
         """
         now_s = self.endpoints.clock()
         waiting = [seq for seq in self._sequences.values() if seq.is_waiting]
-        for seq in sorted(waiting, key=lambda one: (one.failed_at_s, CLASSES.index(one.klass))):
+        for seq in sorted(waiting, key=lambda one: (one.failed_at_s, CLASSES.index(one.priority_class))):
             self._judge_refusals(seq, now_s)
             endpoint = self.endpoints.choose(seq.list_paused(now_s))
             if endpoint is None or self._sequences.get(seq.id) is not seq:

@@ -30,11 +30,11 @@ class Question(NamedTuple):
     """Whether the answer must continue the last turn of a chat, which not every server can do."""
 
 
-def check_request(request: Request, klass: PriorityClass, model: str) -> None:
+def check_request(request: Request, priority_class: PriorityClass, model: str) -> None:
     """Raise `InvalidRequest` for a request that no endpoint could answer, and `UnknownModel` for another model."""
     sampling, variables = request.sampling, request.chat_template_kwargs or {}
-    if request.klass not in (None, klass):
-        raise InvalidRequest(f"class {request.klass!r} in the topic of class {klass!r}")
+    if request.priority_class not in (None, priority_class):
+        raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {priority_class!r}")
     if request.model not in (None, model):
         raise UnknownModel(f"this pipeline serves {model!r}, not {request.model!r}")
     refused = {

@@ -65,7 +65,9 @@ class EndpointRole(Role):
 
     # 1. Claim.
 
-    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
+    def free_capacity(
+        self, priority_class: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad
+    ) -> int:
         """Return how many more requests can be asked for now."""
         return self.engine.count_free() - num_read
 
@@ -75,7 +77,7 @@ class EndpointRole(Role):
         request, outcome = None, None
         try:
             request = decode_message(Request, delivery.value)
-            check_request(request, delivery.klass, self.model_name)
+            check_request(request, delivery.priority_class, self.model_name)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
         except BaseException as bug:  # this request's, not its neighbours'
@@ -113,8 +115,10 @@ class EndpointRole(Role):
         if len(task.log_events) >= request.sampling.max_tokens:
             task.outcome = Outcome("length")
             return False
-        load.mean_prompt_tokens[task.klass].add(0.0)
-        task.seq = self.engine.add_request(request, task.klass, (event.text for event in task.log_events), task)
+        load.mean_prompt_tokens[task.priority_class].add(0.0)
+        task.seq = self.engine.add_request(
+            request, task.priority_class, (event.text for event in task.log_events), task
+        )
         return True
 
     # 3. Append.
@@ -162,7 +166,7 @@ class EndpointRole(Role):
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
         """Return the result of the log; None where Redis lost the record between the claim and the reading."""
-        job = Job(id=task.id, job=task.name, klass=task.klass, tenant=task.tenant)
+        job = Job(id=task.id, job=task.name, priority_class=task.priority_class, tenant=task.tenant)
         return build_result_of_log(self.pipeline, task, job, self.model_name)
 
     def build_failed_output(self, task: Task) -> Outgoing:
@@ -178,10 +182,10 @@ class EndpointRole(Role):
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the pieces that may still come. The endpoints' prompts count as no work."""
         if task.message is None:
-            return TaskLoad(task.klass, task.is_running, 0, 0)
+            return TaskLoad(task.priority_class, task.is_running, 0, 0)
         sampling, num_generated = task.message.sampling, len(task.log_events)
         left = max(0, sampling.max_tokens - num_generated)
-        return TaskLoad(task.klass, task.is_running, 0, left, num_generated if sampling.fit_context else None)
+        return TaskLoad(task.priority_class, task.is_running, 0, left, num_generated if sampling.fit_context else None)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast answers come, for the heartbeat."""

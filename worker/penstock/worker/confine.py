@@ -106,7 +106,9 @@ def give_up_claim(record: Record, claim: Claim, error: RequestError, pieces: int
 def build_failed_result(pipeline: Pipeline, request_id: str, tenant: str, delivery: Delivery) -> Outgoing:
     """Return an error result, in fixed words, for a log of which no result can be built."""
     error = ErrorInfo.from_error(InternalError(UNWRITABLE))
-    result = Result(id=request_id, tenant=tenant, klass=delivery.klass, finish_reason="error", error=error)
+    result = Result(
+        id=request_id, tenant=tenant, priority_class=delivery.priority_class, finish_reason="error", error=error
+    )
     return build_result_message(pipeline, result, {})
 
 

@@ -70,17 +70,20 @@ class DeliveryQueue:
         due = self._pop_due(capacities)
         if max(capacities.values()) <= 0 and not is_idle:
             return due
-        num_due = Counter(delivery.klass for delivery in due)
-        fresh = {klass: self._fresh_capacity(klass, number, num_due[klass]) for klass, number in capacities.items()}
+        num_due = Counter(delivery.priority_class for delivery in due)
+        fresh = {
+            priority_class: self._fresh_capacity(priority_class, number, num_due[priority_class])
+            for priority_class, number in capacities.items()
+        }
         fresh["batch"] = fresh["batch"] - 1 if fresh["batch"] > 1 else fresh["batch"] * is_idle
         timeout_s = self._seconds_to_next(wait_s) if is_idle and not due else 0.0
         return due + self._member.poll(timeout_s, fresh)
 
-    def _fresh_capacity(self, klass: PriorityClass, capacity: int, num_due: int) -> int:
+    def _fresh_capacity(self, priority_class: PriorityClass, capacity: int, num_due: int) -> int:
         """Return how many new deliveries to poll: at least one if there is capacity, as some deferred ones are always
         due.
         """
-        return 0 if self._num_deferred[klass] >= MAX_DEFERRED else max(min(1, capacity), capacity - num_due)
+        return 0 if self._num_deferred[priority_class] >= MAX_DEFERRED else max(min(1, capacity), capacity - num_due)
 
     def _pop_due(self, capacities: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return due deliveries as far as there is capacity; without it, one postponed delivery of each class.
@@ -92,15 +95,15 @@ class DeliveryQueue:
         postponed: list[_Deferred] = []
         while self._deferred and self._deferred[0].due_s <= now_s:
             one = heapq.heappop(self._deferred)
-            klass = one.delivery.klass
-            if left[klass] > 0 or (one.is_postponed and left[klass] == 0):
-                left[klass] -= 1
-                self._num_deferred[klass] -= 1
+            priority_class = one.delivery.priority_class
+            if left[priority_class] > 0 or (one.is_postponed and left[priority_class] == 0):
+                left[priority_class] -= 1
+                self._num_deferred[priority_class] -= 1
                 ready.append(one.delivery)
             elif one.is_postponed:
                 postponed.append(one)
             else:
-                self._num_deferred[klass] -= 1
+                self._num_deferred[priority_class] -= 1
                 self._push_deferred(one.delivery, POSTPONE_S, is_postponed=True)
         for one in postponed:
             heapq.heappush(self._deferred, one)
@@ -108,7 +111,7 @@ class DeliveryQueue:
 
     def _push_deferred(self, delivery: Delivery, wait_s: float, *, is_postponed: bool = False) -> None:
         self._num_pushed += 1
-        self._num_deferred[delivery.klass] += 1
+        self._num_deferred[delivery.priority_class] += 1
         heapq.heappush(self._deferred, _Deferred(time.monotonic() + wait_s, self._num_pushed, delivery, is_postponed))
 
     def _seconds_to_next(self, most_s: float) -> float:
@@ -124,7 +127,7 @@ def serialize_delivery(delivery: Delivery) -> bytes:
         "position": delivery.position,
         "key": delivery.key,
         "headers": dict(delivery.headers),
-        "class": delivery.klass,
+        "class": delivery.priority_class,
         "at": delivery.timestamp_s,
     }
     return json.dumps(about).encode() + b"\n" + delivery.value

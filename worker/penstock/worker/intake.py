@@ -98,18 +98,18 @@ class Intake:
             self._num_capacity_turns -= 1
         else:
             self._counted_ids, self._num_capacity_turns = ids, MAX_CAPACITY_TURNS
-            self._load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
+            self._load.capacities = {priority_class: self.free_capacity(priority_class) for priority_class in CLASSES}
         return self._load.capacities
 
-    def free_capacity(self, klass: PriorityClass) -> int:
+    def free_capacity(self, priority_class: PriorityClass) -> int:
         """Return how many more requests of a class to take.
 
         Messages that are being read count as taken.
         """
-        rank = CLASSES.index(klass)
-        before = [task for task in self._running.values() if CLASSES.index(task.klass) <= rank]
-        num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.reader.pending_deliveries())
-        return max(0, self._role.free_capacity(klass, before, num_read, self._load))
+        rank = CLASSES.index(priority_class)
+        before = [task for task in self._running.values() if CLASSES.index(task.priority_class) <= rank]
+        num_read = sum(CLASSES.index(delivery.priority_class) <= rank for delivery in self.reader.pending_deliveries())
+        return max(0, self._role.free_capacity(priority_class, before, num_read, self._load))
 
     # 2. Identify.
 
@@ -240,7 +240,7 @@ class Intake:
         They have waited for longer than what is polled, which gets the capacity that they leave.
         """
         num_free = self._session.count_free(stage)
-        capacity = max(self.free_capacity(klass) for klass in CLASSES) if num_free else 0
+        capacity = max(self.free_capacity(priority_class) for priority_class in CLASSES) if num_free else 0
         if capacity <= 0 or self.reader.is_late(PATIENCE_LEASES * self._record.lease_s):
             return  # requests that the reader released to others would come back here, behind its other messages
         taken = self._record.take_over_free(stage, self._session.id, capacity)

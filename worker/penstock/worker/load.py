@@ -25,7 +25,7 @@ HALF_LIFE_S = 5.0
 class TaskLoad(NamedTuple):
     """The work that one request still needs."""
 
-    klass: PriorityClass
+    priority_class: PriorityClass
     is_running: bool
     """Whether the engine works on it; otherwise it waits for something."""
     prompt_tokens: int
@@ -63,11 +63,11 @@ class WorkerLoad:
     """A worker's means and throughput. The loop records, any thread may read."""
 
     def __init__(self) -> None:
-        self.mean_prompt_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
+        self.mean_prompt_tokens = {priority_class: RunningMean(MEAN_MESSAGES) for priority_class in CLASSES}
         """Prompt tokens of a message."""
-        self.mean_computed_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
+        self.mean_computed_tokens = {priority_class: RunningMean(MEAN_MESSAGES) for priority_class in CLASSES}
         """Those of them that were not found in the pool or the KV store."""
-        self.mean_output_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
+        self.mean_output_tokens = {priority_class: RunningMean(MEAN_MESSAGES) for priority_class in CLASSES}
         """Output tokens of a message: in prefill the request's limit, in decode what was generated."""
         self.throughput = Throughput()
         """Tokens per second of this stage's work: of prompts that are done, or of answers."""
@@ -78,12 +78,12 @@ class WorkerLoad:
         self.capacities: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         """How many more requests of each class the worker could run when the loop last polled."""
 
-    def estimate_admission(self, klass: PriorityClass, max_requests: int) -> tuple[int, int]:
+    def estimate_admission(self, priority_class: PriorityClass, max_requests: int) -> tuple[int, int]:
         """Return the prompt tokens expected of each next request of a class, and how many requests to admit.
 
         Before the first request of the class its length is unknown: then at most one is admitted.
         """
-        mean_tokens = self.mean_prompt_tokens[klass].value
+        mean_tokens = self.mean_prompt_tokens[priority_class].value
         return (1, min(1, max_requests)) if mean_tokens is None else (max(1, round(mean_tokens)), max_requests)
 
     def summarize_load(
@@ -102,34 +102,36 @@ class WorkerLoad:
             "hand_offs": dict(self.hand_offs),
             "chars_per_token": _round_tokens(self.chars_per_token.value),
         }
-        for klass in CLASSES:
-            mine = [task for task in tasks if task.klass == klass]
-            summary = self._summarize_class(klass, mine, held[klass, "prefill"], held[klass, "decode"])
-            mean_tokens = self.mean_computed_tokens[klass].value
+        for priority_class in CLASSES:
+            mine = [task for task in tasks if task.priority_class == priority_class]
+            summary = self._summarize_class(
+                priority_class, mine, held[priority_class, "prefill"], held[priority_class, "decode"]
+            )
+            mean_tokens = self.mean_computed_tokens[priority_class].value
             expected = UNKNOWN_PROMPT_TOKENS if mean_tokens is None else mean_tokens
-            left = sum(task.prompt_tokens for task in mine) + round(num_waiting[klass] * expected)
-            told[klass] = summary | {"partitions": list(partitions[klass]), "waiting_tokens": left}
+            left = sum(task.prompt_tokens for task in mine) + round(num_waiting[priority_class] * expected)
+            told[priority_class] = summary | {"partitions": list(partitions[priority_class]), "waiting_tokens": left}
         return told
 
     def _summarize_class(
-        self, klass: PriorityClass, tasks: list[TaskLoad], num_requests: int, num_jobs: int
+        self, priority_class: PriorityClass, tasks: list[TaskLoad], num_requests: int, num_jobs: int
     ) -> dict[str, object]:
         return {
             "requests": num_requests,
             "jobs": num_jobs,
             "in_place": sum(task.is_in_place for task in tasks),
             "running": sum(task.is_running for task in tasks),
-            "capacity": self.capacities[klass],
+            "capacity": self.capacities[priority_class],
             "prompt_tokens": sum(task.prompt_tokens for task in tasks),
             "output_tokens": sum(map(self._estimate_output_left, tasks)),
-            "mean_prompt_tokens": _round_tokens(self.mean_prompt_tokens[klass].value),
-            "mean_output_tokens": _round_tokens(self.mean_output_tokens[klass].value),
+            "mean_prompt_tokens": _round_tokens(self.mean_prompt_tokens[priority_class].value),
+            "mean_output_tokens": _round_tokens(self.mean_output_tokens[priority_class].value),
         }
 
     def _estimate_output_left(self, task: TaskLoad) -> int:
         if task.num_generated is None:
             return task.output_tokens
-        expected = estimate_open_answer_tokens(self.mean_output_tokens[task.klass].value)
+        expected = estimate_open_answer_tokens(self.mean_output_tokens[task.priority_class].value)
         return min(task.output_tokens, max(1, expected - task.num_generated))
 
 

@@ -109,7 +109,9 @@ class MessageReader:
         """Remove the interactive requests that are claimed and not begun to be read in time, and return them."""
         latest_s, late = time.monotonic() - patience_s, list[Task]()
         for one in list(self._open):
-            is_waiting = one.opened is not None and one.delivery.klass == "interactive" and one.since_s <= latest_s
+            is_waiting = (
+                one.opened is not None and one.delivery.priority_class == "interactive" and one.since_s <= latest_s
+            )
             if one.opened is not None and is_waiting and one.task.cancel():
                 self._open.remove(one)
                 late.append(one.opened)

@@ -71,7 +71,7 @@ class ModelRole(Role):
             seed=seed,
             max_new_tokens=1 if task.hands_off else sampling.max_tokens,
             output_token_ids=logged,
-            klass=task.klass,
+            priority_class=task.priority_class,
             tenant=task.tenant,
             weight=message.weight,
             is_suspect=is_suspect(task.claim),
@@ -83,7 +83,7 @@ class ModelRole(Role):
         )
         self.engine.add_request(seq)
         task.seq = seq
-        load.mean_prompt_tokens[task.klass].add(len(seq.token_ids))
+        load.mean_prompt_tokens[task.priority_class].add(len(seq.token_ids))
         return True
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:

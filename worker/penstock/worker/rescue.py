@@ -119,7 +119,7 @@ class Rescuer:
         """Park messages that were not begun here in time (1). Raises `redis.RedisError`."""
         known, now_s = self._since, time.monotonic()
         mine = [*self._list_unclaimed(), *self._member.list_prefetched()]
-        waiting = [delivery for delivery in mine if delivery.klass == "interactive"]
+        waiting = [delivery for delivery in mine if delivery.priority_class == "interactive"]
         sums = accumulate(len(delivery.value) for delivery in waiting)
         near = waiting[: sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_WAITING_BYTES, sums))]
         self._since = {delivery.address: known.get(delivery.address, now_s) for delivery in near}

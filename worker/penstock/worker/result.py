@@ -47,7 +47,7 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
             return Result(
                 id=job.id,
                 tenant=job.tenant,
-                klass=job.klass,
+                priority_class=job.priority_class,
                 model=model,
                 finish_reason=event.finish_reason,
                 text="".join(texts),
@@ -66,7 +66,7 @@ def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict
     headers = {
         names.VERSION_HEADER: str(result.v),
         names.TENANT_HEADER: result.tenant,
-        names.CLASS_HEADER: result.klass,
+        names.CLASS_HEADER: result.priority_class,
     }
     message = Outgoing(pipeline.results_topic, result.encode(), key=result.id, headers=headers | trace_headers)
     if message.num_bytes <= MAX_MESSAGE_BYTES:

@@ -260,7 +260,7 @@ def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTo
     if largest.topic == pipeline.dead_letter_topic:
         smaller = shorten_dead_letter(largest)
     else:
-        smaller = _make_error_output(pipeline, largest, settlement.delivery.klass, cause)
+        smaller = _make_error_output(pipeline, largest, settlement.delivery.priority_class, cause)
     if smaller.num_bytes >= largest.num_bytes:
         raise BusUnavailable(str(cause))
     outputs = [smaller if output is largest else output for output in settlement.outputs]
@@ -269,7 +269,9 @@ def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTo
     return replace(settlement, outputs=outputs)
 
 
-def _make_error_output(pipeline: Pipeline, output: Outgoing, klass: PriorityClass, cause: InternalError) -> Outgoing:
+def _make_error_output(
+    pipeline: Pipeline, output: Outgoing, priority_class: PriorityClass, cause: InternalError
+) -> Outgoing:
     """Return a result, or a job under its name, with an error in place of its content."""
     kept = (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER, OPERATION_HEADER)
     headers = {name: output.headers[name] for name in kept if name in output.headers}
@@ -278,8 +280,12 @@ def _make_error_output(pipeline: Pipeline, output: Outgoing, klass: PriorityClas
     if output.topic == pipeline.results_topic:
         assert output.key is not None, "a result's key is its id"
         error = ErrorInfo(code=cause.code, message=f"{cause}; the text is in the token stream")
-        message = Result(id=output.key, tenant=tenant, klass=klass, finish_reason="error", error=error)
+        message = Result(
+            id=output.key, tenant=tenant, priority_class=priority_class, finish_reason="error", error=error
+        )
     else:
         told = decode_message(Job, output.value)
-        message = Job(id=told.id, job=told.job, tenant=tenant, klass=klass, timings=told.timings, error=error)
+        message = Job(
+            id=told.id, job=told.job, tenant=tenant, priority_class=priority_class, timings=told.timings, error=error
+        )
     return Outgoing(output.topic, message.encode(), output.key, headers)

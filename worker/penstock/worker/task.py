@@ -91,9 +91,9 @@ class Task:
     """When its last token was written, by the monotonic clock; None before this worker wrote one."""
 
     @property
-    def klass(self) -> PriorityClass:
+    def priority_class(self) -> PriorityClass:
         """The priority class of the topic that it came by."""
-        return self.delivery.klass
+        return self.delivery.priority_class
 
     @property
     def deadline(self) -> float | None:
@@ -240,7 +240,9 @@ class Role(Protocol):
 
     # 1 and 6. Claim.
 
-    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
+    def free_capacity(
+        self, priority_class: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad
+    ) -> int:
         """Return how many more requests of a class to take.
 
         `tasks` and the `num_read` messages being read are of this class and the classes above.

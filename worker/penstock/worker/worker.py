@@ -376,7 +376,7 @@ class Worker:
         """
         delivery, begun_s = task.delivery, task.started_s
         if delivery.is_held:
-            self.metrics.record_queue_wait(delivery.klass, delivery.timestamp_s, begun_s)
+            self.metrics.record_queue_wait(delivery.priority_class, delivery.timestamp_s, begun_s)
         name = "queue.wait" if delivery.is_held else "taken_over"
         tracing.record_span(name, task.parent_context, delivery.timestamp_s, begun_s, topic=delivery.topic)
 
@@ -489,7 +489,7 @@ class Worker:
             is_storing |= task.role.finish_computed(task, item, self.metrics)
             if task.is_prompt_counted and not was_counted:
                 num_computed = item.seq.num_prompt_tokens - item.seq.num_cached_tokens
-                self.load.mean_computed_tokens[task.klass].add(num_computed)
+                self.load.mean_computed_tokens[task.priority_class].add(num_computed)
             if not task.is_in_flight:  # the log has its token already
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
@@ -627,8 +627,8 @@ class Worker:
             task.outcome = replace(outcome, end_event=end)
             with confine_error(task.id):
                 if not task.hands_off:
-                    self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
-                self.metrics.record_end(task.klass, task.operation, end)
+                    self.load.mean_output_tokens[task.priority_class].add(end.usage.completion_tokens)
+                self.metrics.record_end(task.priority_class, task.operation, end)
                 tracing.record_span("end", task.context, begun_s, ended_s := now_s())
                 about = build_attributes(task.operation, self.role.model_name, end)
                 name, since_s = f"{task.operation} {self.role.model_name}", end.timings.published or task.started_s
@@ -716,7 +716,7 @@ class Worker:
                 continue
             handed.append(task.claim)
             if task.outcome is None and not task.claim.is_ended:
-                self.metrics.count_hand_off(task.klass)
+                self.metrics.count_hand_off(task.priority_class)
                 self.load.hand_offs[task.leaving_for] += 1
         self.record.note_all_handed_off(handed)
         if handed:
@@ -753,11 +753,11 @@ class Worker:
         tasks = list(self.running.values())
         unbegun = [*self.intake.reader.pending_deliveries(), *self.intake.queue.list_deferred()]
         here = [*(task.delivery for task in tasks), *unbegun]
-        held = Counter((delivery.klass, self.pipeline.find_stage(delivery.topic)) for delivery in here)
+        held = Counter((delivery.priority_class, self.pipeline.find_stage(delivery.topic)) for delivery in here)
         task_loads = [task.role.measure_task_load(task) for task in tasks]
-        partitions: dict[PriorityClass, list[int]] = {klass: [] for klass in CLASSES}
-        num_waiting = Counter(one.klass for one in unbegun if self.pipeline.find_stage(one.topic) == "prefill")
-        classes = {topic: klass for klass, topic in self.pipeline.input_topics("prefill").items()}
+        partitions: dict[PriorityClass, list[int]] = {priority_class: [] for priority_class in CLASSES}
+        num_waiting = Counter(one.priority_class for one in unbegun if self.pipeline.find_stage(one.topic) == "prefill")
+        classes = {topic: priority_class for priority_class, topic in self.pipeline.input_topics("prefill").items()}
         for (topic, number), count in self.member.count_waiting().items():
             partitions[classes[topic]].append(number)
             num_waiting[classes[topic]] += count

@@ -34,7 +34,7 @@ class PrefetchBuffer:
     def __init__(self, pipeline: Pipeline, stage: WorkerKind) -> None:
         self._topics = pipeline.input_topics(stage)
         self._offsets: dict[Partition, PartitionOffsets] = {}
-        self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
+        self._buffers: dict[PriorityClass, deque[Delivery]] = {priority_class: deque() for priority_class in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         self._handed_out: dict[MessagePosition, Delivery] = {}
         self._uncommitted: set[Partition] = set()
@@ -86,10 +86,10 @@ class PrefetchBuffer:
         self._fresh -= gone
         self._damaged = [orphan for orphan in self._damaged if orphan[0].offset[0] not in gone]
         self._handed_out = {at: held for at, held in self._handed_out.items() if at[0] not in gone}
-        for klass, buffer in self._buffers.items():
+        for priority_class, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if delivery.offset[0] not in gone]
-            self._buffers[klass] = deque(kept)
-            self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
+            self._buffers[priority_class] = deque(kept)
+            self._num_bytes[priority_class] = sum(len(delivery.value) for delivery in kept)
 
     def skip_deleted(self, partition: Partition, begin: int) -> tuple[int, int]:
         """Note where the log begins. Return from which offset on how many before it were neither read nor finished."""
@@ -107,11 +107,11 @@ class PrefetchBuffer:
         if offsets is None or not offsets.note_delivered(offset, epoch):
             return
         delivery = self._starts[partition].mark_answered(delivery)
-        self._buffers[delivery.klass].append(delivery)
-        self._num_bytes[delivery.klass] += len(delivery.value)
+        self._buffers[delivery.priority_class].append(delivery)
+        self._num_bytes[delivery.priority_class] += len(delivery.value)
 
     def add_damaged_message(
-        self, partition: Partition, batch: int, klass: PriorityClass, why: str, failed: str = "unpacked"
+        self, partition: Partition, batch: int, priority_class: PriorityClass, why: str, failed: str = "unpacked"
     ) -> int:
         """Add the next message of a partition, which cannot be unpacked, or what else `failed`. Return the offset at
         which the partition goes on.
@@ -122,7 +122,7 @@ class PrefetchBuffer:
         offset = max(batch, self._offsets[partition].next_offset)
         if self._offsets[partition].note_delivered(offset):
             reason = f"partition {number}, offset {offset}, cannot be {failed}: {why}"
-            delivery = Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time())
+            delivery = Delivery(topic, f"{number}:{offset}", b"", None, {}, priority_class, time.time())
             self._handed_out[partition, offset] = delivery
             self._damaged.append((delivery, reason))
         return offset + 1
@@ -174,20 +174,20 @@ class PrefetchBuffer:
     def hand_out(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return at most `capacity` deliveries of each class, interactive first."""
         found: list[Delivery] = []
-        for klass in CLASSES:
-            left = max(0, capacity.get(klass, 0))
+        for priority_class in CLASSES:
+            left = max(0, capacity.get(priority_class, 0))
             taken: list[Delivery] = []
-            buffer = self._buffers[klass]
+            buffer = self._buffers[priority_class]
             while buffer and len(taken) < left:
                 taken.append(buffer.popleft())
-                self._num_bytes[klass] -= len(taken[-1].value)
+                self._num_bytes[priority_class] -= len(taken[-1].value)
             found += taken
         self._handed_out |= {delivery.offset: delivery for delivery in found}
         return found
 
     def list_buffered(self) -> list[Delivery]:
         """Return the buffered deliveries, interactive first."""
-        return [delivery for klass in CLASSES for delivery in self._buffers[klass]]
+        return [delivery for priority_class in CLASSES for delivery in self._buffers[priority_class]]
 
     def find_lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Return those of the deliveries that are no longer this member's. One that came again is another delivery."""
@@ -244,8 +244,11 @@ class PrefetchBuffer:
         return {one for one in self._offsets if one[0] in full or one in self._stretched}
 
     def _find_full_topics(self) -> set[str]:
-        for klass, topic in self._topics.items():
-            share = max(len(self._buffers[klass]) / MAX_BUFFERED_MESSAGES, self._num_bytes[klass] / MAX_BUFFERED_BYTES)
+        for priority_class, topic in self._topics.items():
+            share = max(
+                len(self._buffers[priority_class]) / MAX_BUFFERED_MESSAGES,
+                self._num_bytes[priority_class] / MAX_BUFFERED_BYTES,
+            )
             if share >= 1:
                 self._full.add(topic)
             elif share <= 0.5:

@@ -110,7 +110,7 @@ def bus_errors() -> Iterator[None]:
         raise BusUnavailable(f"Kafka: {raised}") from raised
 
 
-def parse_delivery(message: Message, klass: PriorityClass) -> Delivery:
+def parse_delivery(message: Message, priority_class: PriorityClass) -> Delivery:
     """Return a message as a delivery, whose position is `<partition>:<offset>`.
 
     A value may be larger than a message may be, if compression made it fit into its topic: the rest is cut off.
@@ -121,7 +121,7 @@ def parse_delivery(message: Message, klass: PriorityClass) -> Delivery:
         (message.value() or b"")[:MAX_MESSAGE_BYTES],
         parse_key(message),
         parse_headers(message),
-        klass,
+        priority_class,
         message.timestamp()[1] / 1000,
     )
 

@@ -64,7 +64,7 @@ class KafkaOrphanReader:
         self._list_all, self._find_start = list_all, find_start
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
         self._classes: dict[str, PriorityClass] = {
-            topic: klass for klass, topic in pipeline.input_topics(stage).items()
+            topic: priority_class for priority_class, topic in pipeline.input_topics(stage).items()
         }
         self.topic = pipeline.input_topics(stage)["interactive"]
         self._consumer: Consumer | None = None

@@ -279,13 +279,15 @@ class StreamsMember:
     def list_reads(self) -> list[tuple[str, str, str, int]]:
         """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""
         key_of, who = self._pipeline.stream_key, (self._group, self._consumer)
-        return [(key_of(self._topics[klass]), *who, number) for number, klass in enumerate(CLASSES, 1)]
+        return [
+            (key_of(self._topics[priority_class]), *who, number) for number, priority_class in enumerate(CLASSES, 1)
+        ]
 
     def accept_new(self, taken: Sequence[Any], left: Left) -> list[Delivery]:
         """Return the deliveries of the entries that the script has read, of each stream of `list_reads`."""
         found: list[Delivery] = []
-        for klass, entries in zip(CLASSES, taken, strict=True):
-            found += self._accept_entries(self._topics[klass], _pair_fields(entries), left)
+        for priority_class, entries in zip(CLASSES, taken, strict=True):
+            found += self._accept_entries(self._topics[priority_class], _pair_fields(entries), left)
         return found
 
     def _recover_lost_replies(self, left: Left) -> list[Delivery]:
@@ -323,7 +325,7 @@ class StreamsMember:
 
     def _list_streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
         """Return the topics of this stage, and how many messages of each may be taken now."""
-        return [(self._topics[klass], left.get(klass, 0)) for klass in CLASSES]
+        return [(self._topics[priority_class], left.get(priority_class, 0)) for priority_class in CLASSES]
 
     def _accept_entries(self, topic: str, entries: "Sequence[Entry]", left: Left) -> list[Delivery]:
         """Return the deliveries of entries that now belong to this member."""
@@ -334,12 +336,14 @@ class StreamsMember:
                 passed.append(entry_id)
                 continue
             position = entry_id.decode()
-            klass = next(klass for klass in CLASSES if topic == self._topics[klass])
+            priority_class = next(priority_class for priority_class in CLASSES if topic == self._topics[priority_class])
             value, key, headers = decode_entry(fields)
             published_ms = _read_time(entry_id)
             since_result_s = (published_ms - self._answered_ms.get(fields.get(b"key", b""), -math.inf)) / 1000
             found.append(
-                Delivery(topic, position, value, key, headers, klass, published_ms / 1000, True, since_result_s)
+                Delivery(
+                    topic, position, value, key, headers, priority_class, published_ms / 1000, True, since_result_s
+                )
             )
         if passed:
             self.client.xack(self._pipeline.stream_key(topic), self._group, *passed)
@@ -350,7 +354,7 @@ class StreamsMember:
         with self._lock:
             for delivery in found:
                 self._held[delivery.address] = delivery
-                left[delivery.klass] -= 1
+                left[delivery.priority_class] -= 1
 
 
 class StreamsReader:
@@ -383,14 +387,16 @@ class StreamsReader:
                         member.mend_groups(error)
             if self._taken or self._closing.is_set() or time.monotonic() >= end:
                 found, self._taken = self._taken, []
-                return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+                return sorted(found, key=lambda delivery: CLASSES.index(delivery.priority_class))
 
     def _take(self, capacity: Mapping[PriorityClass, int], *, is_idle: bool) -> None:
         """Add what can be had without waiting to what was taken. The server is asked for new messages only if the bell
         does not know that there are none.
         """
-        held = Counter(delivery.klass for delivery in self._taken)
-        left = {klass: max(0, capacity.get(klass, 0) - held[klass]) for klass in CLASSES}
+        held = Counter(delivery.priority_class for delivery in self._taken)
+        left = {
+            priority_class: max(0, capacity.get(priority_class, 0) - held[priority_class]) for priority_class in CLASSES
+        }
         for member in self._members:
             self._taken += member.take_known(left)
         wanted = [key for key, _, _, number in self._reads if left[CLASSES[number - 1]]]
@@ -399,7 +405,7 @@ class StreamsReader:
 
     def _take_new(self, left: Left) -> None:
         """Read the members' streams in one round trip. Where nothing is left, the bell watches them from now on."""
-        words, begun_s = list[Any](left[klass] for klass in CLASSES), time.monotonic()
+        words, begun_s = list[Any](left[priority_class] for priority_class in CLASSES), time.monotonic()
         for _, *about in self._reads:
             words += about
         keys = [key for key, *_ in self._reads]

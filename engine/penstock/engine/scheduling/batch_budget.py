@@ -35,13 +35,13 @@ class BatchBudget:
         self._batch_s, self._num_batch, self._num_interactive = 0.0, 0, 0
         self._has_chunk = False
         for seq in running:
-            if seq.klass == "interactive" and seq.num_pending_tokens == 1 and seq.state is State.RUNNING:
+            if seq.priority_class == "interactive" and seq.num_pending_tokens == 1 and seq.state is State.RUNNING:
                 self.add_sequence(seq, 1)
 
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` tokens the sequence may compute in the step."""
         cost = self._cost
-        if not num_tokens or cost is None or seq.klass == "interactive" or not self._num_interactive:
+        if not num_tokens or cost is None or seq.priority_class == "interactive" or not self._num_interactive:
             return num_tokens
         min_tokens = 1 if self._is_forced else 0
         if seq.num_pending_tokens == 1:
@@ -83,7 +83,7 @@ class BatchBudget:
             self._add_seconds(seq, -self._seconds_by_sequence.pop(seq), -1)
 
     def _add_seconds(self, seq: Sequence, seconds: float, number: int) -> None:
-        if seq.klass == "interactive":
+        if seq.priority_class == "interactive":
             self._interactive_s += seconds
             self._num_interactive += number
         else:

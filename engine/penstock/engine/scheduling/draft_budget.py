@@ -28,7 +28,7 @@ def draft_tokens(plan: Plan, scheduler: Scheduler, max_tokens: int) -> None:
     second gives have to become more, by the measured cost of steps. Beside interactive sequences no others draft.
     """
     room = max_tokens - sum(num for _, num in plan)
-    has_interactive = any(seq.klass == "interactive" for seq, _ in plan)
+    has_interactive = any(seq.priority_class == "interactive" for seq, _ in plan)
     drafts: list[tuple[Sequence, list[int]]] = []
     guesses: list[tuple[float, int]] = []
     for seq, _ in plan:
@@ -37,7 +37,7 @@ def draft_tokens(plan: Plan, scheduler: Scheduler, max_tokens: int) -> None:
         if seq.num_pending_tokens > 1 or seq.num_output_tokens == 0 or seq.is_suspect or num_left < 1:
             continue
         draft, probabilities = seq.drafter.propose_tokens(seq.token_ids, seq.grammar, num_left)
-        if seq.klass == "batch" and has_interactive:
+        if seq.priority_class == "batch" and has_interactive:
             continue
         guesses += [(probability, len(drafts)) for probability in probabilities]
         drafts.append((seq, draft))

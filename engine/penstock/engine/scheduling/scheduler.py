@@ -130,10 +130,12 @@ class Scheduler:
         self._num_added = 0
         self._num_steps = 0
 
-    def count_sequences_ahead(self, klass: PriorityClass) -> int:
+    def count_sequences_ahead(self, priority_class: PriorityClass) -> int:
         """Return how many running and waiting sequences a new one of the class would not preempt."""
         alive = [seq for seq in self.running if seq.state is State.RUNNING]
-        return sum(CLASSES.index(seq.klass) <= CLASSES.index(klass) for seq in chain(alive, *self._queues))
+        return sum(
+            CLASSES.index(seq.priority_class) <= CLASSES.index(priority_class) for seq in chain(alive, *self._queues)
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -199,7 +201,7 @@ class Scheduler:
         One more than the batch budget allows, so that one is always ready; infinite without interactive sequences.
         """
         everybody = chain(self.running, *self._queues)
-        num_batch = sum(seq.klass == "batch" and seq.state is not State.DONE for seq in everybody)
+        num_batch = sum(seq.priority_class == "batch" and seq.state is not State.DONE for seq in everybody)
         return max(0, 1 + BatchBudget(self.cost, self.running).count_affordable_rows() - num_batch)
 
     def count_fitting_sequences(self, priority: int, num_tokens: int, max_sequences: int) -> int:
@@ -406,7 +408,7 @@ class Scheduler:
         self._tables.growth.record_tokens(1)
 
     def _charge_tenant(self, seq: Sequence, cost: int) -> None:
-        self._queues[CLASSES.index(seq.klass)].charge_tenant(seq.tenant, cost, seq.weight)
+        self._queues[CLASSES.index(seq.priority_class)].charge_tenant(seq.tenant, cost, seq.weight)
 
     def _promote_starving(self) -> None:
         """Let the oldest starving batch sequence count as interactive, unless another one does."""
@@ -510,6 +512,8 @@ class Scheduler:
         assert not any(seq.block_table or seq.num_computed_tokens or seq.is_backfilled for seq in waiting), (
             "a waiting sequence holds blocks"
         )
-        promoted = [seq for seq in everybody if seq.priority < CLASSES.index(seq.klass) and seq.state is not State.DONE]
+        promoted = [
+            seq for seq in everybody if seq.priority < CLASSES.index(seq.priority_class) and seq.state is not State.DONE
+        ]
         assert promoted in ([], [self._promoted]), "more than one sequence is promoted"
         self._tables.check_integrity(self.running, others)

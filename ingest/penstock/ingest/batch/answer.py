@@ -297,7 +297,7 @@ def apply_terms(args: SubmitArgs, batch: BatchJob) -> SubmitArgs:
     if max_tokens is not None and args["max_tokens"] > max_tokens:
         message = f"One request may ask for {max_tokens:,} tokens."
         raise ApiError(403, message, param="max_tokens", code="max_tokens_exceeded")
-    fixed = SubmitArgs(tenant=batch.tenant, weight=batch.weight, klass="batch")
+    fixed = SubmitArgs(tenant=batch.tenant, weight=batch.weight, priority_class="batch")
     return SubmitArgs({**args, **fixed, **({} if batch.deadline is None else {"deadline": batch.deadline})})
 
 

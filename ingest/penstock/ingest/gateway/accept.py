@@ -244,7 +244,7 @@ async def _admit_request(
         return await gateway.admission.admit(
             caller,
             Pipeline(meta.pipeline),
-            submit_args[0].get("klass", "interactive"),
+            submit_args[0].get("priority_class", "interactive"),
             num_prompt_tokens + sum(limited),
             max_output=sum(args["max_tokens"] for args in submit_args),
             num_open=len(submit_args) - len(limited),

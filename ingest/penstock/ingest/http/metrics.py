@@ -89,15 +89,15 @@ class GatewayMetrics:
 
 
 def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:
-    for klass in CLASSES:
+    for priority_class in CLASSES:
         for stage in STAGES:
-            lag, place = snapshot["lag"][klass][stage], (name, stage, klass)
+            lag, place = snapshot["lag"][priority_class][stage], (name, stage, priority_class)
             yield Reading(catalog.LAG_MESSAGES, place, lag["messages"])
             for kind in ("prompt", "output"):
                 if (tokens := lag[f"{kind}_tokens"]) is not None:
                     yield Reading(catalog.LAG_TOKENS, (*place, kind), tokens)
-        if (wait_s := snapshot["lag"][klass]["estimated_wait_s"]) is not None:
-            yield Reading(catalog.ESTIMATED_WAIT, (name, klass), wait_s)
+        if (wait_s := snapshot["lag"][priority_class]["estimated_wait_s"]) is not None:
+            yield Reading(catalog.ESTIMATED_WAIT, (name, priority_class), wait_s)
     for worker in snapshot["workers"]:
         for state in WORKER_STATES:
             labels = (name, worker["stage"], worker["name"], state)

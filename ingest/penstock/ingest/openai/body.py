@@ -251,7 +251,9 @@ class Body(StrictModel):
 
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
-        fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
+        fields = RequestFields(
+            model=self.model, priority_class="batch" if self.service_tier == "flex" else "interactive"
+        )
         names = (type(self).model_fields.keys() & RequestFields.__annotations__.keys()) - TRANSLATED_FIELDS
         fields |= cast(RequestFields, {name: value for name in names if (value := getattr(self, name)) is not None})
         if (grammar := self.find_grammar()) is not None:

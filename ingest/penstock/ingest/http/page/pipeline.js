@@ -58,7 +58,7 @@ export class PipelineView {
     say(byId("name"), snapshot.pipeline);
     say(byId("at"), timeOf(snapshot.at));
     this._showLag(snapshot.lag);
-    const toGenerate = CLASSES.reduce((sum, klass) => sum + (snapshot.lag[klass].decode.output_tokens ?? 0), 0);
+    const toGenerate = CLASSES.reduce((sum, priorityClass) => sum + (snapshot.lag[priorityClass].decode.output_tokens ?? 0), 0);
     put("jobs.tokens", count(toGenerate));
     this._lines.jobs.add(snapshot.at, toGenerate);
     this._showWorkers(snapshot);
@@ -102,17 +102,17 @@ export class PipelineView {
   }
 
   _showLag(lag) {
-    for (const klass of CLASSES) {
+    for (const priorityClass of CLASSES) {
       for (const [stage, which] of Object.entries(LAG)) {
-        const { messages, [which]: tokens } = lag[klass][stage];
-        put(`${stage}.${klass}.tokens`, count(tokens));
-        put(`${stage}.${klass}.messages`, count(messages));
+        const { messages, [which]: tokens } = lag[priorityClass][stage];
+        put(`${stage}.${priorityClass}.tokens`, count(tokens));
+        put(`${stage}.${priorityClass}.messages`, count(messages));
         const share = Math.min(1, Math.log10(1 + (tokens ?? 0)) / Math.log10(1 + MOST));
-        const level = document.querySelector(`[data-level="${stage}.${klass}"]`);
+        const level = document.querySelector(`[data-level="${stage}.${priorityClass}"]`);
         level.setAttribute("y", TANK.bottom - share * TANK.height);
         level.setAttribute("height", share * TANK.height);
       }
-      put(`wait.${klass}`, seconds(lag[klass].estimated_wait_s));
+      put(`wait.${priorityClass}`, seconds(lag[priorityClass].estimated_wait_s));
     }
   }
 
