@@ -71,7 +71,7 @@ def refuse(model: Path, message: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("penstock.config.settings.DEFAULT_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

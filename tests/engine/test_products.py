@@ -62,7 +62,7 @@ def test_an_engine_says_once_which_are_slower_and_keeps_them(
     assert engine.model.native is not None
     shapes = list_products(engine.model.module)
     assert len(engine.slow_products) == len(shapes) > 1
-    assert sum("slower than torch's" in line for line in caplog.messages) == 1
+    assert sum("slower than torch" in line for line in caplog.messages) == 1
     with serve(engine, tmp_path / "kv") as serving:
         assert serving.report_state()["slow_products"] == len(shapes)
 
