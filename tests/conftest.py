@@ -16,7 +16,7 @@ from hypothesis import settings
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Member
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings
+from penstock.config.settings import BusSettings, EngineSettings, RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
 from sim import forked
@@ -33,12 +33,25 @@ if TYPE_CHECKING:  # it needs torch, which most tests do without
 forked.preload_modules("tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.host_child")
 
 # Processes that run tests beside each other have less than a core each: torch's threads would spin for one. Nor has one
-# of them a quarter of the memory for the KV pool of each engine.
+# of them a quarter of the memory for the KV pool of each engine. Tokens are compared with those of `generate()`,
+# whatever dtype the processor would choose.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("PENSTOCK_ENGINE_THREADS", "1")
-os.environ.setdefault("PENSTOCK_ENGINE_POOL_MB", "256")
-# Tokens are compared with those of `generate()`, whatever the processor would choose.
-os.environ.setdefault("PENSTOCK_ENGINE_DTYPE", "float32")
+_ENGINE = {"threads": 1, "pool_mb": 256, "dtype": "float32"}
+
+
+def _set_engine_defaults() -> None:
+    """Give these settings to engines of this process and of those that it starts. Pages show the product's defaults."""
+    fields = EngineSettings.model_fields
+    usual = {name: fields[name].default for name in _ENGINE}
+    for name, value in _ENGINE.items():
+        os.environ.setdefault(f"{EngineSettings.prefix}{name.upper()}", str(value))
+        fields[name].default = value
+    EngineSettings.model_rebuild(force=True)
+    for name, value in usual.items():
+        fields[name].default = value
+
+
+_set_engine_defaults()
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)

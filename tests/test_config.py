@@ -178,7 +178,7 @@ def test_every_setting_is_shown_with_its_origin(shown: Any, tmp_path: Path, term
     assert found["PENSTOCK_ENGINE_THREADS"] == (3, "environment PENSTOCK_ENGINE_THREADS")
     assert found["PENSTOCK_KAFKA_SECURITY"] == ("sasl_ssl", "environment PENSTOCK_KAFKA_SECURITY")
     assert found["PENSTOCK_KAFKA_PASSWORD"] == ("***", f"file {secret} (PENSTOCK_KAFKA_PASSWORD_FILE)")
-    assert found["PENSTOCK_ENGINE_POOL_MB"] == (0, "default")
+    assert found["PENSTOCK_ENGINE_BLOCK_SIZE"] == (16, "default")
     table = terminal("config", "show", **environment).stdout
     assert re.search(r"PENSTOCK_ENGINE_MAX_BATCH +7 +file ", table)
     assert "correct horse" not in table
