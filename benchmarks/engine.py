@@ -111,7 +111,7 @@ class Extent(NamedTuple):
     flips: tuple[int, int] | None = None
     """The prompts and tokens of each with which we look whether ours depend on the batch."""
     pool_mb: int = 0
-    """Of a pool; 0: by the shape."""
+    """MiB of our engine's KV pool; 0: the size that the shape has in `POOL_MB`."""
 
 
 def measure_sides(shape: Shape, sides: Sides, extent: Extent, given: EngineArguments) -> tuple[Results, Figures]:
@@ -220,9 +220,8 @@ def measure_peers(shapes: Values[Shape], peers: Values[str], extent: Extent, giv
 
 AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
-    "PENSTOCK_ENGINE_ISA": "avx2",
 }  # fmt: skip
-"""By what torch's libraries and ours read the instruction set from the environment."""
+"""The variables from which torch's libraries read the instruction set. Our engine gets it as a setting."""
 LLAMACPP_AVX2 = "llamacpp_avx2"
 AVX2_CELLS = (
     *(Cell(f"decode_b{batch}", batch, (16, 16), (24, 24)) for batch in (1, 8, 16, 32, 64)),

@@ -27,7 +27,7 @@ from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.processes import Child, find_free_port, start_child, wait_until_serving
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.waiting import wait_until
-from sim.engines import is_container_engine_running
+from sim.container_engine import is_container_engine_running
 
 KAFKA_VERSION = "4.3.1"
 KAFKA_IMAGE = f"apache/kafka:{KAFKA_VERSION}"

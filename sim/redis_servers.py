@@ -12,7 +12,7 @@ from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer, find_binary
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
-from sim.engines import is_container_engine_running
+from sim.container_engine import is_container_engine_running
 
 VALKEY_IMAGE = "valkey/valkey:9"
 

@@ -29,13 +29,20 @@ def open_host(which: str, directory: Path, form: BlockFormat, num_slots: int) ->
     return HostTier.open_shared(form, "demo", budget, str(directory))
 
 
+def peek_slot(tier: HostTier, key: bytes) -> int | None:
+    """Return the slot of a block, without counting it as a use; None if the block is not there."""
+    with tier.arena._guard:
+        (slot,) = tier.arena._look_up([key])
+    return slot if slot >= 0 else None
+
+
 def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
     """Change a stored block behind its tier's back: what is cut off becomes zeros. Returns False if it is not there."""
-    ref = tier.arena.peek_slot(key)
-    if ref is None:
+    slot = peek_slot(tier, key)
+    if slot is None:
         return False
-    stored = tier.arena.medium.read_stored(ref.slot)
-    tier.arena.medium.overwrite_slot(ref.slot, change(stored)[: len(stored)].ljust(len(stored), b"\0"))
+    stored = tier.arena.medium.read_stored(slot)
+    tier.arena.medium.overwrite_slot(slot, change(stored)[: len(stored)].ljust(len(stored), b"\0"))
     return True
 
 

@@ -18,7 +18,7 @@ from penstock.kvstore.tiers.host import HostTier
 from sim.container import run_on_small_disk
 from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
-from tests.kvstore.places import wait_until_mapped
+from tests.kvstore.places import peek_slot, wait_until_mapped
 
 NUM_SLOTS = 8
 BUDGET, HALF = (Geometry(PAYLOAD_BYTES, slots, on_disk=True).total_bytes for slots in (NUM_SLOTS, NUM_SLOTS // 2))
@@ -82,11 +82,11 @@ def test_a_block_in_two_slots_is_found_once(open_tier: Open, tmp_path: Path) -> 
     """Its process died when it had evicted a block, and had written nothing yet; then the block was stored again."""
     first, names = open_tier(), new_names(NUM_SLOTS)
     put(first, names)
-    ref, last = (first.arena.peek_slot(name.hash) for name in (names[0], names[-1]))
-    assert ref is not None
+    slot, last = (peek_slot(first, name.hash) for name in (names[0], names[-1]))
+    assert slot is not None
     assert last is not None
     first.remove_blocks(keys_of(names[3:]))
-    first.arena.medium.overwrite_slot(last.slot, first.arena.medium.read_stored(ref.slot))
+    first.arena.medium.overwrite_slot(last, first.arena.medium.read_stored(slot))
     first.close()
     names = names[:3]
     for _ in range(2):

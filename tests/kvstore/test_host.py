@@ -29,7 +29,7 @@ from tests.kvstore.blocks import (
     put,
     read,
 )
-from tests.kvstore.places import open_host, overwrite_block, wait_until_mapped
+from tests.kvstore.places import open_host, overwrite_block, peek_slot, wait_until_mapped
 
 NUM_SLOTS = 4
 
@@ -186,7 +186,7 @@ class DiskMachine(ArenaMachine):
 
     @rule()
     def host_started_anew(self) -> None:
-        refs = {key: self.tiers[0].arena.peek_slot(NAMES[key].hash) for key in self.order}
+        slots = {key: peek_slot(self.tiers[0], NAMES[key].hash) for key in self.order}
         for tier in self.tiers:
             tier.close()
         for path in Path(self.directory.name).glob("penstock-kvdisk-*"):
@@ -194,7 +194,7 @@ class DiskMachine(ArenaMachine):
         self.tiers = [self.open(), self.open()]
         for tier in self.tiers:
             assert wait_until_mapped(tier, PATIENCE_S)
-        self.order.sort(key=lambda key: refs[key].slot if refs[key] else -1)  # type: ignore[union-attr]
+        self.order.sort(key=lambda key: -1 if (slot := slots[key]) is None else slot)
         self.leases.clear()
 
 

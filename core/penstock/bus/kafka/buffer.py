@@ -56,11 +56,6 @@ class PrefetchBuffer:
         """The number of deliveries that were given to the worker and are not settled."""
         return len(self._handed_out)
 
-    @property
-    def num_buffered(self) -> int:
-        """The number of deliveries that are fetched and were not given to the worker."""
-        return sum(len(buffer) for buffer in self._buffers.values())
-
     def assign_partition(self, partition: Partition, start: StartPosition, epoch: int = NO_EPOCH) -> None:
         """Begin a partition at its committed offset. `epoch` is the leader epoch of that commit.
 

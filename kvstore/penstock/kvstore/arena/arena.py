@@ -161,12 +161,6 @@ class Arena:
         """Return whether a block is not here. Takes no lock: while others change the tables the answer may be wrong."""
         return self._slots.index.find_slot(key) < 0
 
-    def peek_slot(self, key: bytes) -> SlotRef | None:
-        """Return the slot of a block, without counting it as a use."""
-        with self._guard as is_open:
-            (slot,) = self._look_up([key]) if is_open else (-1,)
-            return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
-
     def allocate_slots(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Return slots to write these blocks to: `ALREADY_STORED` for those that are here, None if no slot is free.
 
