@@ -93,11 +93,11 @@ class StreamMetaStore:
             found: Any = await self._client.get(stream_meta_key(stream_id))
         return None if found is None else StreamMeta.model_validate_json(found)
 
-    async def find_of_tenant(self, stream_id: str, tenant: str, kind: str = "stream") -> StreamMeta:
+    async def find_of_tenant(self, stream_id: str, tenant: str) -> StreamMeta:
         """Return a tenant's meta data. Raises `ApiError` 404, the same if it is another tenant's."""
         meta = await self.find_meta(stream_id)
         if meta is None or meta.tenant != tenant:
-            raise not_found_error(kind, stream_id[:256])
+            raise not_found_error("stream", stream_id[:256])
         if now_s() > meta.published + self.keep_ms / 1000:  # a record that is not there may have ended and expired
             meta = meta.model_copy(update={"places": {}})
         return self._open.setdefault(meta.id, meta)
