@@ -11,9 +11,9 @@ from penstock.engine.text.token_text import TokenTexts, get_token_texts
 from penstock.grammar.state import GrammarState
 from penstock.messages import Job, TokenEvent
 from penstock.names import Pipeline
+from penstock.worker.failure import is_suspect
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import WorkerLoad
-from penstock.worker.retry import is_suspect
 from penstock.worker.task import Role, Task
 
 

@@ -67,29 +67,27 @@ from penstock.record import (
     ShardedSession,
 )
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import build_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import (
+from penstock.telemetry.tracing import build_attributes
+from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
+from penstock.worker.failure import (
+    MAX_ATTEMPTS_BEFORE_SUSPECT,
     UNWRITABLE,
+    RetryPolicy,
     build_fixed_end,
     build_writable_dead_letter,
     build_writable_end,
     confine_error,
+    deadline_error,
+    is_suspect,
+    reason_to_end,
     try_for_request,
 )
-from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.intake import SETTLING_DEFERRAL_S, Intake
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import may_have_grammar
-from penstock.worker.retry import (
-    MAX_ATTEMPTS_BEFORE_SUSPECT,
-    RetryPolicy,
-    deadline_error,
-    is_suspect,
-    reason_to_end,
-)
 from penstock.worker.settler import Settler, Settling
 from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
