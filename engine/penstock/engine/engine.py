@@ -360,7 +360,7 @@ class Engine:
         self._plan = []
         if not plan:
             return []
-        if self.speculates:
+        if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:

@@ -154,7 +154,8 @@ class Admission:
         lag = await self._lag_cache.get_lag(pipeline)
         wait_s = None if lag is None else lag.waits[priority_class]
         mean_output = None if lag is None else lag.mean_output_tokens[priority_class]
-        num_tokens += estimate_open_output(caller, num_tokens, max_output, num_open, mean_output)
+        if num_open:
+            num_tokens += estimate_open_output(caller, num_tokens, max_output, num_open, mean_output)
         self._check_wait(wait_s, priority_class, max_wait_s)
         is_full = wait_s is not None and wait_s > FULL_WAIT_S
         held = await self._shares.hold_tokens(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)

@@ -167,7 +167,8 @@ class _GuardedRequest:
             return
         if message["type"] == "http.response.start":
             self._is_answered = True
-            await self._drop_body(DRAIN_S)
+            if not self._is_complete:
+                await self._drop_body(DRAIN_S)
             if not self._is_complete:
                 self._is_closing = True
                 message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
