@@ -241,7 +241,7 @@ def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> 
     bench.fill_batch([])
 
     def run_step(*, is_whole: bool) -> float:
-        with nullcontext() if is_whole else patch.object(sampler, "has_mask", lambda draw: False):
+        with nullcontext() if is_whole else patch.object(SamplingParams, "changes_scores", new=False):
             return bench.run_step()
 
     sides = {"without": lambda _: run_step(is_whole=False), "whole": lambda _: run_step(is_whole=True)}
