@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,20 +40,16 @@ from tests.draws import mark_some
 
 
 @pytest.fixture
-def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[str, str], Child]]:
-    children: list[Child] = []
-
+def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path, exits: contextlib.ExitStack) -> Callable[[str, str], Child]:
     def start(name: str, mode: str) -> Child:
         assert isinstance(bus, KafkaBus | StreamsBus)
         kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", bus.url)
         log = tmp_path / f"{name}.log"
         child = fork_process(name, log, worker_process.main, kind, address, pipeline.name, name, mode, tmp_path)
-        children.append(child)
+        exits.callback(child.kill)
         return child
 
-    yield start
-    for child in children:
-        child.kill()
+    return start
 
 
 @pytest.mark.proof

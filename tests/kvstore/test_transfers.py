@@ -93,10 +93,9 @@ def all_back(transfers: Transfers, pool: Pool) -> None:
 
 
 @pytest.fixture
-def begin(store: KVStore) -> Iterator[Callable[..., Transfers]]:
+def begin(store: KVStore, exits: contextlib.ExitStack) -> Callable[..., Transfers]:
     """Begins transfers between a pool and the store: `begin(pool, 10)`. They are closed at the end."""
-    with contextlib.ExitStack() as stack:
-        yield lambda pool, limit=10: stack.enter_context(contextlib.closing(Transfers(store, pool, limit)))
+    return lambda pool, limit=10: exits.enter_context(contextlib.closing(Transfers(store, pool, limit)))
 
 
 Begin = Callable[..., Transfers]
