@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
@@ -33,13 +32,6 @@ class FixedLag:
     async def read(self, _: Pipeline) -> PipelineLag:
         self.num_reads += 1
         return PipelineLag({}, dict.fromkeys(CLASSES, self.wait_s), None, dict.fromkeys(CLASSES, self.mean_output))
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
-    made = async_redis_client(redis_url)
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture
