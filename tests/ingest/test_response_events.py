@@ -295,6 +295,7 @@ def test_the_model_knows_functions_of_a_namespace_by_qualified_names() -> None:
     [
         (NAMESPACE, {"type": "function", "name": "g"}, "names 'g', which is not in 'tools'"),
         ({"type": "web_search"}, "required", "asks for a call, and there are no functions"),
+        (NAMESPACE, {"type": ["web_search"]}, "it is 'none', 'auto', 'required'"),
     ],
 )
 def test_a_choice_that_no_function_fits_is_refused(tool: Any, choice: Any, message: str) -> None:

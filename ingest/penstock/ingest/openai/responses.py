@@ -130,9 +130,9 @@ ToolChoice = Annotated[
 
 def _refuse_hosted_choice(choice: Any) -> Any:
     """Refuse a choice that demands a hosted tool, or allows no tools but those, which were left out."""
-    if isinstance(choice, dict) and (choice.get("type") in HOSTED_TOOLS or choice.get("tools") == []):
-        advice = "it has no hosted tools. Send 'auto', or a function by its name."
-        raise PydanticCustomError(UNSUPPORTED_CODE, "this server cannot call the tool: {advice}", {"advice": advice})
+    if isinstance(choice, dict) and (str(choice.get("type")) in HOSTED_TOOLS or choice.get("tools") == []):
+        what = "this server has no hosted tools: send 'auto', or a function by its name."
+        raise PydanticCustomError(UNSUPPORTED_CODE, what)
     return choice
 
 
