@@ -1,14 +1,16 @@
 """Responses that are kept: from Redis and, after they have moved, from the object store, on any gateway."""
 
+import contextvars
 import json
 import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+import redis.asyncio
 from fastapi import FastAPI
 
 from penstock.ingest.errors import ApiError
@@ -16,6 +18,7 @@ from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway import responses as routes
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai import RESPONSES, StreamMeta
+from penstock.ingest.openai.endpoint import EarlierTurns
 from penstock.messages import EndEvent
 from penstock.names import stream_meta_key
 from sim.waiting import wait_for
@@ -196,18 +199,105 @@ async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: Kept
     assert (stranger["error"]["param"], stranger["error"]["code"]) == ("input", "invalid_value")
 
 
+async def read_earlier(kept: Kept, name: str) -> tuple[EarlierTurns, list[Any]]:
+    """Return the turns of a response and of those before it, and what was asked of Redis and of the object store."""
+    body = RESPONSES.parse_body({"model": "m", "input": "x", "previous_response_id": name})
+    asked = list[Any]()
+    token = ASKED.set(asked)
+    try:
+        _, _, earlier = await routes.prepare_response(kept.gateways[0], kept.tenant, body)
+    finally:
+        ASKED.reset(token)
+    assert earlier is not None
+    return earlier, asked
+
+
+ASKED = contextvars.ContextVar[list[Any] | None]("ASKED", default=None)
+
+
+@pytest.fixture
+def counted(kept: Kept) -> Kept:
+    """The same, and what is asked of servers where `ASKED` is set is noted there."""
+
+    def note(owner: Any, name: str) -> None:
+        done = getattr(owner, name)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            if (asked := ASKED.get()) is not None:
+                asked.append((name, str(args[0]) if name == "execute_command" else ""))
+            return done(self, *args, **options)
+
+        kept.patch.setattr(owner, name, call)
+
+    note(redis.asyncio.Redis, "execute_command")
+    note(redis.asyncio.client.Pipeline, "execute")
+    note(type(kept.keepers[0]._objects), "get")
+    return kept
+
+
+def forget_earlier(kept: Kept, name: str) -> None:
+    """Let a kept response be as an earlier version wrote it."""
+    key, stored = stream_meta_key(name), kept.folder / name
+    if stored.exists():
+        meta, _, log = stored.read_bytes().partition(b"\n")
+        old = StreamMeta.model_validate_json(meta).model_dump_json(exclude={"earlier"})
+        stored.write_bytes(old.encode() + b"\n" + log)
+    else:
+        now = StreamMeta.model_validate_json(cast("bytes", kept.server.get(key)))
+        kept.server.set(key, now.model_dump_json(exclude={"earlier"}), keepttl=True)
+
+
+@pytest.mark.proof
+async def test_a_chain_of_any_length_is_read_by_its_last_response(counted: Kept) -> None:
+    kept, names, found = counted, list[str](), list[Any]()
+    for number in range(30):
+        before: dict[str, Any] = {"previous_response_id": names[-1]} if names else {}
+        names.append(await kept.answered(f"turn {number}", **before))
+        earlier, asked = await read_earlier(kept, names[-1])
+        assert earlier.first_id == names[0]
+        assert [item["content"] for item in earlier.items[::2]] == [f"turn {n}" for n in range(number + 1)]
+        assert len(earlier.items) == 2 * number + 2
+        found.append(asked)
+    assert 0 < len(found[0]) < 20
+    assert found == [found[0]] * 30
+    assert (await kept.clients[1].delete(f"/v1/responses/{names[7]}")).status_code == 200
+    await kept.move(*names[:7], *names[8:])
+    moved, asked = await read_earlier(kept, names[-1])
+    assert (moved, sum(name == "get" for name, _ in asked)) == (earlier, 1), "a later one has a copy of the turns"
+    page = await kept.get(f"{names[-1]}/input_items")
+    assert [item["content"][0]["text"] for item in page["data"]] == ["turn 29"], "its own input alone"
+
+
+async def test_a_chain_that_an_earlier_version_kept_is_gone_on_from(counted: Kept) -> None:
+    kept, names = counted, list[str]()
+    for number in range(4):
+        before: dict[str, Any] = {"previous_response_id": names[-1]} if names else {}
+        names.append(await kept.answered(f"turn {number}", **before))
+    expected, few = await read_earlier(kept, names[-1])
+    await kept.move(*names[:2])
+    for name in names:
+        forget_earlier(kept, name)
+    earlier, many = await read_earlier(kept, names[-1])
+    assert earlier == expected
+    assert len(many) > 2 * len(few)
+    last = await kept.answered("turn 4", previous_response_id=names[-1])
+    earlier, asked = await read_earlier(kept, last)
+    assert (earlier.first_id, earlier.items[:8]) == (expected.first_id, expected.items)
+    assert asked == few
+
+
 @pytest.mark.proof
 async def test_what_cannot_be_gone_on_from_is_refused(kept: Kept) -> None:
     first = await kept.answered("one")
     second = await kept.answered("two", previous_response_id=first)
+    deleted = await kept.answered("three", previous_response_id=first)
+    assert (await kept.clients[1].delete(f"/v1/responses/{deleted}")).status_code == 200
+    assert (await kept.ask(previous_response_id=deleted))["error"]["code"] == "previous_response_not_found"
     missing = (await kept.ask(previous_response_id="resp_none"))["error"]
     assert (missing["code"], missing["param"]) == ("previous_response_not_found", "previous_response_id")
     body = RESPONSES.parse_body({"model": "m", "input": "x", "previous_response_id": first})
     with pytest.raises(ApiError, match=f"Previous response with id '{first}' not found"):
         await routes.prepare_response(kept.gateways[0], "somebody", body)
-    kept.patch.setattr(routes, "MAX_EARLIER_RESPONSES", 1)
-    assert (await kept.ask(previous_response_id=second))["error"]["code"] == "conversation_too_long"
-    kept.patch.setattr(routes, "MAX_EARLIER_RESPONSES", 2)
     assert (await kept.ask(previous_response_id=second))["status"] == "queued"
     kept.patch.setattr(routes, "MAX_REQUEST_BYTES", 100)
     assert (await kept.ask(previous_response_id=second))["error"]["code"] == "request_too_large"

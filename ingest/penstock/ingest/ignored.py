@@ -1,7 +1,12 @@
-"""Fields that clients send and nothing here acts on: they are accepted, and the header `penstock-ignored` names them.
+"""What clients send and nothing here acts on: it is accepted, and the header `penstock-ignored` names it.
 
 A field belongs into `IGNORED_FIELDS` only if the answer is right without it: it says how to bill, cache, trace or
 split the answer, or it comes back from an answer of ours. A field that would change the answer is refused by name.
+
+A hosted tool, which a vendor's servers run, is an entry of `tools` that is left out by its type: the model may call it
+and need not, so an answer without such a call is right. A body that demands the call is refused. The calls
+that other servers made, and what they encrypted, are left out of a history in the same way: nobody here can
+make or read them.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -16,6 +21,35 @@ _OPENAI = {
     # The usage is sent once, before the end.
     "stream_options.continuous_usage_stats": "guidellm 0.7",
 }
+HOSTED_TOOLS: Mapping[str, str] = {
+    "code_interpreter": "openai 3.54",
+    "file_search": "openai 3.54",
+    "image_generation": "openai 3.54",
+    "local_shell": "openai 3.54",
+    "mcp": "openai 3.54",
+    "tool_search": "openai 3.54",
+    "web_search": "Codex 0.171",
+    "web_search_2025_08_26": "openai 3.54",
+    "web_search_preview": "openai 3.54",
+    "web_search_preview_2025_03_11": "openai 3.54",
+}
+"""The types of tools of `/v1/responses` that are left out, and the client that sends each."""
+_OTHER_SERVERS_ITEMS: Mapping[str, str] = {
+    "code_interpreter_call": "openai 3.54",
+    "compaction": "openai 3.54",
+    "compaction_summary": "Codex 0.171",
+    "context_compaction": "Codex 0.171",
+    "file_search_call": "openai 3.54",
+    "image_generation_call": "openai 3.54",
+    "mcp_approval_request": "openai 3.54",
+    "mcp_approval_response": "openai 3.54",
+    "mcp_call": "openai 3.54",
+    "mcp_list_tools": "openai 3.54",
+    "tool_search_call": "openai 3.54",
+    "tool_search_output": "openai 3.54",
+    "web_search_call": "openai 3.54",
+}
+"""The types of items of `/v1/responses` that are left out of a history."""
 IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     "/v1/completions": _OPENAI | {"metadata": "openai 3.54"},
     "/v1/chat/completions": _OPENAI
@@ -29,7 +63,11 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     },
     "/v1/responses": _OPENAI
     | {
+        **{f"tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
+        **{f"tool_choice.tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
+        **{f"input[{kind}]": client for kind, client in _OTHER_SERVERS_ITEMS.items()},
         "background_options": "openai 3.54",
+        "client_metadata": "Codex 0.171",
         "image": "openai 3.54",
         "context_management": "openai 3.54",
         "input.*.parsed_arguments": "openai 3.54",
@@ -38,6 +76,16 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         # Reasoning is returned as it is, and has no summary.
         "reasoning.generate_summary": "openai 3.54",
         "reasoning.summary": "openai-agents 0.24",
+        # It says how long an answer OpenAI's models give.
+        "text.verbosity": "openai 3.54",
+        # Where tools are searched for, which is nowhere here, these are left out until they are found.
+        "tools.*.defer_loading": "openai 3.54",
+        "tools.*.tools.*.defer_loading": "openai 3.54",
+        # The schema of a result, which no model here is told.
+        "tools.*.output_schema": "openai 3.54",
+        "tools.*.tools.*.output_schema": "openai 3.54",
+        # Nothing is cut from the turns: a prompt that is too long is refused.
+        "truncation": "openai 3.54",
     },
     "/v1/messages": {
         # Every prompt's KV is looked for, and kept.
@@ -74,7 +122,7 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By the endpoint's path: each field that is ignored, and the version of the client that was seen to send it, or has it
-among its parameters. `*` stands for all entries of a list.
+among its parameters. `*` stands for all entries of a list, `[type]` for those of a type, which are left out.
 """
 Tree = dict[str, Any]
 
@@ -87,7 +135,10 @@ def _make_tree(fields: Iterable[str]) -> Tree:
         branch = tree
         for part in above:
             branch = branch.setdefault(part, {})
-        branch[last] = field
+        name, is_of_type, kind = last.partition("[")
+        if is_of_type:
+            branch = branch.setdefault(name, {})
+        branch[is_of_type + kind or name] = field
     return tree
 
 
@@ -106,8 +157,11 @@ def strip_ignored_fields(path: str, body: Mapping[str, Any], kept: Container[str
 
 
 def _strip(value: Any, tree: Tree, found: dict[str, None]) -> Any:
-    if isinstance(value, list) and "*" in tree:
-        return [_strip(one, tree["*"], found) for one in value]
+    if isinstance(value, list):
+        left_out = [tree.get(f"[{one.get('type')}]") if isinstance(one, dict) else None for one in value]
+        found.update(dict.fromkeys(field for field in left_out if field is not None))
+        below = tree.get("*", {})
+        return [_strip(one, below, found) for one, field in zip(value, left_out, strict=True) if field is None]
     if not isinstance(value, dict):
         return value
     rest = {}

@@ -37,6 +37,7 @@ from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import (
     ApiEndpoint,
+    EarlierTurns,
     StreamMeta,
     SubmitArgs,
     build_request,
@@ -98,19 +99,21 @@ async def accept_request(
     body: Body,
     arrived_s: float,
     input_items: list[dict[str, Any]] | None = None,
-    first_id: str | None = None,
+    earlier_turns: EarlierTurns | None = None,
 ) -> tuple[StreamMeta, Ticket | None]:
     """Make a POST's request durable; return its meta data, and a ticket if it is new.
 
     `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there.
-    `input_items` are what a response was asked that is to be kept, `first_id` is the first response before it. Raises
-    `PenstockError`, which `ApiError` is one of.
+    `input_items` are what a response was asked that is to be kept, `earlier_turns` those before it.
+    Raises `PenstockError`, which `ApiError` is one of.
     """
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
     request_id = endpoint.id_prefix + name
-    chain = request_id if first_id is None and input_items is not None else first_id
+    chain = None if input_items is None else request_id
+    if earlier_turns is not None:
+        chain = earlier_turns.first_id
     made = endpoint.make_requests(body, request_id)
     names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
     submit_args = [_complete_args(args, caller, headers, chain) for args in made]
@@ -122,6 +125,7 @@ async def accept_request(
         tenant=caller.tenant,
         body_hash="" if key is None else hash_answer_fields(endpoint, body),
         input_items=input_items,
+        earlier=earlier_turns,
         form=use_response_template(endpoint, body, submit_args, served.response_template),
     )
     cap_open_answers(submit_args, caller.max_request_tokens)

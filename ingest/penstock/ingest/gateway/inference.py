@@ -48,11 +48,11 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         arrived_s = request.scope[ARRIVAL_KEY]
         with tracing.start_server_span(request.headers, endpoint.path, arrived_s) as span:
             request.scope[SPAN_KEY] = span  # it ends with the answer
-            input_items, first_id = None, None
+            input_items, earlier = None, None
             if isinstance(body, ResponseBody):
-                body, input_items, first_id = await prepare_response(gateway, caller.tenant, body)
+                body, input_items, earlier = await prepare_response(gateway, caller.tenant, body)
             meta, ticket = await accept_request(
-                gateway, caller, headers, endpoint, body, arrived_s, input_items, first_id
+                gateway, caller, headers, endpoint, body, arrived_s, input_items, earlier
             )
         if ticket is None:
             await gateway.unread.note_reader(meta)

@@ -15,6 +15,7 @@ from penstock.ingest.gateway.kept_responses import KeptResponse, read_whole_log
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.openai.body import unsupported_value
+from penstock.ingest.openai.endpoint import EarlierTurns
 from penstock.ingest.openai.responses import (
     Response,
     ResponseBody,
@@ -28,8 +29,6 @@ from penstock.messages import MAX_REQUEST_BYTES
 
 router = APIRouter()
 
-MAX_EARLIER_RESPONSES = 256
-"""The most responses that can come before a new one."""
 CANCEL_WAIT_S = 2.0
 """How long a cancelled response may take to end, before it is described as it is."""
 PREVIOUS = "previous_response_id"
@@ -168,10 +167,10 @@ async def describe_response(gateway: Gateway, found: KeptResponse) -> Response:
 
 async def prepare_response(
     gateway: Gateway, tenant: str, body: ResponseBody
-) -> tuple[ResponseBody, list[dict[str, Any]] | None, str | None]:
-    """Return a new response's body with the turns before it, its own items, and the id of the first response before it.
+) -> tuple[ResponseBody, list[dict[str, Any]] | None, EarlierTurns | None]:
+    """Return a new response's body with the turns before it, its own items, and the turns alone.
 
-    The items are None unless the response is to be kept; the id is None where no response is before it.
+    The items are None unless the response is to be kept; the turns are None where no response is before it.
 
     Raises `ApiError`, `RequestTooLarge` and `BusUnavailable`.
     """
@@ -181,36 +180,37 @@ async def prepare_response(
             raise unsupported_value(param, "this server keeps no responses.")
     input_items = body.make_items() if is_on and body.store is not False else None
     if body.previous_response_id is not None:
-        history, first_id = await _read_history(gateway, tenant, body.previous_response_id)
-        return body.add_history(history), input_items, first_id
+        earlier = await _read_earlier(gateway, tenant, body.previous_response_id)
+        return body.add_history(earlier.items), input_items, earlier
     return body, input_items, None
 
 
-async def _read_history(gateway: Gateway, tenant: str, response_id: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the items of a response and of those before it, in their order: what each was asked, and its output; and
-    the id of the first of them.
+async def _read_earlier(gateway: Gateway, tenant: str, response_id: str) -> EarlierTurns:
+    """Return the turns of a response, behind those before it.
+
+    The response has a copy of the turns before it. One that was kept by an earlier version has none: the response
+    before it is read as well.
     """
     turns: list[list[dict[str, Any]]] = []
     first_id = response_id
     previous: str | None = response_id
     num_bytes = 0
     while previous is not None:
-        if len(turns) == MAX_EARLIER_RESPONSES:
-            message = f"More than {MAX_EARLIER_RESPONSES} responses come before this one: send the turns as 'input'."
-            raise ApiError(400, message, param=PREVIOUS, code="conversation_too_long")
         found = await _find_previous(gateway, tenant, previous)
         response = await describe_response(gateway, found)
         if response.status not in ("completed", "incomplete"):
             message = f"The response {previous!r} is {response.status}: nothing can follow it."
             raise ApiError(400, message, param=PREVIOUS, code="previous_response_not_completed")
-        turn = [*(found.meta.input_items or ()), *map(_make_input_of_output, response.output)]
-        num_bytes += len(json.dumps(turn))
+        earlier = found.meta.earlier
+        own = [*(found.meta.input_items or ()), *map(_make_input_of_output, response.output)]
+        turns.append(own if earlier is None else [*earlier.items, *own])
+        num_bytes += len(json.dumps(turns[-1]))
         if num_bytes > MAX_REQUEST_BYTES:
             raise RequestTooLarge(f"the turns before this one have more than {MAX_REQUEST_BYTES:,} bytes")
-        turns.append(turn)
-        first_id = previous
-        previous = found.meta.options.get(PREVIOUS)
-    return [item for turn in reversed(turns) for item in turn], first_id
+        first_id, previous = (
+            (previous, found.meta.options.get(PREVIOUS)) if earlier is None else (earlier.first_id, None)
+        )
+    return EarlierTurns(first_id=first_id, items=[item for turn in reversed(turns) for item in turn])
 
 
 async def _find_previous(gateway: Gateway, tenant: str, response_id: str) -> KeptResponse:

@@ -37,6 +37,17 @@ class SubmitArgs(RequestFields, total=False):
     prompt: str | None
 
 
+class EarlierTurns(BaseModel):
+    """The turns before a response."""
+
+    model_config = ConfigDict(frozen=True)
+
+    first_id: str
+    """The id of the first response of the chain."""
+    items: list[dict[str, Any]]
+    """What each response of the chain was asked, and its output, in their order."""
+
+
 class StreamMeta(BaseModel):
     """The data by which a gateway that never saw a request can stream its answer."""
 
@@ -70,6 +81,8 @@ class StreamMeta(BaseModel):
     """How its calls are written."""
     input_items: list[dict[str, Any]] | None = None
     """The input of a response, without the responses before it; None: it is not kept (`store`)."""
+    earlier: EarlierTurns | None = None
+    """The turns before a kept response; None: none, or it was kept by an earlier version, which did not copy them."""
     is_lost_unread: bool = False
     """Its caller gave nothing by which to come back: it may be cancelled when nobody reads it."""
 
@@ -168,6 +181,7 @@ def make_stream_meta(
     tenant: str = "default",
     body_hash: str = "",
     input_items: list[dict[str, Any]] | None = None,
+    earlier: EarlierTurns | None = None,
     form: AnswerForm = TEXT,
 ) -> StreamMeta:
     """Return the meta data of a new request, whose answers have the form that `use_response_template` returned."""
@@ -182,6 +196,7 @@ def make_stream_meta(
         pipeline=pipeline,
         tenant=tenant,
         input_items=input_items,
+        earlier=None if input_items is None else earlier,
         response_template=form.template,
         calls=form.calls,
     )
