@@ -113,7 +113,8 @@ class ToolParam(StrictModel):
     input_schema: dict[str, Any]
     """A JSON schema of the input. The model sees it."""
     strict: bool | None = None
-    """Whether the input follows the schema token by token; else it is any object."""
+    """Whether the input follows the schema token by token, and one that cannot be enforced is refused. Else it follows
+    what can be enforced where the model must call, and is any object where it may."""
 
 
 class ToolChoiceParam(StrictModel):
@@ -424,6 +425,7 @@ class MessagesEndpoint(ApiEndpoint[ChatBody]):
     body_model = MessagesBody
     answer_model = MessageAnswer
     error_model = MessageErrorBody
+    tool_schema = "tools.*.input_schema"
     parses_answers = True
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> ChatBody:
