@@ -40,6 +40,7 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "user", "content": [
                 {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "done"}]},
             ]},
+            {"role": "system", "content": "Be kind.", "output_config": {}},
         ],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "thinking": {"type": "disabled"},
@@ -53,8 +54,11 @@ FIELDS = [(path, field) for path, fields in IGNORED_FIELDS.items() for field in 
 
 
 def put_value(place: Any, parts: list[str], value: object) -> None:
-    """Set a field at each place that `*` stands for."""
-    if parts[0] == "*":
+    """Set a field at each place that `*` stands for; put an entry of a type before the others."""
+    name, is_of_type, kind = parts[0].partition("[")
+    if is_of_type:
+        place[name] = [{"type": kind.removesuffix("]"), "any": value}, *place[name]]
+    elif parts[0] == "*":
         for one in place:
             put_value(one, parts[1:], value)
     elif isinstance(place, dict) and len(parts) == 1:
@@ -66,7 +70,7 @@ def put_value(place: Any, parts: list[str], value: object) -> None:
 @pytest.mark.parametrize(("path", "field"), FIELDS, ids=map(" ".join, FIELDS))
 def test_an_ignored_field_changes_nothing_and_is_named(path: str, field: str) -> None:
     endpoint, plain = ENDPOINTS[path], OPTIONS | BODIES[path]
-    for value, names in ((VALUES.get(field, "any"), [field]), (None, [])):
+    for value, names in ((VALUES.get(field, "any"), [field]), (None, [field] if "[" in field else [])):
         given = copy.deepcopy(plain)
         put_value(given, field.split("."), value)
         assert given != plain
@@ -136,4 +140,6 @@ def test_the_page_has_the_list() -> None:
     words = set(re.findall(r"`([^`]+)`", table))
     for path, field in FIELDS:
         names = {field, *(field.removeprefix(f"{above}.") for above in words if field.startswith(f"{above}."))}
+        # An entry of a list is named by its type alone.
+        names |= set(re.findall(r"\[(.+)\]", field))
         assert names & words, (path, field)

@@ -16,6 +16,14 @@ _OPENAI = {
     # The usage is sent once, before the end.
     "stream_options.continuous_usage_stats": "guidellm 0.7",
 }
+_ANTHROPIC_HOSTED_TOOLS = (
+    "advisor_20260301",
+    *(f"code_execution_{day}" for day in ("20250522", "20250825", "20260120", "20260521")),
+    *(f"tool_search_tool_{kind}" for kind in ("bm25", "bm25_20251119", "regex", "regex_20251119")),
+    *(f"web_fetch_{day}" for day in ("20250910", "20260209", "20260309", "20260318")),
+    *(f"web_search_{day}" for day in ("20250305", "20260209", "20260318")),
+)
+"""The types of tools of `/v1/messages` that Anthropic's servers run. They are left out of the prompt."""
 IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     "/v1/completions": _OPENAI | {"metadata": "openai 3.54"},
     "/v1/chat/completions": _OPENAI
@@ -26,6 +34,12 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "messages.*.parsed": "openai 3.54",
         "messages.*.tool_calls.*.index": "openai 3.54",
         "messages.*.tool_calls.*.function.parsed_arguments": "openai 3.54",
+        # It says which text the answer may repeat, so that it comes sooner.
+        "prediction": "openai 3.54",
+        # No chat is kept: responses are.
+        "store": "openai 3.54",
+        # It says how long an answer OpenAI's models give.
+        "verbosity": "openai 3.54",
     },
     "/v1/responses": _OPENAI
     | {
@@ -46,6 +60,8 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "tools.*.cache_control": "anthropic 2.12",
         "messages.*.content.*.cache_control": "anthropic 2.12",
         "messages.*.content.*.content.*.cache_control": "anthropic 2.12",
+        # Answers have no citations.
+        "messages.*.content.*.content.*.citations": "anthropic 2.14",
         # Nothing is cut from the turns: a prompt that is too long is refused.
         "context_management": "anthropic 2.12",
         "diagnostics": "anthropic 2.12",
@@ -64,6 +80,10 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "tools.*.defer_loading": "anthropic 2.12",
         "tools.*.eager_input_streaming": "@ai-sdk/anthropic 4.0",
         "tools.*.input_examples": "anthropic 2.12",
+        # What the client's editor shows of a file.
+        "tools.*.max_characters": "anthropic 2.14",
+        **{f"tools[{kind}]": "anthropic 2.14" for kind in _ANTHROPIC_HOSTED_TOOLS},
+        "messages.*.output_config.effort": "anthropic 2.14",
         # What an answer's blocks come back with.
         "messages.*.content.*.caller": "anthropic 2.12",
         "messages.*.content.*.citations": "anthropic 2.12",
@@ -74,7 +94,7 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By the endpoint's path: each field that is ignored, and the version of the client that was seen to send it, or has it
-among its parameters. `*` stands for all entries of a list.
+among its parameters. `*` stands for all entries of a list, `[type]` for those of a type, which are left out.
 """
 Tree = dict[str, Any]
 
@@ -87,7 +107,10 @@ def _make_tree(fields: Iterable[str]) -> Tree:
         branch = tree
         for part in above:
             branch = branch.setdefault(part, {})
-        branch[last] = field
+        name, is_of_type, kind = last.partition("[")
+        if is_of_type:
+            branch = branch.setdefault(name, {})
+        branch[is_of_type + kind or name] = field
     return tree
 
 
@@ -106,8 +129,11 @@ def strip_ignored_fields(path: str, body: Mapping[str, Any], kept: Container[str
 
 
 def _strip(value: Any, tree: Tree, found: dict[str, None]) -> Any:
-    if isinstance(value, list) and "*" in tree:
-        return [_strip(one, tree["*"], found) for one in value]
+    if isinstance(value, list):
+        left_out = [tree.get(f"[{one.get('type')}]") if isinstance(one, dict) else None for one in value]
+        found.update(dict.fromkeys(field for field in left_out if field is not None))
+        below = tree.get("*", {})
+        return [_strip(one, below, found) for one, field in zip(value, left_out, strict=True) if field is None]
     if not isinstance(value, dict):
         return value
     rest = {}

@@ -286,6 +286,7 @@ def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
         turn = message.model_dump() if isinstance(message, ChatMessage) else message
         yield turn["content"]
         yield turn.get("reasoning_content") or ""
+        yield turn.get("name") or ""
         yield from (call["function"]["arguments"] for call in turn.get("tool_calls") or ())
     if variables := args.get("chat_template_kwargs"):
         yield json.dumps(variables)

@@ -165,9 +165,10 @@ def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kind
             raise unsupported_value(
                 f"{param}.{index}", f"content of type {part.get('type')!r} is not supported, only text."
             )
-        if not isinstance(part.get("text"), str):
-            raise unsupported_value(f"{param}.{index}.text", "a part of a message has its text in 'text'.")
-        texts.append(part["text"])
+        field = "refusal" if part["type"] == "refusal" else "text"
+        if not isinstance(part.get(field), str):
+            raise unsupported_value(f"{param}.{index}.{field}", f"a part of a message has its text in '{field}'.")
+        texts.append(part[field])
     return "".join(texts)
 
 
