@@ -55,7 +55,18 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     ),
     "a stored prompt": (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", UNSUPPORTED),
     "an effort": (RESPONSES, {"reasoning": {"effort": "most"}}, "reasoning.effort", INVALID),
-    "a search of a response": (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", INVALID),
+    "a tool of a response that writes no JSON": (
+        RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools.0", INVALID,
+    ),
+    "a search of a response that is demanded": (
+        RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice",
+        UNSUPPORTED,
+    ),
+    "nothing but searches of a response": (
+        RESPONSES,
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+        "tool_choice", UNSUPPORTED,
+    ),
     "thoughts of all turns": (RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning.context", UNSUPPORTED),
     "tools and an expression": (
         RESPONSES, {"tools": [{"type": "function", "name": "f"}], "guided_regex": "a+"}, "guided_regex", INVALID,
@@ -307,7 +318,7 @@ def test_calls_are_held_alike_in_all_forms(
     ("given", "message"),
     [
         ({"tools": [FLAT], "tool_choice": FLAT | {"name": "g"}}, "names 'g', which is not in 'tools'"),
-        ({"tool_choice": "required"}, "asks for a call, and there are no 'tools'"),
+        ({"tool_choice": "required"}, "asks for a call, and there are no functions in 'tools'"),
         ({"tools": [FLAT], "chat_template_kwargs": {"tools": []}}, "beside 'chat_template_kwargs'"),
     ],
 )

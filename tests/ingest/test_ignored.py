@@ -27,7 +27,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [TURN, {"role": "assistant", "tool_calls": [CALL]}], "stream_options": {}},
     "/v1/responses": {
         "input": [TURN, {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}],
-        "reasoning": {}, "stream_options": {},
+        "reasoning": {}, "stream_options": {}, "text": {},
+        "tools": [
+            {"type": "function"} | FUNCTION,
+            {"type": "namespace", "name": "n", "tools": [{"type": "function"} | FUNCTION]},
+        ],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
     },
     "/v1/messages": {
         "max_tokens": 9,

@@ -225,9 +225,10 @@ def test_what_the_model_said_in_one_go_is_one_turn() -> None:
         ([USER, result("a")], "input", "No tool call found for function call output with call_id a."),
         ([USER, result("a"), call("a")], "input", "No tool call found"),
         ([USER, call("a"), result("a", [{"type": "input_image", "image_url": "x"}])], "input.2.output.0", "only text"),
-        ([USER, {"type": "item_reference", "id": "fc_1"}], "input.1", "an item is a message, a function_call"),
+        ([USER, {"type": "item_reference", "id": "fc_1"}], "input.1", "items of the types message, reasoning, fun"),
         ([USER, {"type": "function_call", "call_id": "a", "name": "f"}], "input.1.arguments", "Missing"),
-        ([USER, call("a") | {"namespace": "n"}], "input.1.namespace", "Unsupported"),
+        ([USER, {"type": "local_shell_call_output", "id": "a", "output": "x"}], "input", "No tool call found"),
+        ([{"type": "compaction", "encrypted_content": "x"}], "input", "at least 1 item"),
         ([{"type": "reasoning", "encrypted_content": "x"}], "input", "an empty input"),
     ],
 )
@@ -235,6 +236,95 @@ def test_items_that_cannot_be_turns_are_refused(items: list[Any], param: str, me
     with pytest.raises(ApiError, match=message) as refused:
         make_turns(*items)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_what_agents_send_besides_becomes_turns() -> None:
+    output = {"type": "custom_tool_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "done"}]}
+    turns = make_turns(
+        USER, {"type": "agent_reasoning", "text": "Hm"}, call("a") | {"namespace": "notes"}, result("a"),
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "ä\n", "namespace": "files"}, output,
+        {"type": "local_shell_call", "id": "lsh_1", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "lsh_1", "output": "{}"},
+        {"type": "web_search_call", "id": "ws_1", "action": {}}, {"type": "compaction", "encrypted_content": "x"},
+        {"type": "agent_message", "author": "/root/b", "recipient": "/root", "content": [
+            {"type": "input_text", "text": "It works."},
+        ]},
+        {"type": "agent_message", "content": "Good."},
+    )  # fmt: skip
+    functions = [
+        {"name": "notes.f", "arguments": "{}"}, {"name": "files.patch", "arguments": '{"input": "ä\\n"}'},
+        {"name": "local_shell", "arguments": '{"type": "exec", "command": ["ls"]}'},
+    ]  # fmt: skip
+    calls = [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+        for call_id, function in zip("abc", functions, strict=True)
+    ]
+    calls[0]["reasoning_content"] = "Hm"
+    assert turns == [
+        USER, calls[0], {"role": "tool", "content": "red", "tool_call_id": "a"},
+        calls[1], {"role": "tool", "content": "done", "tool_call_id": "b"},
+        calls[2], {"role": "tool", "content": "{}", "tool_call_id": "c"},
+        {"role": "user", "content": "/root/b: It works."}, {"role": "user", "content": "Good."},
+    ]  # fmt: skip
+
+
+NAMESPACE = {"type": "namespace", "name": "notes", "description": "Notes.", "tools": [TOOL, TOOL | {"name": "g"}]}
+NAMESPACED = {"type": "function", "name": "f", "namespace": "notes"}
+
+
+def test_the_model_knows_functions_of_a_namespace_by_qualified_names() -> None:
+    search = {"type": "web_search", "external_web_access": True}
+    some = {"type": "allowed_tools", "mode": "required", "tools": [NAMESPACED, search]}
+    for choice, allowed in (
+        ("auto", None), ("none", None), (NAMESPACED, ["notes.f"]), (NAME, ["f"]), (some, ["notes.f"]),
+    ):  # fmt: skip
+        body = RESPONSES.parse_body({
+            "model": "m", "input": "hi", "tools": [TOOL, search, NAMESPACE], "tool_choice": choice,
+        })  # fmt: skip
+        assert [tool.name for tool in body.offered_tools] == ([] if choice == "none" else ["f", "notes.f", "notes.g"])
+        assert body.call_choice.names == allowed
+        (request,) = RESPONSES.make_requests(body, "resp_1")
+        told = (request.get("chat_template_kwargs") or {}).get("tools", [])
+        assert [tool["function"]["name"] for tool in told] == [tool.name for tool in body.offered_tools]
+        held = body.hold_calls(TEMPLATE)
+        assert (None if held is None else [tool.name for tool in held.tools]) == allowed
+
+
+@pytest.mark.parametrize(
+    ("tool", "choice", "message"),
+    [
+        (NAMESPACE, {"type": "function", "name": "g"}, "names 'g', which is not in 'tools'"),
+        ({"type": "web_search"}, "required", "asks for a call, and there are no functions"),
+    ],
+)
+def test_a_choice_that_no_function_fits_is_refused(tool: Any, choice: Any, message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        RESPONSES.parse_body({"model": "m", "input": "hi", "tools": [tool], "tool_choice": choice})
+
+
+@pytest.mark.parametrize("more", [{}, HELD | {"tool_choice": NAMESPACED}])
+def test_a_call_of_a_namespace_says_so(more: dict[str, Any]) -> None:
+    meta = make_meta(tools=[TOOL, NAMESPACE], **more)
+    text = CALL.replace('"f"', '"notes.f"')
+    names = [{"name": "f", "namespace": "notes"}]
+    if not more:
+        text += CALL + CALL.replace('"f"', '"other.f"')
+        names += [{"name": "f"}, {"name": "other.f"}]
+    log = make_log(cut_text(text, 5))
+    whole = make_whole(meta, log)
+    sent = read_stream(RESPONSES, meta, log)
+    check_as_openai(sent, whole)
+    items = whole.model_dump(mode="json")["output"]
+    assert [{key: item[key] for key in ("name", "namespace") if key in item} for item in items] == names
+    begun = [json.loads(one.event.data)["item"] for one in sent if one.event.event == "response.output_item.added"]
+    assert [(item["name"], item.get("namespace")) for item in begun] == [
+        (name["name"], name.get("namespace")) for name in names
+    ]
+    assert whole.model_dump(mode="json", exclude_none=True)["tools"] == [TOOL, NAMESPACE]
+    again = make_turns(USER, *items)
+    assert [one["function"]["name"] for one in again[1]["tool_calls"]] == [
+        ".".join(filter(None, (name.get("namespace"), name["name"]))) for name in names
+    ]
 
 
 def test_a_template_is_given_tools_in_the_form_of_chats() -> None:

@@ -1,7 +1,12 @@
-"""Fields that clients send and nothing here acts on: they are accepted, and the header `penstock-ignored` names them.
+"""What clients send and nothing here acts on: it is accepted, and the header `penstock-ignored` names it.
 
 A field belongs into `IGNORED_FIELDS` only if the answer is right without it: it says how to bill, cache, trace or
 split the answer, or it comes back from an answer of ours. A field that would change the answer is refused by name.
+
+A hosted tool, which a vendor's servers run, is an entry of `tools` that is left out by its type: the model may call it
+and need not, so an answer without such a call is right. A body that demands the call is refused. The calls
+that other servers made, and what they encrypted, are left out of a history in the same way: nobody here can
+make or read them.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -24,6 +29,35 @@ _ANTHROPIC_HOSTED_TOOLS = (
     *(f"web_search_{day}" for day in ("20250305", "20260209", "20260318")),
 )
 """The types of tools of `/v1/messages` that Anthropic's servers run. They are left out of the prompt."""
+HOSTED_TOOLS: Mapping[str, str] = {
+    "code_interpreter": "openai 3.54",
+    "file_search": "openai 3.54",
+    "image_generation": "openai 3.54",
+    "local_shell": "openai 3.54",
+    "mcp": "openai 3.54",
+    "tool_search": "openai 3.54",
+    "web_search": "Codex 0.171",
+    "web_search_2025_08_26": "openai 3.54",
+    "web_search_preview": "openai 3.54",
+    "web_search_preview_2025_03_11": "openai 3.54",
+}
+"""The types of tools of `/v1/responses` that are left out, and the client that sends each."""
+_OTHER_SERVERS_ITEMS: Mapping[str, str] = {
+    "code_interpreter_call": "openai 3.54",
+    "compaction": "openai 3.54",
+    "compaction_summary": "Codex 0.171",
+    "context_compaction": "Codex 0.171",
+    "file_search_call": "openai 3.54",
+    "image_generation_call": "openai 3.54",
+    "mcp_approval_request": "openai 3.54",
+    "mcp_approval_response": "openai 3.54",
+    "mcp_call": "openai 3.54",
+    "mcp_list_tools": "openai 3.54",
+    "tool_search_call": "openai 3.54",
+    "tool_search_output": "openai 3.54",
+    "web_search_call": "openai 3.54",
+}
+"""The types of items of `/v1/responses` that are left out of a history."""
 IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     "/v1/completions": _OPENAI | {"metadata": "openai 3.54"},
     "/v1/chat/completions": _OPENAI
@@ -43,7 +77,11 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     },
     "/v1/responses": _OPENAI
     | {
+        **{f"tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
+        **{f"tool_choice.tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
+        **{f"input[{kind}]": client for kind, client in _OTHER_SERVERS_ITEMS.items()},
         "background_options": "openai 3.54",
+        "client_metadata": "Codex 0.171",
         "image": "openai 3.54",
         "context_management": "openai 3.54",
         "input.*.parsed_arguments": "openai 3.54",
@@ -52,6 +90,16 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         # Reasoning is returned as it is, and has no summary.
         "reasoning.generate_summary": "openai 3.54",
         "reasoning.summary": "openai-agents 0.24",
+        # It says how long an answer OpenAI's models give.
+        "text.verbosity": "openai 3.54",
+        # Where tools are searched for, which is nowhere here, these are left out until they are found.
+        "tools.*.defer_loading": "openai 3.54",
+        "tools.*.tools.*.defer_loading": "openai 3.54",
+        # The schema of a result, which no model here is told.
+        "tools.*.output_schema": "openai 3.54",
+        "tools.*.tools.*.output_schema": "openai 3.54",
+        # Nothing is cut from the turns: a prompt that is too long is refused.
+        "truncation": "openai 3.54",
     },
     "/v1/messages": {
         # Every prompt's KV is looked for, and kept.

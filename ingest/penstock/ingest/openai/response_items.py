@@ -1,5 +1,6 @@
 """The items of `/v1/responses`: those of `input` as the turns of a chat, and those of the answer, token by token."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, cast
 
@@ -10,12 +11,24 @@ from penstock.ingest.openai.answer_parser import AnswerPiece
 from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.tokens import TokenLogprobs
-from penstock.ingest.openai.tools import ROLES, join_text_parts, make_call_id, make_parser
+from penstock.ingest.openai.tools import (
+    NAMESPACE,
+    NAMESPACE_END,
+    ROLES,
+    join_text_parts,
+    make_call_id,
+    make_parser,
+    qualify_name,
+)
 
 ID_PREFIX = "resp_"
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
 REASONING_PART_TYPE = "reasoning_text"
-ITEM_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ITEM_ID_PREFIXES = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho", "agent_message": "amsg", "agent_reasoning": "ars",
+}  # fmt: skip
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -41,20 +54,102 @@ class InputCall(StrictModel):
     """As JSON."""
     id: str | None = None
     status: str | None = None
-    namespace: allow_only() = None  # type: ignore[valid-type]
+    namespace: CallId | None = None
+    """The namespace that the function is in."""
     caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+    @property
+    def function(self) -> dict[str, str]:
+        """The call as the model sees it."""
+        return {"name": qualify_name(self.name, self.namespace), "arguments": self.arguments}
+
+
+class InputCustomCall(StrictModel):
+    """A call of an earlier turn with a text in place of arguments; the model sees it as the argument `input`."""
+
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    input: str
+    id: str | None = None
+    status: str | None = None
+    namespace: CallId | None = None
+    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+    @property
+    def function(self) -> dict[str, str]:
+        """The call as the model sees it."""
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        return {"name": qualify_name(self.name, self.namespace), "arguments": arguments}
+
+
+class InputShellCall(StrictModel):
+    """A command of an earlier turn; the model sees it as a call of `local_shell`."""
+
+    type: Literal["local_shell_call"]
+    call_id: CallId
+    action: dict[str, Any]
+    """The arguments of the call."""
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def function(self) -> dict[str, str]:
+        """The call as the model sees it."""
+        return {"name": "local_shell", "arguments": json.dumps(self.action, ensure_ascii=False)}
 
 
 class InputCallOutput(StrictModel):
     """The result of a call that stands before it, in `input` or in an earlier response."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
     """Text, or a list of parts of type `input_text`."""
     id: str | None = None
     status: str | None = None
     caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+
+class InputShellOutput(StrictModel):
+    """The result of a command that stands before it."""
+
+    type: Literal["local_shell_call_output"]
+    id: CallId
+    """The command's id, or its `call_id`."""
+    output: str
+    status: str | None = None
+
+    @property
+    def call_id(self) -> str:
+        """What names the call."""
+        return self.id
+
+
+class InputAgentMessage(StrictModel):
+    """A message of another agent; the model sees it as a user's turn."""
+
+    type: Literal["agent_message"]
+    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
+    """Text, or a list of parts of type `input_text` or `output_text`."""
+    author: str | None = None
+    """It is told to the model before the text."""
+    recipient: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class InputAgentReasoning(StrictModel):
+    """As `reasoning`, as one text."""
+
+    type: Literal["agent_reasoning"]
+    text: str
+    id: str | None = None
+
+    @property
+    def content(self) -> str:
+        """The text."""
+        return self.text
 
 
 class InputReasoning(StrictModel):
@@ -85,11 +180,17 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("tagged-message")]
     | Annotated[InputCall, Tag("tagged-function_call")]
     | Annotated[InputCallOutput, Tag("tagged-function_call_output")]
+    | Annotated[InputCustomCall, Tag("tagged-custom_tool_call")]
+    | Annotated[InputCallOutput, Tag("tagged-custom_tool_call_output")]
+    | Annotated[InputShellCall, Tag("tagged-local_shell_call")]
+    | Annotated[InputShellOutput, Tag("tagged-local_shell_call_output")]
+    | Annotated[InputAgentMessage, Tag("tagged-agent_message")]
+    | Annotated[InputAgentReasoning, Tag("tagged-agent_reasoning")]
     | Annotated[InputReasoning, Tag("tagged-reasoning")],
     Discriminator(
         _find_item_tag,
         custom_error_type="unknown_item",
-        custom_error_message="an item is a message, a function_call, a function_call_output or reasoning",
+        custom_error_message=f"this server has only items of the types {', '.join(ITEM_ID_PREFIXES)}",
     ),
 ]
 Input = Annotated[
@@ -107,19 +208,24 @@ class ChatTurns:
         self.turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
         self._answer: dict[str, Any] | None = None
         """The model's turn, while nobody else said anything after it."""
-        self._call_ids = set[str]()
+        self._call_ids = dict[str, str]()
+        """The `call_id` of each call by that, and by the id of its item."""
 
     def add_items(self, items: Iterable[InputItem]) -> None:
         """Add items. Raises `ApiError` 400 for content that is no text, and for the result of an unknown call."""
         for position, item in enumerate(items):
             match item.type:
-                case "reasoning":
+                case "reasoning" | "agent_reasoning":
                     param = f"input.{position}.content"
                     self._add_reasoning(join_text_parts(item.content, param, (REASONING_PART_TYPE,)))
-                case "function_call":
+                case "function_call" | "custom_tool_call" | "local_shell_call":
                     self._add_call(item)
-                case "function_call_output":
-                    self._add_result(item, join_text_parts(item.output, f"input.{position}.output", TEXT_PART_TYPES))
+                case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                    text = join_text_parts(item.output, f"input.{position}.output", TEXT_PART_TYPES)
+                    self._add_result(item.call_id, text)
+                case "agent_message":
+                    text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
+                    self._add_message("user", f"{item.author}: {text}" if item.author else text)
                 case "message" | None:
                     text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
                     self._add_message(ROLES[item.role], text)
@@ -140,17 +246,17 @@ class ChatTurns:
             answer = self._begin_answer()
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
-    def _add_call(self, item: InputCall) -> None:
+    def _add_call(self, item: InputCall | InputCustomCall | InputShellCall) -> None:
         answer = self._answer or self._begin_answer()
-        function = {"name": item.name, "arguments": item.arguments}
-        answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-        self._call_ids.add(item.call_id)
+        call = {"id": item.call_id, "type": "function", "function": item.function}
+        answer.setdefault("tool_calls", []).append(call)
+        self._call_ids |= {item.call_id: item.call_id} | ({item.id: item.call_id} if item.id else {})
 
-    def _add_result(self, item: InputCallOutput, text: str) -> None:
-        if item.call_id not in self._call_ids:
-            message = f"No tool call found for function call output with call_id {item.call_id}."
+    def _add_result(self, call_id: str, text: str) -> None:
+        if call_id not in self._call_ids:
+            message = f"No tool call found for function call output with call_id {call_id}."
             raise ApiError(400, message, param="input", code="invalid_value")
-        self.turns.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        self.turns.append({"role": "tool", "content": text, "tool_call_id": self._call_ids[call_id]})
         self._answer = None
 
     def _begin_answer(self) -> dict[str, Any]:
@@ -189,6 +295,8 @@ class OutputCall(BaseModel):
     call_id: str
     """The id that a `function_call_output` names."""
     name: str
+    namespace: Annotated[str | None, Field(exclude_if=lambda namespace: namespace is None)] = None
+    """The namespace that the function is in; present if it is in one."""
     arguments: str
     """As JSON."""
     status: ItemStatus
@@ -233,6 +341,8 @@ class OutputBuilder:
 
     def __init__(self, meta: StreamMeta) -> None:
         self._meta, self._parser = meta, make_parser(meta)
+        tools = meta.options.get("tools") or ()
+        self._namespaces = {tool["name"] for tool in tools if tool.get("type") == NAMESPACE}
         self.items: list[OutputItem] = []
         """Those that are complete."""
         self.num_reasoning_tokens = 0
@@ -337,10 +447,13 @@ class OutputBuilder:
     def _open_call(self, name: str) -> list[ToldEvent]:
         place = len(self.items)
         number = sum(isinstance(item, OutputCall) for item in self.items)
+        namespace, _, member = name.partition(NAMESPACE_END)
+        is_in_one = namespace in self._namespaces
         self._open = OutputCall(
             id=make_item_id(self._meta, "function_call", place),
             call_id=make_call_id(self._meta.id.removeprefix(ID_PREFIX), number),
-            name=name,
+            name=member if is_in_one else name,
+            namespace=namespace if is_in_one else None,
             arguments="",
             status="in_progress",
         )

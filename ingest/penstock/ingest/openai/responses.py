@@ -4,13 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from penstock.client.core import Answer, Event, build_answer
 from penstock.grammar.spec import from_text_format
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.ingest.errors import to_api_error
+from penstock.ingest.ignored import HOSTED_TOOLS
 from penstock.ingest.openai.body import (
+    UNSUPPORTED_CODE,
     Body,
     GrammarReader,
     Metadata,
@@ -44,6 +47,7 @@ from penstock.ingest.openai.sse import (
 from penstock.ingest.openai.tokens import encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.ingest.openai.tools import (
     MAX_TOOLS,
+    NAMESPACE,
     TOOL_CHOICE,
     CallChoice,
     ChoiceMode,
@@ -55,6 +59,7 @@ from penstock.ingest.openai.tools import (
     check_tool_options,
     constrain_functions,
     make_template_variables,
+    qualify_name,
     refuse_other_grammar_with_tools,
 )
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -67,10 +72,43 @@ class ResponseTool(ToolFunction, FunctionKind):
     """A function that the model may call."""
 
 
+class ToolNamespace(StrictModel):
+    """A group of functions. The model sees each as `namespace.name`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    """The model is not told of it."""
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
+
+
+def _find_tool_tag(tool: Any) -> str | None:
+    """Return which model a tool is of; None where it is of none."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    return f"tagged-{kind}" if kind in ("function", NAMESPACE) else None
+
+
+OfferedTool = Annotated[
+    Annotated[ResponseTool, Tag("tagged-function")] | Annotated[ToolNamespace, Tag("tagged-namespace")],
+    Discriminator(
+        _find_tool_tag,
+        custom_error_type="unknown_tool",
+        custom_error_message="this server has only tools of the types 'function' and 'namespace'",
+    ),
+]
+
+
 class NamedResponseTool(FunctionKind):
     """The tool that is to be called."""
 
     name: ToolName
+    namespace: Annotated[ToolName | None, Field(exclude_if=lambda namespace: namespace is None)] = None
+    """The namespace that it is in, if it is in one."""
+
+    @property
+    def qualified_name(self) -> str:
+        """The name by which the model knows it."""
+        return qualify_name(self.name, self.namespace)
 
 
 class AllowedResponseTools(StrictModel):
@@ -90,6 +128,14 @@ ToolChoice = Annotated[
 ]
 
 
+def _refuse_hosted_choice(choice: Any) -> Any:
+    """Refuse a choice that demands a hosted tool, or allows no tools but those, which were left out."""
+    if isinstance(choice, dict) and (choice.get("type") in HOSTED_TOOLS or choice.get("tools") == []):
+        advice = "it has no hosted tools. Send 'auto', or a function by its name."
+        raise PydanticCustomError(UNSUPPORTED_CODE, "this server cannot call the tool: {advice}", {"advice": advice})
+    return choice
+
+
 class ReasoningConfig(StrictModel):
     """How the model thinks before it answers."""
 
@@ -104,7 +150,6 @@ class TextConfig(StrictModel):
 
     format: dict[str, Any] | None = None
     """The form of the answer: `text`, `json_object`, or `json_schema` with its schema."""
-    verbosity: allow_only("medium") = None  # type: ignore[valid-type]
 
 
 class ResponseBody(Body):
@@ -133,16 +178,15 @@ class ResponseBody(Body):
     safety_identifier: ShortText | None = None
     user: ShortText | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     """The tools that the model may call. It must have a response template, to tell its calls from text."""
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_refuse_hosted_choice)] = None
     """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
     `allowed_tools`: it calls none but these."""
     parallel_tool_calls: bool | None = None
     """`false`: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
     """Variables of the model's chat template; one that it does not have is an error."""
-    truncation: allow_only("disabled") = None  # type: ignore[valid-type]
     reasoning: ReasoningConfig | None = None
     conversation: Refused = None
     prompt: Refused = None
@@ -164,9 +208,9 @@ class ResponseBody(Body):
         """The choice that `tool_choice` and `parallel_tool_calls` make."""
         choice, is_single = self.tool_choice, self.parallel_tool_calls is False
         if isinstance(choice, NamedResponseTool):
-            return CallChoice(True, [choice.name], True)
+            return CallChoice(True, [choice.qualified_name], True)
         if isinstance(choice, AllowedResponseTools):
-            names = [tool.name for tool in choice.tools]
+            names = [tool.qualified_name for tool in choice.tools]
             return CallChoice(choice.mode == "required", names, is_single)
         return CallChoice(choice == "required", None, is_single)
 
@@ -179,8 +223,16 @@ class ResponseBody(Body):
 
     @property
     def offered_tools(self) -> list[ResponseTool]:
-        """The tools of which the model is told."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools of which the model is told, under the names by which it knows them."""
+        offered = list[ResponseTool]()
+        for tool in [] if self.tool_choice == "none" else self.tools or []:
+            if isinstance(tool, ResponseTool):
+                offered.append(tool)
+            else:
+                offered += [
+                    member.model_copy(update={"name": qualify_name(member.name, tool.name)}) for member in tool.tools
+                ]
+        return offered
 
     def make_items(self) -> list[dict[str, Any]]:
         """Return the items of `input` as JSON data."""
@@ -283,7 +335,7 @@ class Response(BaseModel):
     temperature: float
     text: dict[str, dict[str, Any]] = {"format": {"type": "text"}}
     tool_choice: ToolChoice = "auto"
-    tools: list[ResponseTool] = []
+    tools: list[OfferedTool] = []
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"

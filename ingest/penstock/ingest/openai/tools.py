@@ -16,6 +16,10 @@ ROLES: Mapping[str, str] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
 MAX_TOOLS = 128
+NAMESPACE = "namespace"
+"""The type of a group of functions among the tools of a response."""
+NAMESPACE_END = "."
+"""Between a namespace and a name in the name that the model sees: no name of a function has it."""
 ANY_OBJECT = '{"type":"object"}'
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ToolName = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -92,7 +96,7 @@ def check_tool_options(names: Sequence[str], choice: CallChoice, variables: Mapp
     if missing := next((name for name in choice.names or () if name not in names), None):
         raise ValueError(f"'tool_choice' names {missing!r}, which is not in 'tools'")
     if choice.is_required and not names:
-        raise ValueError("'tool_choice' asks for a call, and there are no 'tools'")
+        raise ValueError("'tool_choice' asks for a call, and there are no functions in 'tools'")
     if "tools" in (variables or {}):
         raise ValueError("'tools' are given beside 'chat_template_kwargs'")
 
@@ -172,6 +176,11 @@ def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kind
     return "".join(texts)
 
 
+def qualify_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}{NAMESPACE_END}{name}"
+
+
 def make_parser(meta: StreamMeta) -> AnswerParser | None:
     """Return the parser of an answer; None where all of it is content."""
     if meta.response_template is None:
@@ -180,8 +189,14 @@ def make_parser(meta: StreamMeta) -> AnswerParser | None:
 
 
 def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the tools that were offered to the model."""
-    return () if options.get("tool_choice") == "none" else options.get("tools") or ()
+    """Return the tools that were offered to the model, those of a namespace under the names that it sees."""
+    offered = list[Any]()
+    for tool in () if options.get("tool_choice") == "none" else options.get("tools") or ():
+        if tool.get("type") == NAMESPACE:
+            offered += [member | {"name": qualify_name(member["name"], tool["name"])} for member in tool["tools"]]
+        else:
+            offered.append(tool)
+    return offered
 
 
 def make_call_id(name: str, number: int) -> str:
