@@ -130,6 +130,8 @@ class ChatMessage(Wire):
     """The call that a turn of role `tool` has the result of."""
     reasoning_content: str | None = None
     """An assistant's reasoning before its turn; templates may leave it out."""
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    """Who speaks; templates may leave it out."""
 
     def describe(self) -> dict[str, Any]:
         """Return the turn as chat templates have it: the arguments of calls are objects, not their JSON."""
@@ -141,6 +143,8 @@ class ChatMessage(Wire):
             described["tool_call_id"] = self.tool_call_id
         if self.reasoning_content is not None:
             described["reasoning_content"] = self.reasoning_content
+        if self.name is not None:
+            described["name"] = self.name
         return described
 
 

@@ -66,7 +66,7 @@ class Site:
     async def post(self, number: int, headers: RequestHeaders = KEY, **body: Any) -> StreamMeta:
         endpoint = ENDPOINTS["/v1/completions"]
         parsed = endpoint.parse_body({"model": self.scripted.model, "prompt": "hello", "max_tokens": 5} | body)
-        meta, _ = await accept_request(self.gateways[number], self.caller, headers, endpoint, parsed, now_s())
+        meta, *_ = await accept_request(self.gateways[number], self.caller, headers, endpoint, parsed, now_s())
         return meta
 
     async def refuse(self, number: int, headers: RequestHeaders = KEY, **body: Any) -> ApiError:

@@ -287,6 +287,15 @@ async def test_a_line_without_end_is_not_gathered() -> None:
             pass
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+async def test_a_file_in_another_encoding_is_told_so_at_its_first_line(encoding: str) -> None:
+    content = ('{"custom_id": "a", "method": "POST"}\n' * 3).encode(encoding)
+    for text in (content, content[:30]):
+        _, (error,) = await check_lines(split_lines(chunks_of(text)), (CHAT,), 100)
+        assert (error.line, error.code) == (1, "invalid_json_line")
+        assert "write it in UTF-8" in error.message
+
+
 async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
     good = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
     bad = [b"[]\n", b'{"custom_id": 5}\n', b"{\n", good.replace(b"POST", b"GET"), good.replace(b"{}", b"[]"), good]

@@ -41,7 +41,12 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     "a tool's turn that answers no call": (
         CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", INVALID,
     ),
-    "a turn without anything": (CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content", UNSUPPORTED),
+    "a turn without anything": (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", UNSUPPORTED),
+    "a refusal of the user's": (CHAT, {"messages": [TURN | {"refusal": "no"}]}, "messages.0.refusal", INVALID),
+    "a part of one": (
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        "messages.0.content.0", UNSUPPORTED,
+    ),
     "a tool that must be called, by another word": (
         CHAT, {"tools": [TOOL], "tool_choice": "any"}, "tool_choice", INVALID,
     ),
@@ -171,9 +176,10 @@ def test_defaults_of_other_servers_change_nothing(endpoint: ApiEndpoint[Any], de
 FUNCTION = {"name": "f", "description": "é", "parameters": {"type": "object"}}
 CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
 TURNS = [
-    {"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "ü"}]},
+    {"role": "developer", "content": "Be brief.", "name": "ops"},
+    {"role": "user", "content": [{"type": "text", "text": "ü"}], "name": "Ada"},
     {"role": "assistant", "content": None, "tool_calls": [CALLED, CALL], "reasoning_content": "Hm."},
-    {"role": "tool", "tool_call_id": "c1", "content": "7"}, {"role": "user", "content": ""},
+    {"role": "tool", "tool_call_id": "c1", "content": "7", "name": "f"}, {"role": "user", "content": ""},
 ]  # fmt: skip
 
 
@@ -212,6 +218,22 @@ def test_the_request_of_a_body_is_the_one_that_its_arguments_make(path: str, bod
                 if call["function"]["arguments"].startswith("{"):
                     call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         assert [turn.describe() for turn in built.messages or ()] == turns
+
+
+@pytest.mark.parametrize(
+    ("message", "turn"),
+    [
+        ({"content": None}, {"content": ""}), ({}, {"content": ""}), ({"content": "a", "name": "b"}, None),
+        ({"reasoning_content": "Hm."}, {"content": "", "reasoning_content": "Hm."}),
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": "Well. ", "refusal": "No."}, {"content": "Well. No."}),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "No."}]}, {"content": "aNo."}),
+    ],
+)  # fmt: skip
+def test_an_assistants_turn_may_have_said_nothing_or_refused(message: dict[str, Any], turn: Any) -> None:
+    body = CHAT.parse_body({"model": "m", "messages": [{"role": "assistant", **message}, TURN]})
+    (args,) = CHAT.make_requests(body, "r")
+    assert (args["messages"] or [])[0] == {"role": "assistant", **(turn or message)}
 
 
 @pytest.mark.parametrize("wrong", [{"min_tokens": 5}, {"logprobs": 20, "max_tokens": 2**20}, {"session": "a b"}])

@@ -45,6 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "user", "content": [
                 {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "done"}]},
             ]},
+            {"role": "system", "content": "Be kind.", "output_config": {}},
         ],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "thinking": {"type": "disabled"},

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from penstock.client.core import Answer
+from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
+from penstock.grammar.spec import make_schema_spec
+from penstock.ingest.anthropic.client_tools import CLIENT_TOOLS
 from penstock.ingest.anthropic.messages import MESSAGES, MessageAnswer, MessagesBody
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
+from penstock.ingest.ignored import strip_ignored_fields
 from penstock.ingest.openai import CHAT, StreamMeta, make_stream_meta
 from penstock.ingest.openai.body import parse_body
 from penstock.ingest.openai.cursor import SentEvent
@@ -26,6 +30,7 @@ from tests.ingest.test_answer_parser import FIRST, PIECES, SECOND
 ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 TOOL: dict[str, Any] = {"name": "f", "description": "It does.", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "ä"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "done"}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 USAGE = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)
@@ -59,7 +64,7 @@ def test_what_has_no_effect_is_accepted() -> None:
         "metadata": {"user_id": "u"}, "service_tier": "auto", "stream": False, "tool_choice": {"type": "auto"},
         "system": [text_block("") | CACHED], "messages": [{"role": "user", "content": [text_block("hi") | CACHED]}],
     }  # fmt: skip
-    given = make_requests(**none, **CACHED)
+    given = make_requests(**none, **CACHED, inference_geo="global", tools=None)
     given["messages"] = given["messages"][1:]
     assert given == make_requests()
 
@@ -90,6 +95,90 @@ def test_blocks_become_turns_in_their_order() -> None:
         {"role": "user", "content": "Then?"},
         {"role": "tool", "tool_call_id": "toolu_2", "content": ""},
     ]
+
+
+def test_system_turns_are_turns_and_those_that_stand_first_are_one() -> None:
+    user, system = ASKED["messages"][0], {"role": "system", "content": "Stay brief."}
+    assert make_turns(system, user, {"role": "system", "content": [text_block("Now.")]}, user, system="Be kind.") == [
+        {"role": "system", "content": "Be kind.\n\nStay brief."}, user, {"role": "system", "content": "Now."}, user,
+    ]  # fmt: skip
+    cleared = system | {"clear_at": "next_user_message", "output_config": {"effort": "low"}}
+    assert make_turns(user, cleared, {"role": "assistant", "content": "a"}, user, cleared) == [
+        user, {"role": "assistant", "content": "a"}, user, system,
+    ]  # fmt: skip
+
+
+SOURCE = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a document": (
+        {"type": "document", "source": SOURCE, "title": "Day", "context": "news", "citations": {"enabled": True}},
+        '<document title="Day" context="news">\nIt rains.\n</document>\n',
+    ),
+    "a document of blocks": (
+        {"type": "document", "source": {"type": "content", "content": [text_block("a"), text_block("b")]}},
+        "<document>\nab\n</document>\n",
+    ),
+    "a search result": (
+        {"type": "search_result", "source": "s", "title": "t", "content": [text_block("x")], "citations": {}} | CACHED,
+        '<search_result source="s" title="t">\nx\n</search_result>\n',
+    ),
+    "a reference": (
+        {"type": "tool_reference", "tool_name": "f"}, "<tool_reference>\nf\n</tool_reference>\n",
+    ),
+    "a call of the server's": (
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rain"}, "caller": {}},
+        '<server_tool_use name="web_search">\n{"query": "rain"}\n</server_tool_use>\n',
+    ),
+    "its results": (
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [
+            {"title": "t", "url": "u", "encrypted_content": "x"}, text_block("y"),
+        ]},
+        '<web_search_tool_result>\n{"title": "t", "url": "u"}\ny\n</web_search_tool_result>\n',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_block_of_a_kind_that_templates_do_not_know_is_text(name: str) -> None:
+    block, text = WRITTEN[name]
+    in_results = name not in {"a call of the server's", "its results"}
+    if name in {"a call of the server's", "its results"}:
+        turns = make_turns({"role": "assistant", "content": [block, text_block("So.")]}, ASKED["messages"][0])
+        assert turns[0] == {"role": "assistant", "content": f"{text}So."}
+    elif name != "a reference":
+        assert make_turns({"role": "user", "content": [block, text_block("?")]})[0]["content"] == f"{text}?"
+    if in_results:
+        assert make_turns({"role": "user", "content": [RESULT | {"content": [block]}]})[0]["content"] == text
+
+
+def test_reasoning_that_nobody_can_read_is_left_out() -> None:
+    block = {"type": "redacted_thinking", "data": "x"}
+    turns = make_turns({"role": "assistant", "content": [block, text_block("a")]}, ASKED["messages"][0])
+    assert turns[0] == {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.proof
+def test_what_an_agent_of_anthropics_sends_is_accepted_and_its_hosted_tools_are_named() -> None:
+    tools = [
+        TOOL, SEARCH, {"type": "bash_20250124", "name": "bash"},
+        {"type": "tool_search_tool_regex_20251119", "name": "s"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9, "strict": True},
+        {"type": "memory_20250818", "name": "memory"},
+    ]  # fmt: skip
+    _, named = strip_ignored_fields("/v1/messages", ASKED | {"tools": tools})
+    assert named == [
+        "tools[web_search_20250305]", "tools[tool_search_tool_regex_20251119]", "tools.*.max_characters",
+    ]  # fmt: skip
+    offered = make_requests(tools=tools)["chat_template_kwargs"]["tools"]
+    assert [one["function"]["name"] for one in offered] == ["f", "bash", "str_replace_based_edit_tool", "memory"]
+    _, bash, editor, _ = (one["function"] for one in offered)
+    assert bash["parameters"]["required"] == ["command"]
+    assert editor["parameters"]["properties"]["command"] == {"enum": ["view", "create", "str_replace", "insert"]}
+    with pytest.raises(ApiError, match="'tool_choice' names 'web_search', which is not in 'tools'"):
+        make_requests(tools=tools, tool_choice={"type": "tool", "name": "web_search"})
+    for kind in CLIENT_TOOLS:
+        (made,) = make_requests(tools=[{"type": kind, "name": "own", "strict": True}])["chat_template_kwargs"]["tools"]
+        CompiledGrammar(make_schema_spec(made["function"]["parameters"], kind), GrammarTokenizer.make_bytes())
 
 
 @pytest.mark.proof
@@ -126,12 +215,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": ({"seed": 1}, "seed"),
     "too hot": ({"temperature": 1.5}, "temperature"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
-    "a document": ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0"),
+    "a file": (
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+        "messages.0.content.0.document.source",
+    ),
     "servers of tools": ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "a"}]}, "mcp_servers"),
     "a container": ({"container": "a"}, "container"),
     "an image as a result": (
         {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "image"}]}]}]},
-        "messages.0.content.0.tool_result.content.0.type",
+        "messages.0.content.0.tool_result.content.0",
     ),
     "a call of the user's": ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0.content.0.type"),
     "a beginning of the answer": (
@@ -141,7 +233,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "content": [USE] * 129}, *ASKED["messages"]]}, "messages.0.content",
     ),
     "a number as text": ({"system": 3}, "system"),
-    "a tool of the server's": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    "a tool that needs a screen": ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools.0.type"),
+    "a system turn's end": ({"messages": [{**ASKED["messages"][0], "clear_at": "never"}]}, "messages.0.clear_at"),
     "a tool that must be called, without a name": ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
     "another choice": ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type"),
     "another place": ({"inference_geo": "us"}, "inference_geo"),
@@ -232,10 +325,10 @@ def test_an_answer_has_its_blocks_in_order() -> None:
     answer = answer_whole(f"<think>I see</think>\n\nNow {FIRST}\n{SECOND} and").model_dump()
     assert answer["content"] == [
         {"type": "thinking", "thinking": "I see", "signature": ""},
-        text_block("\n\nNow ") | {"citations": None},
+        text_block("\n\nNow "),
         {"type": "tool_use", "id": "toolu_1_2", "name": "f", "input": {"a": 'x"y'}, "caller": {"type": "direct"}},
         {"type": "tool_use", "id": "toolu_1_3", "name": "g", "input": {}, "caller": {"type": "direct"}},
-        text_block(" and") | {"citations": None},
+        text_block(" and"),
     ]
     assert (answer["id"], answer["role"], answer["stop_reason"]) == ("msg_1", "assistant", "tool_use")
     assert {name: num for name, num in answer["usage"].items() if isinstance(num, int)} == {
@@ -271,7 +364,7 @@ def test_an_answer_of_white_space_has_no_blocks() -> None:
 def test_without_a_response_template_an_answer_is_text() -> None:
     whole = answer_whole(f"<think>{FIRST}", has_template=False).model_dump()
     assert (whole["content"], whole["stop_reason"]) == (
-        [text_block(f"<think>{FIRST}") | {"citations": None}],
+        [text_block(f"<think>{FIRST}")],
         "end_turn",
     )
     assert accumulate(list_events(["<think>", FIRST], has_template=False))["content"] == whole["content"]

@@ -157,6 +157,45 @@ def test_a_model_that_has_to_call_does(sdk: Any, model: str, given: dict[str, An
         assert streamed.finish_reason == "tool_calls"
 
 
+LOOSE = NAME | {"additionalProperties": False, "not": {"required": ["years"]}}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_tool_that_must_be_called_is_held_to_what_can_be_enforced_of_its_schema(
+    urls: tuple[str, str], model: str, path: str
+) -> None:
+    function = {"name": "get_age", "parameters": LOOSE}
+    given: dict[str, dict[str, Any]] = {
+        "chat/completions": {"tools": [{"type": "function", "function": function}], "tool_choice": NAMED_AGE},
+        "responses": {"tools": [{"type": "function", **function}], "tool_choice": "required"},
+        "messages": {"tools": [{"name": "get_age", "input_schema": LOOSE}], "tool_choice": {"type": "any"}},
+    }
+    place = {"chat/completions": "function.parameters", "responses": "parameters", "messages": "input_schema"}[path]
+    asked = (ASKED_FLAT if path == "responses" else ASKED) | given[path] | {"model": model}
+    answers = [
+        httpx.post(f"{url}/v1/{path}", json=asked, headers={"Idempotency-Key": path}, timeout=None) for url in urls
+    ]
+    for answer in answers:
+        assert (answer.status_code, answer.headers["penstock-ignored"]) == (200, f"tools.*.{place}.not")
+        assert find_arguments(answer.json())["name"] in {"Ada", "Bo"}
+    assert answers[0].json() == answers[1].json()
+    free = asked | {"tool_choice": {"type": "auto"} if path == "messages" else "auto"}
+    assert "penstock-ignored" not in httpx.post(f"{urls[0]}/v1/{path}", json=free, timeout=None).headers
+
+
+def find_arguments(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the first call in the body of an answer of any of the three APIs."""
+    if "choices" in body:
+        arguments = body["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    elif "output" in body:
+        arguments = next(item["arguments"] for item in body["output"] if item["type"] == "function_call")
+    else:
+        return next(block["input"] for block in body["content"] if block["type"] == "tool_use")
+    found: dict[str, Any] = json.loads(arguments)
+    return found
+
+
 def make_extra(asked: dict[str, Any]) -> dict[str, Any]:
     """Return arguments for the SDK, which does not know all fields."""
     own = {"chat_template_kwargs", "tool_choice", "seed"} & asked.keys()
@@ -359,6 +398,9 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: Any, model: str) -> 
         asked, asked | {"tool_choice": "none"}, asked | {"tool_choice": "required", "parallel_tool_calls": False},
         asked | schema, asked | {"ignore_eos": True, "tool_choice": "required"},
     ]  # fmt: skip
+    bodies.insert(
+        4, asked | {"tool_choice": "required", "tools": [{"type": "function", "name": "f", "parameters": LOOSE}]}
+    )
     endpoint: Any = "/v1/responses"
     rows = [{"custom_id": str(n), "method": "POST", "url": endpoint, "body": body} for n, body in enumerate(bodies)]
     file = sdk.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
@@ -366,7 +408,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: Any, model: str) -> 
     wait_for(lambda: sdk.batches.retrieve(made.id).status == "completed", "the batch is done")
     ended = sdk.batches.retrieve(made.id)
     found = {one["custom_id"]: one["response"]["body"] for one in read(sdk.files.content(ended.output_file_id).content)}
-    assert found.keys() == {"0", "1", "2", "3"}
+    assert found.keys() == {"0", "1", "2", "3", "4"}
     for number, body in found.items():
         told = openai.types.responses.Response.model_validate(body)
         assert describe_output(told) == describe_output(sdk.responses.create(**bodies[int(number)]))

@@ -16,9 +16,12 @@ from penstock.client.aio import AsyncClient
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import BusUnavailable
+from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.loosen import LoosenedGrammar
 from penstock.ingest.batch.answer import FinishedRow, ModelPipeline
 from penstock.ingest.batch.journal import Journal, answer_batch_file, check_batch_file
 from penstock.ingest.models import ServedModels
+from penstock.messages import GrammarSpec
 from penstock.ops.status import check_health
 from penstock.redis.client import async_redis_client
 
@@ -67,17 +70,23 @@ async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -
             notes.print(f"{len(journal.finished_rows):,} of {total:,} rows are finished already", highlight=False)
         for reason in check_health(addresses, load_settings(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
+        checker = GrammarChecker()
         async with AsyncClient(addresses) as client, async_redis_client(addresses.first_url) as redis:
             models = ServedModels(redis, addresses.pipeline)
 
+            async def loosen_grammar(spec: GrammarSpec, names: frozenset[str]) -> LoosenedGrammar:
+                return await asyncio.to_thread(checker.loosen_grammar, spec, names)
+
             async def find_pipeline(_: str) -> ModelPipeline:
-                return await _find_pipeline(client, models, addresses.pipeline)
+                found = await _find_pipeline(client, models, addresses.pipeline)
+                return found._replace(loosen_grammar=loosen_grammar)
 
             try:
                 with _show_progress(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
                     await answer_batch_file(find_pipeline, source, journal, meter.count_finished)
             finally:
                 await models.close()
+                checker.close()
         return total, journal.num_failed
 
 

@@ -31,6 +31,7 @@ from penstock.errors import (
     RequestError,
     UnsupportedSchema,
 )
+from penstock.grammar.loosen import LoosenedGrammar, loosen_grammar
 from penstock.messages import ErrorInfo, GrammarSpec, decode_message
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class GrammarChecker:
         self._is_ready = False
         """Whether the child has said that it is ready."""
         self._checked: OrderedDict[str, GrammarSpec] = OrderedDict()
+        self._loosened: OrderedDict[tuple[str, frozenset[str]], LoosenedGrammar] = OrderedDict()
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +93,23 @@ class GrammarChecker:
             while len(self._checked) > MAX_REMEMBERED_GRAMMARS:
                 self._checked.popitem(last=False)
             return checked
+
+    def loosen_grammar(self, spec: GrammarSpec, names: frozenset[str]) -> LoosenedGrammar:
+        """Return a grammar that passes `check_grammar`, as the schemas of tools with these names lack what does not.
+
+        Raises as `check_grammar` where anything else is refused.
+        """
+        key = spec.digest, names
+        with self._lock:
+            known = self._loosened.get(key)
+        if known is None:
+            known = loosen_grammar(spec, names, self.check_grammar)
+        with self._lock:
+            self._loosened[key] = known
+            self._loosened.move_to_end(key)
+            while len(self._loosened) > MAX_REMEMBERED_GRAMMARS:
+                self._loosened.popitem(last=False)
+        return known
 
     def start(self) -> None:
         """Start the child process, and do not wait until it is ready. `check_grammar` starts it, too."""

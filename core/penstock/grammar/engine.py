@@ -7,7 +7,6 @@ mask, and `checker.py` compiles an unchecked grammar in a process that may die.
 
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +28,9 @@ ENGINE_VERSION = f"{ENGINE} {version(ENGINE)}"
 MAX_GRAMMAR_ERROR_CHARS = 300
 MAX_CACHED_GRAMMARS = 256
 _SHAPE = ("type", "properties", "required", "items", "additionalProperties")
-MAX_LOCATE_S = 0.25
-"""The longest search in seconds for the keyword that the engine refuses. After that the whole schema is refused."""
+MAX_LOCATE_CHARS, TRY_CHARS = 1_000_000, 1000
+"""How many characters of schemas the search for the keyword that the engine refuses may compile, and by how many each
+try counts more. That is about 0.6 s, but the same in each process. After that the whole schema is refused."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # about 10 ms
     step_lexer_fuel=200_000,  # about 15 ms
@@ -214,12 +214,15 @@ def _locate_refusal(prepared: PreparedSchema, reason: str, tokenizer: LLTokenize
     The innermost schema is looked for that does not compile by itself, then the keyword without which it does.
     """
     defs = prepared.schema["$defs"]
-    deadline = time.monotonic() + MAX_LOCATE_S
+    num_left = MAX_LOCATE_CHARS
 
     def can_compile(node: Node) -> bool:
-        if isinstance(node, bool) or time.monotonic() > deadline:
+        nonlocal num_left
+        if isinstance(node, bool) or num_left < 0:
             return True
-        return not _get_refusal(_compile_schema({"allOf": [node], "$defs": defs}, tokenizer))
+        tried = {"allOf": [node], "$defs": defs}
+        num_left -= len(json.dumps(tried)) + TRY_CHARS
+        return not _get_refusal(_compile_schema(tried, tokenizer))
 
     def find_refused_keyword(node: dict[str, Any]) -> UnsupportedSchema:
         for inner in iterate_children(node):
@@ -227,9 +230,7 @@ def _locate_refusal(prepared: PreparedSchema, reason: str, tokenizer: LLTokenize
                 return find_refused_keyword(inner)
         path = prepared.paths[id(node)]
         for keyword in sorted(node, key=_SHAPE.__contains__):  # a limit before what it limits
-            if time.monotonic() < deadline and can_compile(
-                {name: value for name, value in node.items() if name != keyword}
-            ):
+            if num_left >= 0 and can_compile({name: value for name, value in node.items() if name != keyword}):
                 why = "its alternatives are not known to exclude each other" if keyword == "oneOf" else reason
                 why = f"{why}: {_ADVICE.get(keyword, 'write it otherwise, or leave it out')}"
                 return UnsupportedSchema.at_keyword(keyword, f"{path}/{escape_pointer(keyword)}", why)

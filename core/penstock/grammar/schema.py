@@ -126,15 +126,15 @@ class _Preparation:
             self._replace_one_of(node)
         return PreparedSchema({"$ref": "#/$defs/0", "$defs": self._defs}, self._paths)
 
-    def _prepare_target(self, pointer: str, depth: int) -> str:
-        """Prepare what a JSON pointer names, if it is not yet, and return the reference to its entry of `$defs`."""
+    def _prepare_target(self, pointer: str, depth: int, path: str = "#") -> str:
+        """Prepare what a JSON pointer at `path` names, if it is not yet; return the reference to its `$defs` entry."""
         if pointer not in self._names:
             self._names[pointer] = name = str(len(self._names))
             self._defs[name] = True
-            self._defs[name] = self._prepare(self._resolve(pointer), pointer, depth)
+            self._defs[name] = self._prepare(self._resolve(pointer, path), pointer, depth)
         return f"#/$defs/{self._names[pointer]}"
 
-    def _resolve(self, pointer: str) -> Any:
+    def _resolve(self, pointer: str, path: str) -> Any:
         node = self._root
         for part in pointer.split("/")[1:]:
             part = unquote(part).replace("~1", "/").replace("~0", "~")  # noqa: PLW2901
@@ -143,7 +143,7 @@ class _Preparation:
             elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
                 node = node[int(part)]
             else:
-                raise UnsupportedSchema.at_keyword("$ref", pointer, "there is no such schema")
+                raise UnsupportedSchema.at_keyword("$ref", path, f"there is no schema at {pointer}")
         return node
 
     def _prepare(self, node: Any, path: str, depth: int) -> Node:
@@ -305,7 +305,7 @@ class _Preparation:
             raise UnsupportedSchema.at_keyword("$ref", path, "it must be a text")
         if value != "#" and not value.startswith("#/"):
             raise UnsupportedSchema.at_keyword("$ref", path, "no other document is read: use '#/$defs/...'")
-        return self._prepare_target(value, depth + 1)
+        return self._prepare_target(value, depth + 1, path)
 
     def _prepare_list(self, value: Any, keyword: str, path: str, depth: int) -> list[Node]:
         if not isinstance(value, list) or (not value and keyword != "prefixItems"):
@@ -375,7 +375,7 @@ class _Preparation:
             for name in reversed(self._defs):  # those that others refer to first
                 if name not in ending and _can_end(self._defs[name], ending):
                     ending.add(name)
-        for pointer, name in self._names.items():
+        for pointer, name in reversed(self._names.items()):
             if name not in ending:
                 raise UnsupportedSchema.at_keyword("$ref", pointer, "no value ends this recursion")
 

@@ -10,7 +10,7 @@ are tokens, so that text cannot end a call. Only such templates can be held to a
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -35,6 +35,8 @@ class ConstrainedTool:
 
     name: str
     parameters: dict[str, Any] | None
+    is_loose: bool = False
+    """Whether what cannot be enforced of the schema may be left out. That was done before the grammar is sent."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,29 @@ class ConstrainedCalls:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InvalidRequest("the grammar of tools cannot be read") from None
 
+    @property
+    def loose_names(self) -> frozenset[str]:
+        """The names of the tools with schemas of which something may be left out."""
+        return frozenset(tool.name for tool in self.tools if tool.is_loose)
+
+    def free_tools(self, names: Collection[str]) -> Self:
+        """Return the same calls with any object as the arguments of the tools with these names."""
+        tools = [replace(tool, parameters=None) if tool.name in names else tool for tool in self.tools]
+        return replace(self, tools=tuple(tools))
+
     def make_spec(self) -> GrammarSpec:
-        """Return the grammar. Raises `InvalidRequest` if it is too large."""
+        """Return the grammar, without the schemas that may be loosened if it is too large. Raises `InvalidRequest`."""
+        try:
+            return self._make_whole_spec()
+        except InvalidRequest:
+            free = self.free_tools(self.loose_names)
+            if free == self:
+                raise
+            return free.make_spec()
+
+    def _make_whole_spec(self) -> GrammarSpec:
         fields = asdict(self)
+        fields["tools"] = [{"name": tool.name, "parameters": tool.parameters} for tool in self.tools]
         if self.answer is None:
             del fields["answer"]  # a worker of an earlier version does not know it
         source = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))

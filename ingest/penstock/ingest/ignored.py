@@ -21,6 +21,14 @@ _OPENAI = {
     # The usage is sent once, before the end.
     "stream_options.continuous_usage_stats": "guidellm 0.7",
 }
+_ANTHROPIC_HOSTED_TOOLS = (
+    "advisor_20260301",
+    *(f"code_execution_{day}" for day in ("20250522", "20250825", "20260120", "20260521")),
+    *(f"tool_search_tool_{kind}" for kind in ("bm25", "bm25_20251119", "regex", "regex_20251119")),
+    *(f"web_fetch_{day}" for day in ("20250910", "20260209", "20260309", "20260318")),
+    *(f"web_search_{day}" for day in ("20250305", "20260209", "20260318")),
+)
+"""The types of tools of `/v1/messages` that Anthropic's servers run. They are left out of the prompt."""
 HOSTED_TOOLS: Mapping[str, str] = {
     "code_interpreter": "openai 3.54",
     "file_search": "openai 3.54",
@@ -60,6 +68,12 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "messages.*.parsed": "openai 3.54",
         "messages.*.tool_calls.*.index": "openai 3.54",
         "messages.*.tool_calls.*.function.parsed_arguments": "openai 3.54",
+        # It says which text the answer may repeat, so that it comes sooner.
+        "prediction": "openai 3.54",
+        # No chat is kept: responses are.
+        "store": "openai 3.54",
+        # It says how long an answer OpenAI's models give.
+        "verbosity": "openai 3.54",
     },
     "/v1/responses": _OPENAI
     | {
@@ -94,6 +108,8 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "tools.*.cache_control": "anthropic 2.12",
         "messages.*.content.*.cache_control": "anthropic 2.12",
         "messages.*.content.*.content.*.cache_control": "anthropic 2.12",
+        # Answers have no citations.
+        "messages.*.content.*.content.*.citations": "anthropic 2.14",
         # Nothing is cut from the turns: a prompt that is too long is refused.
         "context_management": "anthropic 2.12",
         "diagnostics": "anthropic 2.12",
@@ -112,6 +128,10 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "tools.*.defer_loading": "anthropic 2.12",
         "tools.*.eager_input_streaming": "@ai-sdk/anthropic 4.0",
         "tools.*.input_examples": "anthropic 2.12",
+        # What the client's editor shows of a file.
+        "tools.*.max_characters": "anthropic 2.14",
+        **{f"tools[{kind}]": "anthropic 2.14" for kind in _ANTHROPIC_HOSTED_TOOLS},
+        "messages.*.output_config.effort": "anthropic 2.14",
         # What an answer's blocks come back with.
         "messages.*.content.*.caller": "anthropic 2.12",
         "messages.*.content.*.citations": "anthropic 2.12",

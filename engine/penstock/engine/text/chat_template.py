@@ -64,7 +64,8 @@ class ChatTokenizer:
     ) -> MarkedText:
         """Return the text of a chat, which ends with the beginning of the model's turn if `generation_prompt`.
 
-        `variables` are given to the template beside the turns. Raises `InvalidRequest` if there is no template, or if
+        `variables` are given to the template beside the turns. Where it refuses or leaves out a system turn that is not
+        the first turn, it gets `move_system_turns`. Raises `InvalidRequest` if there is no template, or if
         it lacks one of the variables, refuses the conversation, or takes too much time or memory for it. Without
         `may_wait` what takes time raises `TakesTime`.
         """
@@ -74,9 +75,13 @@ class ChatTokenizer:
         words = _list_words(str(tokenizer.chat_template))
         if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
             raise InvalidRequest(f"chat_template_kwargs: the chat template of {self._model!r} has no {unknown[0]!r}")
-        described = [turn.describe() for turn in turns]
         how = {"generation_prompt": generation_prompt, "is_in_child": self._is_in_child, "may_wait": may_wait}
+        described = [turn.describe() for turn in turns]
         found = _render(tokenizer, self._pattern.pattern, described, variables, **how)
+        later = [turn.content.strip() for turn in turns[1:] if turn.role == "system"]
+        if later and ("refused" in found or not _has_texts(found, later)):
+            described = [turn.describe() for turn in move_system_turns(turns)]
+            found = _render(tokenizer, self._pattern.pattern, described, variables, **how)
         if "over" in found:
             raise InvalidRequest(
                 f"the chat template of {self._model!r} takes too much for these messages: {found['over']}"
@@ -118,6 +123,46 @@ class ChatTokenizer:
 
     def _count_control(self, token_ids: Iterable[int]) -> Counter[int]:
         return Counter(number for number in token_ids if number in self._control_ids)
+
+
+def move_system_turns(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a chat whose only system turn stands first: it has the texts of those that stand there.
+
+    The text of another one stands, marked, behind the turn of a user or tool before it: so the beginning of a chat that
+    goes on stays the same. Behind an assistant's turn it stands in front of the next user's.
+    """
+    moved: list[ChatMessage] = []
+    waiting = ""
+    for turn in turns:
+        if turn.role != "system":
+            if waiting and turn.role != "user":
+                moved.append(ChatMessage(role="user", content=waiting))
+            text = f"{waiting}\n\n{turn.content}" if waiting and turn.role == "user" else turn.content
+            moved.append(turn.model_copy(update={"content": text}))
+            waiting = ""
+        elif [one.role for one in moved] == ["system"]:
+            moved[0] = _add_text(moved[0], turn.content)
+        elif not moved:
+            moved.append(turn)
+        else:
+            marked = f"<system>\n{turn.content}\n</system>"
+            if moved[-1].role in ("user", "tool"):
+                moved[-1] = _add_text(moved[-1], marked)
+            else:
+                waiting = f"{waiting}\n\n{marked}" if waiting else marked
+    return [*moved, ChatMessage(role="user", content=waiting)] if waiting else moved
+
+
+def _add_text(turn: ChatMessage, text: str) -> ChatMessage:
+    return turn.model_copy(update={"content": f"{turn.content}\n\n{text}"})
+
+
+def _has_texts(found: Mapping[str, str], texts: Iterable[str]) -> bool:
+    """Return whether a rendered chat has all these texts, or was not rendered for want of time or memory."""
+    if "text" not in found:
+        return True
+    rendered = strip_marks(MarkedText(found["text"], found["mark"]))
+    return all(text in rendered for text in texts)
 
 
 class TextTokenizer:

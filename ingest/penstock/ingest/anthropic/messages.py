@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
 from penstock.client.core import Answer
 from penstock.grammar.spec import from_text_format
+from penstock.ingest.anthropic.client_tools import CLIENT_TOOLS
 from penstock.ingest.errors import TYPE_BY_STATUS, ApiError
 from penstock.ingest.openai.answer_parser import AnswerPart, AnswerPiece
 from penstock.ingest.openai.body import (
@@ -39,6 +40,7 @@ THREAD_CODE = "thread_unsupported_request"
 """The code of an error after which the SDK's tool runner asks again without a thread, with all turns."""
 THINKING_VARIABLE = "enable_thinking"
 """The variable by which chat templates switch thinking on and off."""
+MCP_ADVICE = "It calls no MCP servers: call them in the client, and send what they offer as 'tools'."
 TYPE_BY_OTHER_STATUS: Mapping[int, str] = {
     409: "invalid_request_error",
     413: "request_too_large",
@@ -63,6 +65,13 @@ class ThinkingParam(StrictModel):
     """Given to the chat template; most leave it out."""
 
 
+class RedactedThinkingParam(StrictModel):
+    """Reasoning that only Anthropic's servers can read. It is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseParam(StrictModel):
     """A call of an assistant's turn."""
 
@@ -81,39 +90,197 @@ TextContent = Annotated[list[TextParam], BeforeValidator(_make_blocks, json_sche
 """A text, or blocks of text."""
 
 
+class WrittenBlock(StrictModel):
+    """A block that becomes text: between two marks with its type and what names it."""
+
+    def write(self) -> str:
+        """Return the text."""
+        raise NotImplementedError
+
+    def _write_between(self, kind: str, text: str, **names: str | None) -> str:
+        attributes = "".join(
+            f" {name}={json.dumps(value, ensure_ascii=False)}" for name, value in names.items() if value
+        )
+        return f"<{kind}{attributes}>\n{text}\n</{kind}>\n"
+
+
+class PlainTextSource(StrictModel):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class ContentSource(StrictModel):
+    """A document as blocks of text."""
+
+    type: Literal["content"]
+    content: TextContent
+
+
+class DocumentParam(WrittenBlock):
+    """A document of text."""
+
+    type: Literal["document"]
+    source: Annotated[PlainTextSource | ContentSource, Field(discriminator="type")]
+    """Text; files and addresses are not read."""
+    title: str | None = None
+    context: str | None = None
+
+    def write(self) -> str:
+        """Return the text."""
+        text = self.source.data if isinstance(self.source, PlainTextSource) else _join_texts(self.source.content)
+        return self._write_between("document", text, title=self.title, context=self.context)
+
+
+class SearchResultParam(WrittenBlock):
+    """What the client has found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextParam]
+
+    def write(self) -> str:
+        """Return the text."""
+        return self._write_between("search_result", _join_texts(self.content), source=self.source, title=self.title)
+
+
+class ToolReferenceParam(WrittenBlock):
+    """A tool that the client's search for tools has found; the model knows all of them."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    def write(self) -> str:
+        """Return the text."""
+        return self._write_between("tool_reference", self.tool_name)
+
+
+class ServerToolUseParam(WrittenBlock):
+    """A call that other servers made."""
+
+    type: Literal["server_tool_use", "mcp_tool_use"]
+    id: ShortText
+    name: ShortText
+    server_name: str | None = None
+    input: dict[str, Any]
+
+    def write(self) -> str:
+        """Return the text."""
+        return self._write_between(self.type, _describe(self.input), server_name=self.server_name, name=self.name)
+
+
+class ServerToolResultParam(WrittenBlock):
+    """The result of a call that other servers made."""
+
+    type: Literal[
+        "advisor_tool_result",
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "mcp_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    ]
+    tool_use_id: ShortText
+    content: str | list[Any] | dict[str, Any] = ""
+
+    def write(self) -> str:
+        """Return the text."""
+        return self._write_between(self.type, _describe(self.content))
+
+
+def _describe(value: Any) -> str:
+    """Return what other servers told as a text: texts as they are, and all else as JSON without what is encrypted."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "\n".join(map(_describe, value))
+    if isinstance(value, dict):
+        if value.get("type") == "text" and isinstance(value.get("text"), str):
+            return str(value["text"])
+        value = {name: one for name, one in value.items() if not name.startswith("encrypted_")}
+    return json.dumps(value, ensure_ascii=False)
+
+
+ResultBlock = Annotated[TextParam | DocumentParam | SearchResultParam | ToolReferenceParam, Field(discriminator="type")]
+
+
 class ToolResultParam(StrictModel):
     """The result of a call, in a user's turn."""
 
     type: Literal["tool_result"]
     tool_use_id: ShortText
-    content: TextContent = Field(default=[])
+    content: Annotated[
+        list[ResultBlock], BeforeValidator(_make_blocks, json_schema_input_type=str | list[ResultBlock])
+    ] = Field(default=[])
 
 
-Block = Annotated[TextParam | ThinkingParam | ToolUseParam | ToolResultParam, Field(discriminator="type")]
+Block = Annotated[
+    TextParam
+    | ThinkingParam
+    | RedactedThinkingParam
+    | ToolUseParam
+    | ToolResultParam
+    | DocumentParam
+    | SearchResultParam
+    | ServerToolUseParam
+    | ServerToolResultParam,
+    Field(discriminator="type"),
+]
 BLOCKS_BY_ROLE: Mapping[str, tuple[type[StrictModel], ...]] = {
-    "user": (TextParam, ToolResultParam),
-    "assistant": (TextParam, ThinkingParam, ToolUseParam),
+    "system": (TextParam,),
+    "user": (TextParam, ToolResultParam, DocumentParam, SearchResultParam),
+    "assistant": (
+        *(TextParam, ThinkingParam, RedactedThinkingParam, ToolUseParam),
+        *(ServerToolUseParam, ServerToolResultParam),
+    ),
 }
 
 
 class MessageParam(StrictModel):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
+    """`system`: those that stand first are one system message with `system`. Where the chat template has no place for
+    another one, it stands behind the user's turn before it, marked as such."""
     content: Annotated[list[Block], BeforeValidator(_make_blocks, json_schema_input_type=str | list[Block])]
     """Text, or blocks."""
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """`next_user_message`: a system turn is left out where a user's turn follows it."""
+    output_config: allow_only({}) = None  # type: ignore[valid-type]
+
+
+def _check_tool_type(kind: str) -> str:
+    if kind != "custom" and kind not in CLIENT_TOOLS:
+        known = ", ".join(CLIENT_TOOLS)
+        raise ValueError(f"this server has no {kind!r}, only tools with an 'input_schema' (type 'custom') and {known}")
+    return kind
 
 
 class ToolParam(StrictModel):
     """A tool that the model may call."""
 
-    type: Literal["custom"] | None = None
+    type: Annotated[str, AfterValidator(_check_tool_type)] | None = None
+    """`custom`, or a tool of Anthropic's that the client runs, such as `bash_20250124`: its description and schema are
+    filled in. Tools that Anthropic's servers run are left out."""
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     """A JSON schema of the input. The model sees it."""
     strict: bool | None = None
-    """Whether the input follows the schema token by token; else it is any object."""
+    """Whether the input follows the schema token by token, and one that cannot be enforced is refused. Else it follows
+    what can be enforced where the model must call, and is any object where it may."""
+
+
+def _fill_in_tools(tools: object) -> object:
+    """Return tools with the published descriptions and schemas of those that clients run."""
+    if not isinstance(tools, list):
+        return tools
+    return [{**CLIENT_TOOLS.get(str(one.get("type")), {}), **one} if isinstance(one, dict) else one for one in tools]
 
 
 class ToolChoiceParam(StrictModel):
@@ -157,7 +324,7 @@ class CountTokensBody(StrictModel):
     """The last one is the user's: the answer cannot go on within a turn of the assistant."""
     system: TextContent | None = None
     """A system message before them."""
-    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ToolParam], BeforeValidator(_fill_in_tools), Field(max_length=MAX_TOOLS)] | None = None
     """The tools that the model may call. It must have a response template, to tell its calls from text."""
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
@@ -167,8 +334,8 @@ class CountTokensBody(StrictModel):
     billing_policy: Refused = None
     compaction: Refused = None
     container: Refused = None
-    inference_geo: Refused = None
-    mcp_servers: Refused = None
+    inference_geo: allow_only("global", instead="This server is where it is.") = None  # type: ignore[valid-type]
+    mcp_servers: allow_only([], instead=MCP_ADVICE) = None  # type: ignore[valid-type]
     output_format: allow_only(instead="Use 'output_config.format'.") = None  # type: ignore[valid-type]
     thread: dict[str, Any] | None = None
     """Refused."""
@@ -196,17 +363,18 @@ class CountTokensBody(StrictModel):
 
     def _make_turns(self) -> list[dict[str, Any]]:
         turns = [] if self.system is None else [{"role": "system", "content": _join_texts(self.system)}]
+        last_user = max((n for n, message in enumerate(self.messages) if message.role == "user"), default=-1)
         for index, message in enumerate(self.messages):
             param = f"messages.{index}"
-            for number, block in enumerate(message.content):
-                if not isinstance(block, BLOCKS_BY_ROLE[message.role]):
-                    what = f"a turn of role '{message.role}' has no blocks of type '{block.type}'"
-                    raise invalid_value(f"{param}.content.{number}.type", what)
-            if message.role == "user":
-                turns += _make_user_turns(message)
-            else:
-                turns.append(_make_assistant_turn(message, param))
-        if turns[-1]["role"] == "assistant":
+            _check_message(message, param)
+            match message.role:
+                case "user":
+                    turns += _make_user_turns(message)
+                case "assistant":
+                    turns.append(_make_assistant_turn(message, param))
+                case "system" if message.clear_at != "next_user_message" or index > last_user:
+                    _add_system_text(turns, _join_texts(message.content))
+        if turns and turns[-1]["role"] == "assistant":
             what = "the last turn must be the user's: an answer cannot go on within a turn of the assistant."
             raise unsupported_value(f"messages.{len(self.messages) - 1}.role", what)
         return turns
@@ -261,8 +429,32 @@ class MessagesChat(ChatBody):
         return super().grammar_readers() | {"output_config.format": read}
 
 
-def _join_texts(blocks: Sequence[TextParam]) -> str:
-    return "".join(block.text for block in blocks)
+def _join_texts(blocks: Sequence[StrictModel]) -> str:
+    """Return the texts of the blocks that have one."""
+    return "".join(map(_read_text, blocks))
+
+
+def _read_text(block: StrictModel) -> str:
+    if isinstance(block, WrittenBlock):
+        return block.write()
+    return block.text if isinstance(block, TextParam) else ""
+
+
+def _check_message(message: MessageParam, param: str) -> None:
+    for number, block in enumerate(message.content):
+        if not isinstance(block, BLOCKS_BY_ROLE[message.role]):
+            what = f"a turn of role '{message.role}' has no blocks of type '{block.type}'"
+            raise invalid_value(f"{param}.content.{number}.type", what)
+    if message.clear_at is not None and message.role != "system":
+        raise invalid_value(f"{param}.clear_at", "only turns of role 'system' have it")
+
+
+def _add_system_text(turns: list[dict[str, Any]], text: str) -> None:
+    """Add a system turn, or its text to the only turn before it, if that is one of these, too."""
+    if [turn["role"] for turn in turns] == ["system"]:
+        turns[0]["content"] += f"\n\n{text}"
+    else:
+        turns.append({"role": "system", "content": text})
 
 
 def _make_tool_choice(choice: ToolChoiceParam) -> Any:
@@ -287,17 +479,17 @@ def _make_user_turns(message: MessageParam) -> list[dict[str, Any]]:
     for block in message.content:
         if isinstance(block, ToolResultParam):
             turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _join_texts(block.content)})
-        elif isinstance(block, TextParam):
+        else:
             if not turns or turns[-1]["role"] != "user":
                 turns.append({"role": "user", "content": ""})
-            turns[-1]["content"] += block.text
+            turns[-1]["content"] += _read_text(block)
     return turns or [{"role": "user", "content": ""}]
 
 
 def _make_assistant_turn(message: MessageParam, param: str) -> dict[str, Any]:
     turn: dict[str, Any] = {
         "role": "assistant",
-        "content": _join_texts([block for block in message.content if isinstance(block, TextParam)]),
+        "content": _join_texts(message.content),
     }
     if thoughts := [block.thinking for block in message.content if isinstance(block, ThinkingParam)]:
         turn["reasoning_content"] = "".join(thoughts)
@@ -327,7 +519,6 @@ class TextBlock(BaseModel):
 
     type: Literal["text"] = "text"
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(BaseModel):
@@ -424,6 +615,7 @@ class MessagesEndpoint(ApiEndpoint[ChatBody]):
     body_model = MessagesBody
     answer_model = MessageAnswer
     error_model = MessageErrorBody
+    tool_schema = "tools.*.input_schema"
     parses_answers = True
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> ChatBody:

@@ -41,13 +41,14 @@ from penstock.errors import (
     StreamTimeout,
     is_failure,
 )
+from penstock.grammar.loosen import LoosenedGrammar
 from penstock.ingest.batch.lines import CHUNK_BYTES, BatchRow, parse_row, split_lines
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
 from penstock.ingest.openai.tokens import sum_usage
-from penstock.messages import Usage
+from penstock.messages import GrammarSpec, Usage
 from penstock.redis.client import backoff_pauses
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class ModelPipeline(NamedTuple):
     client: AsyncClient
     response_template: dict[str, Any] | None = None
     """How calls and reasoning are told from the text of its answers; None: they cannot be."""
+    loosen_grammar: Callable[[GrammarSpec, frozenset[str]], Awaitable[LoosenedGrammar]] | None = None
+    """Leaves out of the schemas of tools what cannot be enforced; None: workers refuse what cannot be."""
 
 
 FindPipeline = Callable[[str], Awaitable[ModelPipeline]]
@@ -210,8 +213,12 @@ class BatchRun:
             endpoint = ENDPOINTS[row.url]
             body = endpoint.parse_body(row.body)
             requests = [apply_terms(args, self._batch) for args in endpoint.make_requests(body, request_id)]
-            client, template = await self._wait_for_pipeline(body.model)
+            client, template, loosen = await self._wait_for_pipeline(body.model)
             form = use_response_template(endpoint, body, requests, template)
+            if form.loose_names and loosen is not None and (grammar := requests[0].get("grammar")) is not None:
+                held = await loosen(grammar, form.loose_names)
+                for args in requests:
+                    args["grammar"] = held.spec
             async with self._pipelines.row_slots[client]:
                 answers = await gather_answers([_wait_for_answer(client, args) for args in requests])
             tenant = self._batch.tenant
@@ -245,7 +252,7 @@ class BatchRun:
     async def _cancel_row(self, row: BatchRow) -> None:
         """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
         body = ENDPOINTS[row.url].parse_body(row.body)
-        client, _ = await self._pipelines.find_pipeline(body.model)
+        client, *_ = await self._pipelines.find_pipeline(body.model)
         for request_id in make_request_ids(self._request_id(row), body.num_choices):
             await client.cancel(request_id)
 

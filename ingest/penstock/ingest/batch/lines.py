@@ -37,18 +37,29 @@ class InvalidLine(PenstockError):
 
 
 async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their numbers. Raises `InvalidLine` for one that is too long."""
+    """Yield the lines that are not blank, with their numbers.
+
+    Raises `InvalidLine` for one that is too long, and for the first one of a file that is not in UTF-8.
+    """
     number, rest = 0, b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             number += 1
             if line.strip():
+                _check_encoding(number, line)
                 yield number, line
         if len(rest) > MAX_LINE_BYTES:
             raise invalid_line(number + 1, "line_too_long", f"A line may have {MAX_LINE_BYTES:,} bytes.")
     if rest.strip():
+        _check_encoding(number + 1, rest)
         yield number + 1, rest
+
+
+def _check_encoding(number: int, line: bytes) -> None:
+    """Raise `InvalidLine` for a first line in UTF-16 or UTF-32: what ends a line there is no line break of UTF-8."""
+    if number == 1 and not (encoding := json.detect_encoding(line)).startswith("utf-8"):
+        raise invalid_line(1, "invalid_json_line", f"The file is in {encoding.upper()}: write it in UTF-8.")
 
 
 def invalid_line(line: int, code: str, message: str, param: str | None = None) -> InvalidLine:

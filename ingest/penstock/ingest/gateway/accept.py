@@ -23,7 +23,8 @@ the same in their places, and 409 `id_conflict` where it does not.
 import asyncio
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import Header
@@ -36,6 +37,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import (
+    AnswerForm,
     ApiEndpoint,
     EarlierTurns,
     StreamMeta,
@@ -44,6 +46,7 @@ from penstock.ingest.openai.endpoint import (
     cap_open_answers,
     hash_answer_fields,
     make_stream_meta,
+    name_loosened,
     use_response_template,
 )
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
@@ -91,6 +94,16 @@ class RequestHeaders(BaseModel):
 RequestHeadersDep = Annotated[RequestHeaders, Header()]
 
 
+class Accepted(NamedTuple):
+    """A request that is durable."""
+
+    meta: StreamMeta
+    ticket: Ticket | None = None
+    """Given if it is new."""
+    ignored: Sequence[str] = ()
+    """What was left out of the schemas of tools, as `penstock-ignored` names it."""
+
+
 async def accept_request(
     gateway: Gateway,
     caller: Caller,
@@ -100,8 +113,8 @@ async def accept_request(
     arrived_s: float,
     input_items: list[dict[str, Any]] | None = None,
     earlier_turns: EarlierTurns | None = None,
-) -> tuple[StreamMeta, Ticket | None]:
-    """Make a POST's request durable; return its meta data, and a ticket if it is new.
+) -> Accepted:
+    """Make a POST's request durable.
 
     `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there.
     `input_items` are what a response was asked that is to be kept, `earlier_turns` those before it.
@@ -117,6 +130,7 @@ async def accept_request(
     made = endpoint.make_requests(body, request_id)
     names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
     submit_args = [_complete_args(args, caller, headers, chain) for args in made]
+    form = use_response_template(endpoint, body, submit_args, served.response_template)
     meta = make_stream_meta(
         endpoint,
         body,
@@ -126,16 +140,17 @@ async def accept_request(
         body_hash="" if key is None else hash_answer_fields(endpoint, body),
         input_items=input_items,
         earlier=earlier_turns,
-        form=use_response_template(endpoint, body, submit_args, served.response_template),
+        form=form,
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
+    check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
-        return await _join_earlier(gateway, caller, earlier, meta, submit_args), None
+        return await _join_earlier(gateway, caller, earlier, meta, submit_args, check)
     size = measure_prompts(submit_args)
     ticket = await _admit_request(gateway, caller, meta, submit_args, size.num_tokens, headers)
     try:
-        await _check_grammar(gateway, body, submit_args)
+        ignored = await check()
         requests = await _make_requests(submit_args, size)
         is_lost = not (key or names_chat or input_items is not None or meta.options.get("background"))
         bodies = [encoded.body_hash for encoded in requests]
@@ -146,7 +161,7 @@ async def accept_request(
         raise
     if found is not meta:
         await gateway.admission.settle(ticket, Usage())
-        return await _join_earlier(gateway, caller, found, meta, submit_args), None
+        return await _join_earlier(gateway, caller, found, meta, submit_args, check)
     places = dict[str, str]()
     try:
         await _publish_requests(gateway, meta, requests, places, arrived_s, is_keyed=key is not None)
@@ -160,7 +175,7 @@ async def accept_request(
         else:
             await gateway.admission.settle(ticket, Usage())
         raise
-    return meta, ticket
+    return Accepted(meta, ticket, ignored)
 
 
 def _complete_args(args: SubmitArgs, caller: Caller, headers: RequestHeaders, chain: str | None) -> SubmitArgs:
@@ -210,17 +225,26 @@ def _measure_prompt(args: SubmitArgs) -> PromptSize:
     return PromptSize(num_bytes, num_chars // CHARS_PER_TOKEN + 1)
 
 
-async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[SubmitArgs]) -> None:
-    """Have the answer's grammar checked. Raises `ApiError` 400 if it cannot be enforced exactly."""
+async def _check_grammar(
+    gateway: Gateway, endpoint: ApiEndpoint[Any], body: Body, submit_args: Sequence[SubmitArgs], form: AnswerForm
+) -> list[str]:
+    """Have the answer's grammar checked, and loosened where it may be. Return how what was left out is named.
+
+    Raises `ApiError` 400 if anything else cannot be enforced exactly.
+    """
     if (spec := submit_args[0].get("grammar")) is None:
-        return
+        return []
     found = body.find_grammar()
     try:
-        await gateway.check_grammar(spec)
+        loosened = await gateway.loosen_grammar(spec, form.loose_names)
     except (UnsupportedSchema, InvalidRequest) as error:
         is_of_tools = spec.kind == "tools" and getattr(error, "path", TOOLS_PATH).startswith(TOOLS_PATH)
         param = "tools" if found is None or is_of_tools else found[0]
         raise ApiError(400, str(error), param=param, code=error.code) from None
+    if form.loose_names:
+        for args in submit_args:
+            args["grammar"] = loosened.spec
+    return name_loosened(endpoint, loosened.keywords)
 
 
 async def _make_requests(submit_args: Sequence[SubmitArgs], size: PromptSize) -> list[EncodedRequest]:
@@ -265,19 +289,26 @@ def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
         turn = message.model_dump() if isinstance(message, ChatMessage) else message
         yield turn["content"]
         yield turn.get("reasoning_content") or ""
+        yield turn.get("name") or ""
         yield from (call["function"]["arguments"] for call in turn.get("tool_calls") or ())
     if variables := args.get("chat_template_kwargs"):
         yield json.dumps(variables)
 
 
 async def _join_earlier(
-    gateway: Gateway, caller: Caller, found: StreamMeta, meta: StreamMeta, submit_args: Sequence[SubmitArgs]
-) -> StreamMeta:
-    """Return the meta data of the earlier request; its requests are published if they may not be durable."""
+    gateway: Gateway,
+    caller: Caller,
+    found: StreamMeta,
+    meta: StreamMeta,
+    submit_args: Sequence[SubmitArgs],
+    check: Callable[[], Awaitable[list[str]]],
+) -> Accepted:
+    """Return the earlier request; its requests are published if they may not be durable."""
     if found.body_hash != meta.body_hash:
         message = "this Idempotency-Key was used with another body"
         raise ApiError(409, message, code="idempotency_conflict")
     await gateway.admission.take_request(caller)
+    ignored = await check()
     if now_s() > found.published + REPUBLISH_AFTER_S:
         client = gateway.get_client(found.pipeline)
         known = await asyncio.gather(*(client.status(request_id) for request_id in found.request_ids))
@@ -288,7 +319,7 @@ async def _join_earlier(
         if requests:
             await _publish_requests(gateway, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
-    return found.model_copy(update={"options": options})
+    return Accepted(found.model_copy(update={"options": options}), ignored=ignored)
 
 
 async def _publish_requests(

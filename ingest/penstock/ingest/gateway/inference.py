@@ -51,7 +51,7 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
             input_items, earlier = None, None
             if isinstance(body, ResponseBody):
                 body, input_items, earlier = await prepare_response(gateway, caller.tenant, body)
-            meta, ticket = await accept_request(
+            meta, ticket, loosened = await accept_request(
                 gateway, caller, headers, endpoint, body, arrived_s, input_items, earlier
             )
         if ticket is None:
@@ -68,8 +68,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         if ticket is not None:
             response.headers.update(ticket.headers)
         response.headers["request-id"] = meta.id
-        if ignored:
-            response.headers[IGNORED_HEADER] = ", ".join(ignored)
+        if ignored or loosened:
+            response.headers[IGNORED_HEADER] = ", ".join([*ignored, *loosened])
         return response
 
     schema = {"$ref": f"#/components/schemas/{endpoint.body_model.__name__}"}
@@ -94,7 +94,7 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
                     },
                     IGNORED_HEADER: {
                         "schema": {"type": "string"},
-                        "description": "The fields of the body that have no effect here.",
+                        "description": "What has no effect here: fields of the body, and keywords of tools' schemas.",
                     },
                     "location": {"schema": {"type": "string"}, "description": "Where the stream can be read again."},
                 },

@@ -13,6 +13,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.loosen import LoosenedGrammar
 from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
@@ -97,14 +98,15 @@ class Gateway(Streams):
         for server in self.servers.parts:
             await server.aclose()
 
-    async def check_grammar(self, spec: GrammarSpec) -> None:
-        """Have a child process check a grammar. Raises `UnsupportedSchema` or `InvalidRequest`."""
-        await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
+    async def loosen_grammar(self, spec: GrammarSpec, names: frozenset[str]) -> LoosenedGrammar:
+        """Have a child process check a grammar, as `GrammarChecker.loosen_grammar` does."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._checking, self._checker.loosen_grammar, spec, names)
 
     async def find_pipeline(self, model: str) -> ModelPipeline:
         """Return the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         served = await self.models.find_model(model)
-        return ModelPipeline(self.get_client(served.pipeline), served.response_template)
+        return ModelPipeline(self.get_client(served.pipeline), served.response_template, self.loosen_grammar)
 
     def _list_pipelines(self) -> set[str]:
         return self.metrics.pipelines | {self.addresses.pipeline}

@@ -101,15 +101,18 @@ class Message(StrictModel):
         Literal["system", "developer", "user", "assistant", "tool", "function"],
         WithJsonSchema({"type": "string", "enum": list(ROLES)}),
     ]
-    content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text")] = None
-    """Text, or a list of parts of type `text`."""
+    content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text", "refusal")] = None
+    """Text, or a list of parts of type `text`; an assistant's may be of type `refusal`, too, or be missing."""
+    name: ShortText | None = None
+    """Who speaks. Given to the chat template; most leave it out."""
     tool_call_id: ShortText | None = None
     """The call that a message of role `tool` has the result of."""
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
     """The calls of an assistant's message."""
     reasoning_content: str | None = None
     """The assistant's reasoning before its message; most chat templates leave it out."""
-    refusal: allow_only() = None  # type: ignore[valid-type]
+    refusal: str | None = None
+    """The text with which the assistant refused; it stands behind its content."""
     annotations: Refused = None
     function_call: Refused = None
     audio: Refused = None
@@ -139,13 +142,10 @@ class ChatBody(CompletionsBody):
     modalities: allow_only(["text"]) = None  # type: ignore[valid-type]
     audio: Refused = None
     moderation: Refused = None
-    prediction: Refused = None
     web_search_options: allow_only() = None  # type: ignore[valid-type]
     """Not supported. `{}` is refused too, as it would switch the search on."""
     reasoning_effort: ReasoningEffort | None = None
     """Given to the chat template, which must have it; `none` may be sent to any model."""
-    verbosity: allow_only("medium") = None  # type: ignore[valid-type]
-    store: Refused = None
     # What vLLM has besides, and its clients send with its default.
     echo: Refused = None
     prompt_logprobs: allow_only(instead="Use '/v1/completions'.") = None  # type: ignore[valid-type]
@@ -276,18 +276,22 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
         raise unsupported_value(f"{param}.role", f"messages of role '{message.role}' are not supported by this server.")
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid_value(f"{param}.tool_call_id", "a message of role 'tool' names the call that it answers")
-    if message.tool_calls and message.role != "assistant":
+    is_assistant = message.role == "assistant"
+    if message.tool_calls and not is_assistant:
         raise invalid_value(f"{param}.tool_calls", "only messages of role 'assistant' have calls")
-    if message.content is None and not message.tool_calls:
+    if message.content is None and not is_assistant:
         raise unsupported_value(f"{param}.content", "a message without content is not supported by this server.")
-    turn: dict[str, Any] = {
-        "role": ROLES[message.role], "content": join_text_parts(message.content, f"{param}.content")
-    }  # fmt: skip
+    if message.refusal and not is_assistant:
+        raise invalid_value(f"{param}.refusal", "only messages of role 'assistant' refuse")
+    text = join_text_parts(message.content, f"{param}.content", ("text", "refusal") if is_assistant else ("text",))
+    turn: dict[str, Any] = {"role": ROLES[message.role], "content": text + (message.refusal or "")}
+    if message.name is not None:
+        turn["name"] = message.name
     if message.tool_calls:
         turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     if message.role == "tool":
         turn["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content and message.role == "assistant":
+    if message.reasoning_content and is_assistant:
         turn["reasoning_content"] = message.reasoning_content
     return turn
 

@@ -132,6 +132,8 @@ class ApiEndpoint(ABC, Generic[B]):
     """The model of the whole answer."""
     error_model: type[BaseModel] = ErrorBody
     """The model of the body of an error."""
+    tool_schema = "tools.*.function.parameters"
+    """Where bodies have the schemas of tools."""
     parses_answers = False
     """Whether it tells calls and reasoning from the text, where the model has a response template."""
 
@@ -167,6 +169,8 @@ class AnswerForm(NamedTuple):
     """The model's response template; None: answers are text."""
     calls: CallsForm = "free"
     """How calls are written."""
+    loose_names: frozenset[str] = frozenset()
+    """The tools whose schemas are held as far as they can be enforced."""
 
 
 TEXT = AnswerForm()
@@ -241,7 +245,14 @@ def use_response_template(
         args["special_text"] = True
         if grammar is not None:
             args["grammar"] = grammar
-    return AnswerForm(template, "free" if held is None else "held" if held.answer is None else "or_json")
+    if held is None:
+        return AnswerForm(template)
+    return AnswerForm(template, "held" if held.answer is None else "or_json", held.loose_names)
+
+
+def name_loosened(endpoint: ApiEndpoint[Any], keywords: Sequence[str]) -> list[str]:
+    """Return how the header `penstock-ignored` names keywords that were left out of the schemas of tools."""
+    return [f"{endpoint.tool_schema}.{keyword}".removesuffix(".") for keyword in keywords]
 
 
 def make_chat_requests(

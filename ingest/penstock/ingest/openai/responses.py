@@ -350,6 +350,7 @@ class ResponsesEndpoint(ApiEndpoint[ResponseBody]):
     prompt_field = "input"
     body_model = ResponseBody
     answer_model = Response
+    tool_schema = "tools.*.parameters"
     parses_answers = True
 
     def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:

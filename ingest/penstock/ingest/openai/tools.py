@@ -35,7 +35,8 @@ class ToolFunction(StrictModel):
     parameters: dict[str, Any] | None = None
     """A JSON schema of the arguments. The model sees it."""
     strict: bool | None = None
-    """Whether the arguments follow the schema token by token; else they are any object."""
+    """Whether the arguments follow the schema token by token, and one that cannot be enforced is refused. Else they
+    follow what can be enforced where the model must call, and are any object where it may."""
 
 
 class FunctionKind(StrictModel):
@@ -112,10 +113,7 @@ def constrain_functions(
     is_free = choice == CallChoice() and found is None and not any(function.strict for function in allowed)
     if not allowed or is_free:
         return None
-    tools = [
-        ConstrainedTool(function.name, (function.parameters or NO_PARAMETERS) if function.strict else None)
-        for function in allowed
-    ]
+    tools = [_constrain_tool(function, is_required=choice.is_required) for function in allowed]
     return constrain_calls(
         template,
         tools,
@@ -123,6 +121,17 @@ def constrain_functions(
         is_parallel=not choice.is_single,
         answer=None if found is None else json.loads(found[1].source or ANY_OBJECT),
     )
+
+
+def _constrain_tool(function: ToolFunction, *, is_required: bool) -> ConstrainedTool:
+    """Return what holds the calls of a function: its schema if it is strict, and as far as can be if it must be called.
+
+    Where the model need not call, its arguments are any object: it knows best in which order to write them.
+    """
+    schema = function.parameters or NO_PARAMETERS
+    if function.strict:
+        return ConstrainedTool(function.name, schema)
+    return ConstrainedTool(function.name, {**schema, "type": "object"} if is_required else None, is_loose=is_required)
 
 
 def refuse_other_grammar_with_tools(body: Body, tools: Sequence[BaseModel]) -> None:
@@ -160,9 +169,10 @@ def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kind
             raise unsupported_value(
                 f"{param}.{index}", f"content of type {part.get('type')!r} is not supported, only text."
             )
-        if not isinstance(part.get("text"), str):
-            raise unsupported_value(f"{param}.{index}.text", "a part of a message has its text in 'text'.")
-        texts.append(part["text"])
+        field = "refusal" if part["type"] == "refusal" else "text"
+        if not isinstance(part.get(field), str):
+            raise unsupported_value(f"{param}.{index}.{field}", f"a part of a message has its text in '{field}'.")
+        texts.append(part[field])
     return "".join(texts)
 
 
