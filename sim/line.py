@@ -33,7 +33,7 @@ from penstock.worker.loop import WorkerLoop
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.waiting import wait_for
-from sim.workload import ENGINE_SETTINGS, load_native_demo_model
+from sim.workload import ENGINE_SETTINGS, ModelLoader, load_native_demo_model
 
 SHARED_MEMORY = "/dev/shm"
 BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
@@ -130,11 +130,12 @@ class InProcessPipeline(PipelineServers):
         kv: KVSettings | None = None,
         engine: EngineSettings = ENGINE_SETTINGS,
         *,
+        load: ModelLoader = load_native_demo_model,
         in_memory: bool = False,
     ) -> None:
         """Start the pipeline on the servers at `addresses`; with `in_memory` on doubles of them, without any server."""
         super().__init__(addresses, record or RecordSettings(), in_memory=in_memory)
-        self.engine_settings = engine
+        self.engine_settings, self._load_model = engine, load
         self._folder, own_kv = None, KVSettings(shared_mb=0, redis_mb=64)
         if in_memory:
             self._folder = tempfile.TemporaryDirectory(prefix="penstock-line-", dir=SHARED_MEMORY)
@@ -159,7 +160,7 @@ class InProcessPipeline(PipelineServers):
 
     def _make_worker(self, kind: WorkerKind, name: str, stays: StayPolicy | None = None) -> Worker:
         settings = self.engine_settings.model_copy(update={"speculate": False})  # tests count on a token a step
-        core = Engine(load_native_demo_model(), settings)
+        core = Engine(self._load_model(), settings)
         layout = StoreLayout.from_model(core.model)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name

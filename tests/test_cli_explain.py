@@ -27,7 +27,7 @@ PLACED = {
 }
 
 
-def make_span(name: str, start_s: float, end_s: float, **attributes: str) -> str:
+def make_span(name: str, start_s: float, end_s: float, **attributes: str | int) -> str:
     span: dict[str, Any] = {"name": name, "service": "penstock-auto", "instance": "auto-1", "id": name, "parent": None}
     return json.dumps(span | {"start_s": start_s, "end_s": end_s, "attributes": attributes})
 
@@ -58,18 +58,23 @@ def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal
         line.send_requests(poison("r-1"))
         line.run_until_results(1)
     with redis_client(redis_url) as client:
-        client.rpush(
-            pipeline.trace_key("r-1"), make_span("queue.wait", 1.002, 1.003), make_span("decode", 1.003, 2.001)
-        )
+        read = {"blocks": 9, "held": 5, "found": 3, "retained": 6}
+        spans = [
+            make_span("queue.wait", 1.002, 1.003), make_span("kv.read", 1.003, 1.003, **read),
+            make_span("decode", 1.003, 2.001, retained_blocks=1200),
+        ]  # fmt: skip
+        client.rpush(pipeline.trace_key("r-1"), *spans)
     ended = terminal("explain", "r-1", **environment).stdout
     for words in (
         "state   ended; ",
         "end     length",
         " prompt tokens, 0 of them cached",
+        "KV      9 blocks of the prompt: 5 in the pool, 3 in tiers; 6 of these retained since the turn before",
+        "1,200 blocks retained for the next turn",
         "998.0 ms  decode  auto-1",
         "1.0 ms  wait in queue  auto-1",
     ):
         assert words in ended
     told = json.loads(terminal("explain", "r-1", "--json", **environment).stdout)
     assert (told["placement"], told["record"]["stage"], told["end"]["finish_reason"]) == (PLACED, "end", "length")
-    assert [span["name"] for span in told["timeline"]["spans"]] == ["request", "queue.wait", "decode"]
+    assert [span["name"] for span in told["timeline"]["spans"]] == ["request", "queue.wait", "decode", "kv.read"]

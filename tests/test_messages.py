@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock import messages
 from penstock.bus.contract import MAX_MESSAGE_BYTES
@@ -284,6 +285,17 @@ def test_a_body_is_another_one_by_its_template_variables_but_not_by_their_order(
 
     assert hash_with(a=1, b={"c": 2, "d": 3}) == hash_with(b={"d": 3, "c": 2}, a=1)
     assert hash_with(a=1, b={"c": 2, "d": 3}) != hash_with(a=1, b={"c": 2, "d": 4})
+
+
+def test_how_long_kv_is_kept_is_no_part_of_the_body_and_not_on_the_wire_unless_asked() -> None:
+    plain, asking = Request(id="r", prompt="x"), Request(id="r", prompt="x", retain_s=300)
+    assert encode_request(plain).body_hash == encode_request(asking).body_hash
+    assert (b"retain_s" in plain.encode(), b'"retain_s":300' in asking.encode()) == (False, True)
+    assert decode_message(Request, asking.encode()) == asking
+    assert b"retain_s" not in Job(id="r", job="j").encode()
+    for wrong in (0, 3601):
+        with pytest.raises(ValidationError):
+            Request(id="r", prompt="x", retain_s=wrong)
 
 
 def test_who_says_falsely_that_a_message_is_canonical_gets_no_other_bodys_answer() -> None:

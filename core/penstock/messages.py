@@ -24,7 +24,15 @@ from penstock.errors import (
     UnsupportedVersion,
     reword_validation,
 )
-from penstock.names import CANONICAL_FORM, FORM_HEADER, MAX_ID_CHARS, PriorityClass, event_id, is_request_id
+from penstock.names import (
+    CANONICAL_FORM,
+    FORM_HEADER,
+    MAX_ID_CHARS,
+    MAX_RETENTION_S,
+    PriorityClass,
+    event_id,
+    is_request_id,
+)
 
 VERSION: Literal[1] = 1
 MAX_REQUEST_BYTES = 8 * 2**20
@@ -271,6 +279,9 @@ class Request(Wire):
     """The tenant's share where tenants compete: a tenant with 3 gets three times the tokens of a tenant with 1."""
     session: RequestId | None = None
     """Requests of one session, such as the turns of a chat, are routed to the worker that has their KV, if possible."""
+    # Not on the wire where it is not set, like `fit_context`.
+    retain_s: float | None = Field(default=None, gt=0, le=MAX_RETENTION_S)
+    """For so long behind the answer its KV outlives other KV, as another prompt will go on with it."""
     deadline: float | None = Field(default=None, gt=0)
     """Seconds since the epoch. An answer that is not complete by then ends with `deadline_exceeded`."""
 
@@ -306,14 +317,14 @@ class EncodedRequest(NamedTuple):
     body_hash: str
     """The SHA-256 (hex) of its body, by which a request that is sent again under its id is recognised.
 
-    Deadline, class, session, weight and the engine that checked a grammar are left out: they may differ when it is sent
-    again. Defaults are left out too, so that a worker whose version knows one more field computes the same hash. So is
-    the order of the keys in `chat_template_kwargs`.
+    Deadline, class, session, weight, retention and the engine that checked a grammar are left out: they may differ when
+    it is sent again. Defaults are left out too, so that a worker whose version knows one more field computes the same
+    hash. So is the order of the keys in `chat_template_kwargs`.
     """
 
 
 _BESIDE_BODY: dict[str, Any] = {
-    **dict.fromkeys(("v", "priority_class", "deadline", "session", "weight", "chat_template_kwargs"), True),
+    **dict.fromkeys(("v", "priority_class", "deadline", "session", "retain_s", "weight", "chat_template_kwargs"), True),
     "sampling": {"grammar": {"engine"}},
 }
 
@@ -360,6 +371,7 @@ def _encode_beside_body(request: Request) -> tuple[bytes, bytes]:
         "class": request.priority_class,
         "deadline": request.deadline,
         "session": request.session,
+        "retain_s": request.retain_s,
         "weight": None if request.weight == 1 else request.weight,
     }
     before = json.dumps({name: value for name, value in beside.items() if value is not None}, separators=(",", ":"))
@@ -423,6 +435,8 @@ class Job(Wire):
     tenant: Tenant = "default"
     weight: Weight = 1.0
     priority_class: PriorityClass = Field(default="interactive", alias="class")
+    # Not on the wire where it is not set, like `fit_context`.
+    retain_s: float | None = None
     deadline: float | None = None
     fingerprint: str = ""
     """The fingerprint of the model whose KV was stored."""

@@ -81,6 +81,8 @@ def find_stages(kind: WorkerKind) -> tuple[Stage, ...]:
 
 
 MAX_ID_CHARS = 128
+MAX_RETENTION_S = 3600
+"""For how long the KV of an answer may outlive other KV at most."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _WORKER_KEY = re.compile(rf"penstock:({_NAME.pattern}):worker:[^:]+:.+", re.DOTALL)
 _ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")

@@ -63,8 +63,8 @@ _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]
 def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, ExpectedAnswer]]:
     """Return requests that are sent repeatedly under other ids, with their answers.
 
-    Every eighth has one token, and every third a grammar; with the load `tools` all others offer tools. Those
-    to servers that count have neither.
+    Every eighth has one token, every third a grammar, and every third asks that its KV is retained; with the load
+    `tools` all others offer tools. Those to servers that count have none of that.
     """
     if load == "endpoint":
         return [_count_numbers(number, max_tokens) for number in range(NUM_KNOWN_REQUESTS)]
@@ -74,6 +74,7 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     for number in range(1, NUM_KNOWN_REQUESTS, 3):
         sampling = work[number].sampling.model_copy(update={"grammar": _GRAMMAR, "special_text": None})
         work[number] = work[number].model_copy(update={"sampling": sampling})
+    work[2::3] = [request.model_copy(update={"retain_s": 60.0}) for request in work[2::3]]
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
     answers = compute_answers(work, _MODELS[load])

@@ -131,7 +131,9 @@ def test_the_answer_names_what_was_ignored(base_url: str, sdk: openai.OpenAI, st
     asked = {"model": "demo", "messages": [TURN], "max_tokens": 2, "stream": stream}
     for path, given, names in (
         ("chat/completions", {"user": "u", "metadata": {"a": "b"}}, {"user", "metadata"}),
-        ("messages", {"cache_control": {"type": "ephemeral"}}, {"cache_control"}),
+        ("messages", {"cache_control": {"type": "lasting"}}, {"cache_control"}),
+        ("messages", {"cache_control": {"type": "ephemeral"}}, set()),
+        ("chat/completions", {"prompt_cache_retention": "24h"}, set()),
         ("chat/completions", {"user": None}, set()),
     ):
         answer = httpx.post(f"{base_url}/v1/{path}", json=asked | given, timeout=None)

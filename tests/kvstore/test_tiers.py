@@ -69,7 +69,8 @@ def test_nothing_is_a_batch(tier: Tier) -> None:
     for keys in ([], keys_of(new_names(3))):  # nor are there leases on what is not here
         tier.lease_blocks("a job", keys, 600)
         tier.release_leases("another", keys)
-        assert tier.read_usage().leased == 0
+        assert tier.retain_blocks(keys, 600) == [False] * len(keys)
+        assert (tier.read_usage().leased, tier.read_usage().retained) == (0, 0)
     assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
@@ -270,6 +271,72 @@ def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable
     assert all(here[-len(added) - 1 :])
 
 
+# Retentions.
+
+
+@pytest.mark.parametrize("use", [read, is_here, put])
+def test_retained_blocks_go_after_all_others_whenever_they_were_used(
+    make_tier: MakeTier, use: Callable[..., list[object]]
+) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    missing = new_name()
+    assert tier.retain_blocks(keys_of([names[0], missing, names[1]]), 600) == [True, False, True]
+    assert tier.read_usage().retained == 2
+    use(tier, names[:1])
+    for name in new_names(3 * len(names)):
+        assert put(tier, [name]) == [True]
+    assert is_here(tier, names[:3]) == [True, True, False]
+    assert tier.counters.refused == 0
+
+
+def test_where_all_blocks_are_retained_the_soonest_to_end_goes_and_the_end_of_a_prompt_before_its_beginning(
+    make_tier: MakeTier,
+) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    half = len(names) // 2
+    tier.retain_blocks(keys_of(names[:half]), 300)
+    tier.retain_blocks(keys_of(names[half:]), 600)
+    tier.retain_blocks(keys_of(names[half:]), 60)  # a shorter one does not replace a longer one
+    newest = new_names(4)
+    for name in newest:
+        assert put(tier, [name]) == [True]
+    assert tier.counters.refused == 0
+    here = is_here(tier, [*names[:half], *names[half:], *newest])
+    # The first of the new blocks took the place of a retained one, and each other one that of a new one.
+    assert here == [True] * (half - 1) + [False] + [True] * (len(names) - half) + [False] * 3 + [True]
+    assert put(tier, more := new_names(2)) == [True] * 2, "blocks of one batch do not push out each other"
+    assert is_here(tier, more) == [True] * 2
+
+
+def test_a_retention_ends_with_its_time_when_it_is_ended_and_with_its_block(make_tier: MakeTier) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    tier.retain_blocks(keys_of(names), 0.05)
+    wait_for(lambda: tier.read_usage().retained == 0, "retentions end")
+    tier.retain_blocks(keys_of(names[:2]), 600)
+    assert tier.retain_blocks(keys_of(names[:1]), 0) == [True]
+    tier.remove_blocks(keys_of(names[1:2]))
+    assert tier.read_usage().retained == 0
+    for name in new_names(2 * len(names)):
+        assert put(tier, [name]) == [True]
+    assert tier.read_usage().retained == 0
+    assert not any(is_here(tier, names))
+
+
+def test_a_retained_block_may_be_leased_and_stays_retained_after_it(make_tier: MakeTier) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    tier.retain_blocks(keys_of(names[:1]), 600)
+    tier.lease_blocks("a job", keys_of(names[:2]), 600)
+    tier.retain_blocks(keys_of(names[1:2]), 600)
+    tier.release_leases("a job", keys_of(names[:2]))
+    for name in new_names(2 * len(names)):
+        assert put(tier, [name]) == [True]
+    assert is_here(tier, names[:3]) == [True, True, False]
+
+
 # Leases.
 
 
@@ -372,7 +439,7 @@ def test_what_is_removed_is_gone_and_to_look_counts_nothing(tier: Tier) -> None:
 def test_usage_follows_what_is_there(make_tier: MakeTier) -> None:
     tier, other, names = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_names(10)
     before = tier.read_usage()
-    assert (before.blocks, before.leased) == (0, 0)
+    assert (before.blocks, before.leased, before.retained) == (0, 0, 0)
     assert before.budget <= AMPLE
     put(tier, names)
     after = other.read_usage()

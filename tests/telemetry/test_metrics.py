@@ -41,6 +41,7 @@ DRAFTS = {"drafted": 8, "accepted": 5}
 RESTS = {"url": "http://a/v1", "cause": "403", "problem": "HTTP 403: no", "rests_s": 8.5}
 VIEW = {
     "running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": DRAFTS, "slow_products": 2, "kv": KV,
+    "retention": {"bytes": {"acme": 96}, "retained": 4, "found": 2},
     "endpoints": [RESTS, {"url": "http://b/v1", "cause": "", "problem": "", "rests_s": 0.0}],
 }  # fmt: skip
 

@@ -27,6 +27,8 @@ STATES = {
     "decode": "in decode", "end": "ended",
 }  # fmt: skip
 """The words for the stages of a record."""
+KV_ATTRIBUTES = ("blocks", "held", "found", "retained", "retained_blocks")
+"""Attributes of spans that count KV blocks."""
 REASONS = {
     "hash": "by a hash of its beginning, as no worker's load was known",
     "home": "its home, where prompts that begin alike go",
@@ -65,7 +67,8 @@ def explain(
         print(json.dumps(told, indent=1))  # noqa: T201
         return
     table = Table(box=None, pad_edge=False, show_header=False)
-    for row in [*describe_state(status, end), *describe_placement(find_placement(timeline)), *describe_time(timeline)]:
+    placed = describe_placement(find_placement(timeline))
+    for row in [*describe_state(status, end), *placed, *describe_kv(timeline), *describe_time(timeline)]:
         table.add_row(*map(escape, row))
     Console(highlight=False).print(table)
 
@@ -109,6 +112,20 @@ def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:
     for name, cost in sorted(placement.get("costs", {}).items(), key=lambda one: float(one[1])):
         told = ", its home" if name == placement.get("home") else ""
         yield "", f"{name}: {cost:,} prompt tokens to compute, this prompt's included{told}"
+
+
+def describe_kv(timeline: Timeline | None) -> Iterator[Row]:
+    """Yield rows about the KV blocks that each worker found for the prompt, and those that outlive others behind it."""
+    read, retained = [], []
+    for span in () if timeline is None else timeline.spans:
+        about = {name: int(value) for name, value in span["attributes"].items() if name in KV_ATTRIBUTES}
+        if span["name"] == "kv.read" and "blocks" in about:
+            held, found, known = (about.get(name, 0) for name in ("held", "found", "retained"))
+            told = f"; {known:,} of these retained since the turn before" if known else ""
+            read.append(f"{about['blocks']:,} blocks of the prompt: {held:,} in the pool, {found:,} in tiers{told}")
+        elif about.get("retained_blocks"):
+            retained.append(f"{about['retained_blocks']:,} blocks retained for the next turn")
+    yield from zip(["KV", *[""] * len(read + retained)], read + retained, strict=False)
 
 
 def describe_time(timeline: Timeline | None) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """The output of `penstock kv`, for 80 columns."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,7 +34,7 @@ def build_usage_row(place: "TierLocation") -> StatsRow:
         usage = place.read_usage()
     except KVStoreError as error:
         return row | {"error": str(error)}
-    return row | {"blocks": usage.blocks, "bytes": usage.bytes, "budget": usage.budget, "leased": usage.leased}
+    return row | asdict(usage)
 
 
 def sum_by_stage(workers: Iterable[StatsRow]) -> dict[str, StatsRow]:
@@ -66,11 +67,11 @@ def read_counter(value: object) -> int:
 
 def print_stats(console: Console, rows: list[StatsRow], stages: dict[str, StatsRow]) -> None:
     """Print the table of tiers, and one of counters for each stage."""
-    table = _make_table("tier", "blocks", "bytes", "budget", "leased")
+    table = _make_table("tier", "blocks", "bytes", "budget", "leased", "retained")
     table.add_column("where", overflow="fold")
     for row in rows:
         if "error" in row:
-            table.add_row(row["tier"], *["?"] * 4, f"{escape(row['where'])} [red]does not answer[/]")
+            table.add_row(row["tier"], *["?"] * 5, f"{escape(row['where'])} [red]does not answer[/]")
             continue
         full = f" ({row['bytes'] / row['budget']:.0%})" if row["budget"] else ""
         cells = (
@@ -78,6 +79,7 @@ def print_stats(console: Console, rows: list[StatsRow], stages: dict[str, StatsR
             format_bytes(row["bytes"]) + full,
             format_bytes(row["budget"]),
             f"{row['leased']:,}",
+            f"{row['retained']:,}",
         )
         table.add_row(row["tier"], *cells, escape(row["where"]))
     console.print(table)

@@ -83,6 +83,7 @@ class RequestFields(TypedDict, total=False):
     tenant: str
     weight: float
     session: str | None
+    retain_s: float | None
     priority_class: PriorityClass
     deadline: float | None
     temperature: float

@@ -42,6 +42,7 @@ from penstock.config.sources import (
 )
 from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
+from penstock.names import MAX_RETENTION_S
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,12 @@ class KVSettings(Settings):
     which then has to be set for `penstock kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Space for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
+    call_retention_s: float = Field(default=60.0, ge=0, le=MAX_RETENTION_S)
+    """How long the blocks of an answer that ends in a call of a tool outlive others, as the call's result is the next
+    prompt; 0: no longer. A request may ask for more (`retain_s`)."""
+    retained_share: float = Field(default=0.5, ge=0, le=1)
+    """How much a worker retains for each tenant, as a share of the KV pool or of the largest tier, whichever is larger;
+    0: nothing."""
 
     @property
     def disk_path(self) -> Path:

@@ -128,6 +128,16 @@ KV_RECOMPUTED = Metric(
     "penstock.kv.recomputed", "counter", "{block}", ("pipeline",),
     "Blocks of jobs that were not found when decode came for them, and were computed again.", "worker",
 )  # fmt: skip
+KV_RETAINED = Metric(
+    "penstock.kv.retained", "gauge", "By", ("pipeline", "stage", "worker", "tenant"),
+    "KV that a worker retains for a tenant: it outlives other KV in the pool and the tiers, as an agent's next prompt "
+    "goes on with it.", "worker",
+)  # fmt: skip
+KV_RETENTION = Metric(
+    "penstock.kv.retention", "counter", "{block}", ("pipeline", "stage", "result"),
+    "KV blocks. result: retained (a retention was given to it, at each turn), found (a later prompt found it while it "
+    "was retained).", "worker",
+)  # fmt: skip
 TAKE_OVERS = Metric(
     "penstock.take_overs", "counter", "{request}", ("pipeline", "stage"),
     "Requests that were gone on with after another worker let go of them or died.", "worker",

@@ -16,7 +16,8 @@ TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"
 RESULT_LABELS = {"hits": "hit", "misses": "miss", "damaged": "damaged", "evictions": "evicted", "refused": "refused"}
 """The counters of a tier, by their label in the metrics."""
 StatusView = Callable[[], Mapping[str, Any]]
-"""Returns what a worker holds, as in its heartbeat: `running`, `waiting`, `pool`, `drafts`, `kv`."""
+"""Returns what a worker holds, as in its heartbeat: `running`, `waiting`, `pool`, `drafts`, `kv`,
+`retention`."""
 
 
 class StageMetrics:
@@ -145,6 +146,11 @@ class StageMetrics:
         for one in view.get("endpoints", ()):
             place = self._pipeline, self._worker, one["url"], one["cause"]
             yield Reading(catalog.ENDPOINT_REST, place, one["rests_s"])
+        if (retention := view.get("retention")) is not None:
+            for tenant, num_bytes in retention["bytes"].items():
+                yield Reading(catalog.KV_RETAINED, (*mine, tenant), num_bytes)
+            for result in ("retained", "found"):
+                yield Reading(catalog.KV_RETENTION, (self._pipeline, self._stage, result), retention[result])
         yield from self._read_kv_counters(view["kv"])
 
     def _read_kv_counters(self, kv: Mapping[str, Any]) -> Iterable[Reading]:

@@ -111,7 +111,7 @@ class DecodeRole(ModelRole):
 
     def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
         """Have the last blocks of an answer stored. Return whether there are any."""
-        return task.outcome is not None and self.engine.finish_request(task.id) is not None
+        return task.outcome is not None and self.finish_answer(task)
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
         """Record that a token is in the log."""

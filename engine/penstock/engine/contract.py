@@ -97,6 +97,10 @@ class SequenceProgress(Protocol):
         """Tokens so far whose KV is still to be computed; 1 while decoding."""
 
     @property
+    def num_retained_blocks(self) -> int:
+        """Blocks that outlive others since it was finished."""
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it waits for its blocks, or for others: it is not computed now, and not done."""
 
@@ -137,6 +141,8 @@ class Loaded:
     """Blocks that the engine's memory had already."""
     num_tier_blocks: int
     """Blocks that were read from a store."""
+    num_retained_blocks: int
+    """Blocks of these that a retention of this worker has kept."""
     started_s: float
     finished_s: float
 
@@ -282,8 +288,9 @@ class InferenceEngine(TokenSource, Protocol):
         with it.
         """
 
-    def finish_request(self, request_id: str) -> "Future[float] | None":
-        """Remove a request that is through, and store what is not stored of it.
+    def finish_request(self, request_id: str, *, ends_in_call: bool = False) -> "Future[float] | None":
+        """Remove a request that is through, and store what is not stored of it. Let its blocks outlive others for a
+        while, where it asks for that (`retain_s`) or its answer `ends_in_call`.
 
         Returns a future, None where nothing had to be stored. It resolves to the time at which the blocks are written,
         or cannot be: a job that they are leased to may go out then. It never resolves after `abandon`.

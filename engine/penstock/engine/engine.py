@@ -56,6 +56,7 @@ from penstock.engine.sequence import Plan, Sequence, State
 from penstock.engine.steps.runner import ModelRunner
 from penstock.engine.steps.step_batch import StepBatch
 from penstock.errors import ModelError, SequenceFailed, is_failure
+from penstock.kvstore.block import derive_state_hash
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -205,6 +206,12 @@ class Engine:
         Other sequences find a block by its key once it is computed, and so does this one after a preemption.
         """
         self.scheduler.add_block_keys(seq, keys)
+
+    def retain_blocks(self, keys: list[bytes], seconds: float) -> None:
+        """Let blocks that the pool holds, and states behind them, outlive others for so long; 0 ends it."""
+        self.pool.retain_blocks(keys, seconds)
+        if self.states is not None:
+            self.states.pool.retain_blocks(map(derive_state_hash, keys), seconds)
 
     # KV from and to the stores (see `staging`), on the engine's thread
 

@@ -41,7 +41,8 @@ class Sequence:
     A worker that serves requests gives the following; a tool that only computes leaves it out. `blocks` are the names
     of the prompt's blocks. With a `lease_owner` the prompt is computed for a job: its blocks are stored where all
     workers can read them, and leased to this owner; without, the request is such a job (`was_handed_off`), or is
-    answered by the worker that read it. Events return `context` unchanged.
+    answered by the worker that read it. Its blocks are to outlive others for `retain_s` behind its end, which
+    `num_retained_blocks` of them then do. Events return `context` unchanged.
 
     `output_token_ids` are output tokens that this worker or another one generated before: their KV is computed where
     it is missing, but they are never sampled again. `max_new_tokens` counts them too; the longest answer that
@@ -64,6 +65,8 @@ class Sequence:
     An `is_suspect` sequence may make a step fail: it is computed alone until one of its tokens was sampled.
     """
 
+    num_retained_blocks = 0
+
     def __init__(
         self,
         id: str,  # noqa: A002
@@ -83,6 +86,7 @@ class Sequence:
         blocks: PromptBlocks | None = None,
         lease_owner: str = "",
         was_handed_off: bool = True,
+        retain_s: float = 0.0,
         context: Any = None,
     ) -> None:
         self.id, self.priority_class = id, priority_class
@@ -93,7 +97,7 @@ class Sequence:
         self.grammar = grammar
         self.num_prompt_logprobs = num_prompt_logprobs
         self._blocks, self.lease_owner, self.was_handed_off = blocks, lease_owner, was_handed_off and not lease_owner
-        self.context = context
+        self.retain_s, self.context = retain_s, context
         self.prompt_logprobs: list[Logprobs] = []
         """Those of the prompt's second token, its third, and so on, as far as they are computed."""
         self.block_keys = list(block_keys)

@@ -16,7 +16,8 @@ from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
 from penstock.engine.sequence import Sequence, State
-from penstock.kvstore.block import PromptBlocks
+from penstock.kvstore.block import BlockKey, PromptBlocks
+from penstock.kvstore.retention import RetentionChange
 from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
@@ -91,6 +92,9 @@ class EngineCore(Pool, Protocol):
     def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
         """Give the next full blocks of the sequence, those without a key, their keys."""
 
+    def retain_blocks(self, keys: list[bytes], seconds: float) -> None:
+        """Let those of the blocks that the pool holds outlive others for so long, if it can; 0 ends it."""
+
     def begin_step(self) -> bool:
         """Begin a step. Return whether there is anything to compute."""
 
@@ -116,6 +120,7 @@ class ServingEngine:
         self._seqs: dict[str, Sequence] = {}
         """By id: the requests that it has, those included whose blocks are being loaded."""
         self._transfers = self._make_transfers()
+        self._retentions = store.make_retentions(core.num_blocks * store.layout.payload_bytes)
 
     def _make_transfers(self) -> Transfers:
         return Transfers(self.store, self.core, self.core.num_blocks // 8)
@@ -205,8 +210,9 @@ class ServingEngine:
         if stored:
             self._transfers.submit_store(seq, StoreOperation(seq, (), owner, seq.priority_class, leased=stored))
 
-    def finish_request(self, request_id: str) -> "Future[float] | None":
-        """Write all blocks of a request that are not written yet, and remove it.
+    def finish_request(self, request_id: str, *, ends_in_call: bool = False) -> "Future[float] | None":
+        """Write all blocks of a request that are not written yet, retain those of a request that asks for it or whose
+        answer `ends_in_call`, and remove it.
 
         Where it is handed off the future tells when the job may go out, and at its first token the prompt's partial
         block is among them.
@@ -218,12 +224,49 @@ class ServingEngine:
             store = self._submit_store(seq, end, always=True)
         else:
             store = self._store_full_blocks_of(seq)
+        self._retain_request(seq, self.store.call_retention_s if ends_in_call else 0.0)
         self.remove_request(request_id)
         return None if store is None else store.is_written
 
     def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
         """End a job's leases on the blocks that were handed over with it."""
         self._transfers.submit_release(owner, blocks.handed_keys())
+
+    def _retain_request(self, seq: Sequence, call_s: float) -> None:
+        """Retain a request's full blocks, or end what it has taken over of the prompts before it."""
+        seconds = max(seq.retain_s, call_s)
+        if seq.lease_owner and not seconds:
+            return  # how it ends is known in the next worker
+        num_full = self.core.count_completed_blocks(seq)
+        if self.store.layout.has_separate_answer_keys:  # a prompt has no use for those of the answer
+            num_full = min(num_full, seq.blocks.num_full_blocks)
+        keys, num_prompt = seq.blocks.hasher.keys[:num_full], seq.blocks.num_full_blocks
+        change = self._retentions.replace(seq.tenant, seq.id, keys, seconds, num_prompt)
+        seq.num_retained_blocks = len(change.retained)
+        # The pool may lose next what the tiers have lost.
+        lost = [
+            (index, key, self.store.all_tiers)
+            for index, key in enumerate(change.retained)
+            if self.store.lacks_block(key)
+        ]
+        for start in range(0, len(lost), ANSWER_STRIDE):
+            self._transfers.submit_store(seq, StoreOperation(seq, lost[start : start + ANSWER_STRIDE]))
+        self._apply_retention(seq, change)
+
+    def _apply_retention(self, seq: Sequence, change: RetentionChange) -> None:
+        """Change the order of eviction in the pool at once, and in the tiers behind the writes that wait."""
+        for keys, seconds in ((change.retained, change.seconds), (change.released, 0.0)):
+            if keys:
+                self.core.retain_blocks([key.hash for key in keys], seconds)
+                self._transfers.submit_retention([*keys, *self._list_state_keys(seq, len(keys), seconds)], seconds)
+
+    def _list_state_keys(self, seq: Sequence, num_blocks: int, seconds: float) -> list[BlockKey]:
+        """Return the keys of the states within a request's first blocks that are to be retained."""
+        states, end = self.core.states, num_blocks * self.store.layout.block_size
+        if states is None or not seconds:
+            return []
+        kept = (at for at in states.list_positions(seq, end) if states.layout.is_kept_at(at, seq.num_prompt_tokens))
+        return [key for position in kept for key in seq.blocks.make_state_keys(position)]
 
     # The step
 
@@ -326,7 +369,10 @@ class ServingEngine:
         if seq.was_handed_off:
             self.store.count_recomputed(num_prompt - num_read - has_tail)
         num_tier_blocks = num_read - load.num_pool_blocks + has_tail
-        return Loaded(seq.context, num_prompt, load.num_pool_blocks, num_tier_blocks, load.started_s, load.finished_s)
+        num_retained, change = self._retentions.take_over(seq.tenant, seq.id, blocks.hasher.keys, num_read)
+        self._apply_retention(seq, change)
+        found = num_prompt, load.num_pool_blocks, num_tier_blocks, num_retained
+        return Loaded(seq.context, *found, load.started_s, load.finished_s)
 
     def is_moving_blocks(self) -> bool:
         """Return whether transfers are under way or were not collected yet."""
@@ -361,6 +407,7 @@ class ServingEngine:
             "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
             "slow_products": len(core.slow_products),
             "kv": self.store.collect_stats(),
+            "retention": self._retentions.report(),
             "resident_bytes": count_resident_bytes(),
         }
 

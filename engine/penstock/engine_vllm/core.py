@@ -223,6 +223,9 @@ class VllmCore:
         """Add keys of further full blocks of the sequence. vLLM has asked the hasher for them."""
         seq.block_keys += keys
 
+    def retain_blocks(self, keys: list[bytes], seconds: float) -> None:
+        """Do nothing: vLLM's cache has an order of its own. The tiers below it retain the blocks."""
+
     # KV from and to the stores
 
     def stage_blocks(self, keys: list[bytes], priority_class: PriorityClass) -> StagedVllmBlocks | None:

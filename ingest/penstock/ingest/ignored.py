@@ -14,6 +14,7 @@ from typing import Any
 
 IGNORED_HEADER = "penstock-ignored"
 _OPENAI = {
+    # These two, and `cache_control`, only where they name no time for which KV is kept (`retention.py`).
     "prompt_cache_options": "openai 3.54",
     "prompt_cache_retention": "openai 3.54",
     "safety_identifier": "openai 3.54",

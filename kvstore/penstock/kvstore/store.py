@@ -26,6 +26,7 @@ from penstock.kvstore.block import (
 )
 from penstock.kvstore.codec import Element, make_codecs
 from penstock.kvstore.cost import CostModel
+from penstock.kvstore.retention import Retentions
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
@@ -37,6 +38,8 @@ LEASE_S = 300.0
 """How long the blocks of a waiting job are kept from eviction, at most."""
 KEEP_S = 3600.0
 """How long a block stays in Redis after its last use."""
+MAX_COPIED_BLOCKS = 16
+"""Blocks that are copied from tier to tier at a time."""
 HAND_OFF_ORDER = ("redis", "shared", "disk")
 """The hand-off tier is the first of these tiers that is set up."""
 
@@ -147,7 +150,10 @@ class KVStore:
         self.layout, self.tiers, self.stats = layout, list(tiers), StoreStats()
         self.cost, self._counting = CostModel(layout.block_size), threading.Lock()
         self._salt_secret = settings.salt_secret
+        self.call_retention_s, self._retained_share = settings.call_retention_s, settings.retained_share
         names = [tier.name for tier in tiers]
+        sizes_mb = {"shared": settings.shared_mb, "disk": settings.disk_mb, "redis": settings.redis_mb}
+        self._largest_tier_bytes = 2**20 * max((sizes_mb.get(name, 0) for name in names), default=0)
         self.hand_off_index = next((names.index(name) for name in HAND_OFF_ORDER if name in names), -1)
         """Index of the hand-off tier. -1: there is none, and decode computes prompts again."""
 
@@ -188,6 +194,11 @@ class KVStore:
         if self.layout.has_separate_answer_keys:
             hasher.name_answers_apart(len(token_ids))
         return PromptBlocks(hasher, tail_key, len(hasher.keys), self.layout.num_state_parts)
+
+    def make_retentions(self, pool_bytes: int) -> Retentions:
+        """Return the retentions of a worker with a pool of this size above the tiers."""
+        max_bytes = int(self._retained_share * max(pool_bytes, self._largest_tier_bytes))
+        return Retentions(max_bytes, self.layout.payload_bytes)
 
     def find_tiers(self, hashes: Sequence[bytes]) -> list[int]:
         """Return for each block the index of the first tier that has it, or `len(tiers)`. It counts as a use."""
@@ -301,6 +312,34 @@ class KVStore:
             to_write = [block for block, missing in blocks if missing >> index & 1]
             if to_write and (index > self.hand_off_index) == below:
                 tier.put(to_write)
+
+    def retain_blocks(self, keys: Sequence[BlockKey], seconds: float, *, below: bool) -> None:
+        """Retain blocks (`Tier.retain_blocks`) in the tiers down to the hand-off tier, or in those `below` it.
+
+        Blocks that a tier has lost are copied to it from the tiers above, which may lose them next.
+        """
+        for index, tier in enumerate(self.tiers):
+            if (index > self.hand_off_index) != below:
+                continue
+            here = tier.retain_blocks([key.hash for key in keys], seconds)
+            lost = [key for key, is_here in zip(keys, here, strict=True) if not is_here] if seconds and index else []
+            for start in range(0, len(lost), MAX_COPIED_BLOCKS):
+                self._copy_down(lost[start : start + MAX_COPIED_BLOCKS], index)
+            if lost:
+                tier.retain_blocks([key.hash for key in lost], seconds)
+
+    def _copy_down(self, keys: Sequence[BlockKey], index: int) -> None:
+        """Write blocks to a tier, as far as those above it have them."""
+        size = self.layout.payload_bytes
+        memory, left = memoryview(bytearray(len(keys) * size)), list(enumerate(keys))
+        for tier in self.tiers[:index]:
+            here = tier.has_blocks([key.hash for _, key in left])
+            found = [pair for pair, is_here in zip(left, here, strict=True) if is_here]
+            views = [memory[place * size : (place + 1) * size] for place, _ in found]
+            whole = tier.get([ReadRequest(key, view) for (_, key), view in zip(found, views, strict=True)])
+            copied = [(pair, Block(pair[1], view)) for pair, view, ok in zip(found, views, whole, strict=True) if ok]
+            self.tiers[index].put([block for _, block in copied])
+            left = [pair for pair in left if pair not in [done for done, _ in copied]]
 
     def lease_blocks(self, owner: str, keys: Sequence[BlockKey]) -> None:
         """Lease a job's blocks in the hand-off tier for `LEASE_S`."""

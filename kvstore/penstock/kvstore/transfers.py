@@ -258,6 +258,11 @@ class Transfers:
         """End a job's leases on these blocks."""
         self._out.submit(LOWEST_RANK, partial(self._run_release, owner, keys))
 
+    def submit_retention(self, keys: Sequence[BlockKey], seconds: float) -> None:
+        """Retain these blocks for so long, once those that were submitted before are written; 0 ends it."""
+        if keys:
+            self._out.submit(LOWEST_RANK, partial(self._run_retention, keys, seconds))
+
     def collect_finished(self) -> Iterator[LoadOperation | StoreOperation]:
         """Yield the operations that are done, in the order in which they finished, and return their blocks to the pool.
 
@@ -383,6 +388,18 @@ class Transfers:
     def _run_release(self, owner: str, keys: Sequence[BlockKey]) -> None:
         if not self._is_abandoned:
             self._store.release_leases(owner, keys)
+
+    def _run_retention(self, keys: Sequence[BlockKey], seconds: float) -> None:
+        try:
+            if not self._is_closing:
+                self._store.retain_blocks(keys, seconds, below=False)
+        finally:
+            if self._store.is_missing_below(self._store.all_tiers):
+                self._below.submit(LOWEST_RANK, partial(self._run_retention_below, keys, seconds))
+
+    def _run_retention_below(self, keys: Sequence[BlockKey], seconds: float) -> None:
+        if not self._is_closing:
+            self._store.retain_blocks(keys, seconds, below=True)
 
     def _run_store_below(self, writes: list[_BlockWrite]) -> None:
         try:

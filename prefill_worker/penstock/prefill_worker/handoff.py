@@ -53,6 +53,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
         tenant=request.tenant,
         weight=request.weight,
         priority_class=task.priority_class,
+        retain_s=request.retain_s,
         deadline=request.deadline,
         fingerprint=fingerprint,
         last_block="" if task.blocks is None else task.blocks.last_hash,

@@ -212,7 +212,7 @@ class PrefillRole(ModelRole):
             task.blocks_stored = self.engine.finish_request(task.id)
             return False
         if task.outcome is not None:
-            return self.engine.finish_request(task.id) is not None
+            return self.finish_answer(task)
         return False
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:

@@ -127,7 +127,7 @@ class FormulaEngine:
         """Note the lease: the job waits until the blocks are stored."""
         self._seqs[request_id].lease_owner = owner
 
-    def finish_request(self, request_id: str) -> "Future[float] | None":
+    def finish_request(self, request_id: str, *, ends_in_call: bool = False) -> "Future[float] | None":
         """Store the blocks of a request that is handed off for a while."""
         seq = self._seqs[request_id]
         self.remove_request(request_id)
@@ -187,7 +187,7 @@ class FormulaEngine:
             if self._seqs.get(seq.id) is seq:
                 seq.move_to(State.RUNNING)
                 num_blocks = seq.num_prompt_tokens // BLOCK_SIZE
-                yield Loaded(seq.context, num_blocks, 0, 0, due_s, due_s)
+                yield Loaded(seq.context, num_blocks, 0, 0, 0, due_s, due_s)
         stored = [entry for entry in self._storing if entry[0] <= now_s]
         self._storing = [entry for entry in self._storing if entry[0] > now_s]
         for due_s, seq, future in stored:

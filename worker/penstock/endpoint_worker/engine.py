@@ -99,7 +99,7 @@ class EndpointSequence:
     """The time of the last failure. Requests that never failed are tried first, then those that failed longest ago."""
     was_crowded: bool = False
     """Whether the endpoint had other questions of this worker when it was asked."""
-    num_prompt_tokens = num_cached_tokens = num_computed_tokens = num_pending_tokens = 0
+    num_prompt_tokens = num_cached_tokens = num_computed_tokens = num_pending_tokens = num_retained_blocks = 0
     prompt_logprobs: Sequence[Logprobs] = ()
 
     @property

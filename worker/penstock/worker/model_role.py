@@ -7,6 +7,7 @@ from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.response_template import find_call_mark
 from penstock.engine.text.token_text import TokenTexts, get_token_texts
 from penstock.grammar.state import GrammarState
 from penstock.messages import Job, TokenEvent
@@ -27,6 +28,7 @@ class ModelRole(Role):
         """`served_name` is the name by which callers ask for the model, if it is another than the engine's."""
         self.pipeline, self.engine, self.model_name = pipeline, engine, served_name or engine.model.name
         self.grammars = GrammarCompiler(engine.model)
+        self._call_mark = find_call_mark(engine.model.response_template)
 
     def describe_model(self) -> dict[str, Any]:
         """Return what the heartbeat says of the model beside its name."""
@@ -80,12 +82,31 @@ class ModelRole(Role):
             num_prompt_logprobs=num_prompt_logprobs,
             lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
             was_handed_off=isinstance(message, Job),
+            retain_s=message.retain_s or 0.0,
             context=task,
         )
         self.engine.add_request(seq)
         task.seq = seq
         load.mean_prompt_tokens[task.priority_class].add(len(seq.token_ids))
         return True
+
+    def finish_answer(self, task: Task) -> bool:
+        """Have the last blocks of a request stored whose answer has ended. Return whether there are any.
+
+        Where it ends in a call of a tool, its blocks outlive others for a while: the call's result comes with the next
+        prompt.
+        """
+        is_storing = self.engine.finish_request(task.id, ends_in_call=self._ends_in_call(task)) is not None
+        if task.seq is not None and task.seq.num_retained_blocks:
+            task.span.set_attribute("retained_blocks", task.seq.num_retained_blocks)
+        return is_storing
+
+    def _ends_in_call(self, task: Task) -> bool:
+        """Return whether an answer calls a tool. Only answers that are parsed have the marks of calls in their text."""
+        if self._call_mark is None or task.message is None or not task.message.sampling.special_text:
+            return False
+        text = "".join(event.text for event in task.log_events)
+        return task.finish_reason == "stop" and self._call_mark.search(text) is not None
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed and answers decoded, for the heartbeat."""

@@ -407,6 +407,8 @@ class Worker:
         """Record that the blocks that were found are in the pool: the engine computes the request from now on."""
         stage_failpoint(task.role.kind, "prefill.3.fetched", "decode.6.fetched")
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
+        if loaded.num_retained_blocks:
+            found["retained"] = loaded.num_retained_blocks
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
         if self.running.get(task.id) is task:
             are_others_here = any(one.last_written_s is not None for one in self.running.values() if one is not task)

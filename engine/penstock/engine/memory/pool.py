@@ -7,15 +7,21 @@ Each block is in exactly one of three states:
     cached    nothing pins it, but it has a key: it is kept until its memory is needed, least recently used first
 
 A block gets its key when it is full. From then on it is never written, so sharing it needs no copy.
+
+A retained block counts as used when its retention ends: it is evicted after all others, and of several the one whose
+retention ends first.
 """
 
+import heapq
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 
 
 class BlockPool:
     """Reference counts, keys and the LRU list of `num_blocks` blocks of `block_size` tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_hits = 0
@@ -30,13 +36,21 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}
         self._free = list(reversed(range(num_blocks)))  # the last one freed is taken first: it is still in the caches
         self._cached: OrderedDict[int, None] = OrderedDict()
+        """The cached blocks that are not retained, the least recently used first."""
+        self._clock = clock
+        self._ends: dict[int, float] = {}
+        """When the retentions of blocks end, pinned ones too."""
+        self._retained: dict[int, float] = {}
+        """When the retentions of cached blocks end."""
+        self._next_end = 0.0
+        """Before this time none of them ends."""
         self._staged: set[int] = set()
         """Blocks that were loaded from a store below and that no sequence has found yet."""
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._retained)
 
     def count_cached_prefix(self, keys: list[bytes]) -> int:
         """Return how many of the leading `keys` the pool holds. Pins nothing and counts no hits."""
@@ -47,7 +61,7 @@ class BlockPool:
 
     def count_free_blocks_besides(self, keys: list[bytes]) -> int:
         """Return how many blocks could be allocated once those of `keys`, which the pool holds, were pinned."""
-        return self.num_free_blocks - sum(self._by_key[key] in self._cached for key in keys)
+        return self.num_free_blocks - sum(not self._pins[self._by_key[key]] for key in keys)
 
     def count_blocks_freed(self, tables: list[list[int]], keys: list[bytes]) -> int:
         """Return how many blocks freeing all of `tables` would unpin, without those of `keys`, which the pool holds."""
@@ -66,6 +80,7 @@ class BlockPool:
             self.num_misses += len(keys) - num_hits
         for block in blocks:
             self._cached.pop(block, None)
+            self._retained.pop(block, None)
             self._pins[block] += 1
         return blocks
 
@@ -77,11 +92,48 @@ class BlockPool:
     def allocate_blocks(self, count: int) -> list[int]:
         """Return `count` blocks of undefined content, pinned once. At least so many must be free."""
         assert count <= self.num_free_blocks, f"{count} blocks wanted, {self.num_free_blocks} free"
+        self._end_retentions(count - len(self._free))
         blocks = [self._free.pop() if self._free else self._evict_block() for _ in range(count)]
         for block in blocks:
             self._pins[block] = 1
             self.page_tags[block] += 1
         return blocks
+
+    def retain_blocks(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Retain those of the blocks that the pool holds for so long, unless they are for longer; 0 ends it."""
+        now = self._clock()
+        for place, key in enumerate(keys):
+            block = self._by_key.get(key)
+            if block is None:
+                continue
+            if seconds:  # of those that are retained together the last goes first
+                self._ends[block] = max(now + seconds - place * 1e-6, self._ends.get(block, 0.0))
+            else:
+                self._ends.pop(block, None)
+            if not self._pins[block]:
+                self._cached.pop(block, None)
+                self._retained.pop(block, None)
+                self._cache_block(block)
+
+    def _cache_block(self, block: int) -> None:
+        """Put a block that nothing pins into the order of eviction."""
+        if block not in self._ends:
+            self._cached[block] = None
+            return
+        self._retained[block] = end = self._ends[block]
+        self._next_end = min(self._next_end, end) if len(self._retained) > 1 else end
+
+    def _end_retentions(self, num_evicted: int) -> None:
+        """End the retentions that are over, and before their time as many more as blocks are to be evicted."""
+        num_missing = num_evicted - len(self._cached)
+        if not self._retained or (num_missing <= 0 and self._clock() < self._next_end):
+            return
+        now, ends = self._clock(), self._retained
+        num_over = sum(end <= now for end in ends.values())
+        for block in heapq.nsmallest(max(num_over, num_missing), ends, key=ends.__getitem__):
+            del ends[block], self._ends[block]
+            self._cached[block] = None
+        self._next_end = min(ends.values(), default=0.0)
 
     def _evict_block(self) -> int:
         block, _ = self._cached.popitem(last=False)
@@ -115,7 +167,7 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cache_block(block)
 
     def count_pins(self, block: int) -> int:
         """Return how often a block is pinned."""
@@ -123,10 +175,12 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state, and that keys and blocks agree. For tests."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._cached, *self._retained}
         pinned = {block for block, pins in enumerate(self._pins) if pins > 0}
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free) + len(cached) + len(pinned) == self.num_blocks, "a block is in two states or in none"
+        assert not self._cached.keys() & self._retained.keys(), "a block is twice in the order of eviction"
+        assert self._retained.items() <= self._ends.items(), "a retained block without its end"
         assert free | cached | pinned == set(range(self.num_blocks)), "a block is lost"
         assert all(pins >= 0 for pins in self._pins)
         assert all(self._keys[block] is None for block in free), "a free block has a key"

@@ -61,6 +61,16 @@ def find_response_template(tokenizer: Any, model_type: str, file: str) -> Templa
     return dict(template)
 
 
+def find_call_mark(template: Template | None) -> Any:
+    """Return the compiled pattern of what opens a call in an answer's text; None where calls cannot be told."""
+    if template is None:
+        return None
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    field = load_response_template(template).fields.get("tool_calls")
+    return None if field is None else field.open_re
+
+
 def _read_template(file: str) -> Template:
     try:
         template = json.loads(Path(file).read_text("utf-8"))

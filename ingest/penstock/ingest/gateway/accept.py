@@ -113,12 +113,13 @@ async def accept_request(
     arrived_s: float,
     input_items: list[dict[str, Any]] | None = None,
     earlier_turns: EarlierTurns | None = None,
+    retain_s: int | None = None,
 ) -> Accepted:
     """Make a POST's request durable.
 
     `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there.
     `input_items` are what a response was asked that is to be kept, `earlier_turns` those before it.
-    Raises `PenstockError`, which `ApiError` is one of.
+    The KV outlives other KV for `retain_s`. Raises `PenstockError`, which `ApiError` is one of.
     """
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
@@ -129,7 +130,7 @@ async def accept_request(
         chain = earlier_turns.first_id
     made = endpoint.make_requests(body, request_id)
     names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
-    submit_args = [_complete_args(args, caller, headers, chain) for args in made]
+    submit_args = [_complete_args(args, caller, headers, chain, retain_s) for args in made]
     form = use_response_template(endpoint, body, submit_args, served.response_template)
     meta = make_stream_meta(
         endpoint,
@@ -178,9 +179,15 @@ async def accept_request(
     return Accepted(meta, ticket, ignored)
 
 
-def _complete_args(args: SubmitArgs, caller: Caller, headers: RequestHeaders, chain: str | None) -> SubmitArgs:
-    """Add to a request what follows from the caller, the headers, and the first response of the chain that it is in."""
+def _complete_args(
+    args: SubmitArgs, caller: Caller, headers: RequestHeaders, chain: str | None, retain_s: int | None
+) -> SubmitArgs:
+    """Add to a request what follows from the caller, the headers, the first response of the chain that it is in, and
+    the time for which its KV is to be kept.
+    """
     args["tenant"], args["weight"] = caller.tenant, caller.weight
+    if retain_s is not None:
+        args["retain_s"] = retain_s
     if session := headers.x_session_affinity or args.get("session") or chain:
         args["session"] = session
     if headers.x_penstock_deadline_s is not None:

@@ -24,6 +24,7 @@ from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta
 from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.openai.tokens import sum_usage
+from penstock.ingest.retention import find_retention
 from penstock.ingest.streaming.answers import (
     EVENT_STREAM_CONTENT,
     make_event_stream,
@@ -45,6 +46,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, fields = get_gateway(request), read_json(await request.body())
         body, (_, ignored) = endpoint.parse_body(fields), strip_ignored_fields(endpoint.path, fields)
+        retain_s, heeded = find_retention(fields)
+        ignored = [name for name in ignored if name not in heeded]
         arrived_s = request.scope[ARRIVAL_KEY]
         with tracing.start_server_span(request.headers, endpoint.path, arrived_s) as span:
             request.scope[SPAN_KEY] = span  # it ends with the answer
@@ -52,7 +55,7 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
             if isinstance(body, ResponseBody):
                 body, input_items, earlier = await prepare_response(gateway, caller.tenant, body)
             meta, ticket, loosened = await accept_request(
-                gateway, caller, headers, endpoint, body, arrived_s, input_items, earlier
+                gateway, caller, headers, endpoint, body, arrived_s, input_items, earlier, retain_s
             )
         if ticket is None:
             await gateway.unread.note_reader(meta)

@@ -206,6 +206,21 @@ class Arena:
                     num_removed += 1
             return num_removed
 
+    def retain_blocks(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
+        """Count blocks as used `seconds` from now, if that is later. 0 ends it. Return which are here."""
+        with self._guard as is_open:
+            if not is_open:
+                return [False] * len(keys)
+            used, slots = self.tables.used, self._look_up(keys)
+            end = time.monotonic_ns() + int(seconds * 1e9)
+            for place, slot in enumerate(slots):
+                if slot >= 0 and seconds:
+                    used[slot] = max(used[slot], end - place)
+                elif slot >= 0:
+                    used[slot] = 0
+                    self._touch_slot(slot)
+            return [slot >= 0 for slot in slots]
+
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Lease those of these blocks that are here."""
         with self._changing as is_open:
@@ -219,13 +234,15 @@ class Arena:
             if is_open:
                 self._slots.leases.release_slots(owner, [slot for slot in self._look_up(keys) if slot >= 0])
 
-    def count_blocks(self) -> tuple[int, int]:
-        """Return how many blocks there are, and how many of them are leased."""
+    def count_blocks(self) -> tuple[int, int, int]:
+        """Return how many blocks there are, and how many of them are leased and retained."""
         with self._changing as is_open:
             if not is_open:
-                return 0, 0
+                return 0, 0, 0
             self._expire_leases()
-            return self.tables.words[W_NUM_READY], int((self.tables.lease_count_array > 0).sum())
+            tables = self.tables
+            retained = (tables.state_array == READY) & (tables.used_array > time.monotonic_ns())
+            return tables.words[W_NUM_READY], int((tables.lease_count_array > 0).sum()), int(retained.sum())
 
     def list_blocks(self) -> list[tuple[bytes, int, int]]:
         """Return key, time of last use (monotonic, ns) and number of leases of every block."""
@@ -262,10 +279,10 @@ class Arena:
         return [find(key) for key in keys]
 
     def _touch_slot(self, slot: int) -> SlotRef:
-        """Record that the block in this slot was used now."""
+        """Record that the block in this slot was used now. One that is retained counts as used later."""
         tables = self.tables
         now = tables.words[W_CLOCK] = max(tables.words[W_CLOCK] + 1, time.monotonic_ns())
-        tables.used[slot] = now
+        tables.used[slot] = max(tables.used[slot], now)
         return SlotRef(slot, tables.generation[slot])
 
     def _allocate_slot(self, key: bytes) -> SlotRef | None:

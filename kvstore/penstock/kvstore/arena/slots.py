@@ -1,5 +1,6 @@
 """The slot table of an arena, its free list and eviction. Used under the metadata lock."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,7 +41,7 @@ class SlotTable:
         start = 32 * slot
         tables.key[start : start + 32] = key
         tables.generation[slot] += 1
-        tables.owner[slot] = owner
+        tables.owner[slot], tables.used[slot] = owner, 0
         tier_failpoint(self.tier, "put.1.1")
         tables.state[slot] = WRITING
         tier_failpoint(self.tier, "put.1.2")
@@ -141,9 +142,11 @@ class SlotTable:
         tables = self._tables
         slots = np.flatnonzero((tables.state_array == READY) & (tables.lease_count_array == 0))
         used = tables.used_array[slots]
-        count = max(16, tables.geometry.num_slots // 64)
+        # Of retained blocks one at most, as blocks that are stored meanwhile go before the next one.
+        num_unretained = int(np.count_nonzero(used <= time.monotonic_ns()))
+        count = min(max(16, tables.geometry.num_slots // 64), max(1, num_unretained))
         if len(slots) > count:
-            oldest = np.argpartition(used, count)[:count]
+            oldest = np.argpartition(used, count - 1)[:count]
             slots, used = slots[oldest], used[oldest]
         order = np.argsort(used)[::-1]
         self._victims = list(zip(slots[order].tolist(), used[order].tolist(), strict=True))

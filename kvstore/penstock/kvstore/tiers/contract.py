@@ -1,8 +1,10 @@
 """The contract of a tier: batches of reads, batches of writes, leases, and its own counters.
 
 One test suite holds all tiers to it. A tier is a cache, and its keys are block hashes. It may forget any block at any
-time unless it is leased. A failure of its disk or server is a counted miss, and no method raises for it; only `open`
-raises, for settings that cannot work. All methods may be called from several threads.
+time unless it is leased, those first that were not used for longest. A block with a retention counts as used at its
+end, so it goes after all others, and where all have one the soonest to end goes: no write is refused for it. A failure
+of its disk or server is a counted miss, and no method raises for it; only `open` raises, for settings that cannot work.
+All methods may be called from several threads.
 
 A tier checks what it reads: a block that is damaged, or not exactly the one asked for, is a miss, is counted as
 damaged, and is removed.
@@ -44,6 +46,8 @@ class TierUsage:
     budget: int
     leased: int
     """Blocks with at least one lease that has not run out."""
+    retained: int
+    """Blocks with a retention that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class TierEntry:
     key: bytes
     bytes: int
     used_s: float
-    """The time of the last use, in seconds since the epoch."""
+    """The time of the last use, in seconds since the epoch; that of the retention's end if it is later."""
     leases: int
 
 
@@ -91,6 +95,11 @@ class Tier(Protocol):
 
     def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
         """End the owner's leases on these blocks. Calling it twice is harmless."""
+
+    def retain_blocks(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
+        """Count blocks as used `seconds` from now, the first ones last, unless they count as used later already. 0 ends
+        the retention: they count as used now. Return which are here.
+        """
 
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Remove these blocks, leased or not. Return how many were here."""

@@ -129,6 +129,10 @@ class HostTier:
         """Implement `Tier.release_leases`."""
         self.arena.release_leases(owner, keys)
 
+    def retain_blocks(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
+        """Implement `Tier.retain_blocks`."""
+        return self.arena.retain_blocks(keys, seconds)
+
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Implement `Tier.remove_blocks`."""
         failed = self._medium.num_failed
@@ -139,10 +143,10 @@ class HostTier:
 
     def read_usage(self) -> TierUsage:
         """Implement `Tier.read_usage`. The bytes before the slots count as used."""
-        num_blocks, num_leased = self.arena.count_blocks()
+        num_blocks, num_leased, num_retained = self.arena.count_blocks()
         geometry = self.arena.geometry
         used = geometry.slots_at + num_blocks * geometry.slot_bytes
-        return TierUsage(num_blocks, used, geometry.total_bytes, num_leased)
+        return TierUsage(num_blocks, used, geometry.total_bytes, num_leased, num_retained)
 
     def list_entries(self) -> Iterator[TierEntry]:
         """Implement `Tier.list_entries`."""

@@ -16,9 +16,10 @@ TAKE = load_script("penstock.kvstore.tiers", "index", "take")
 DROP = load_script("penstock.kvstore.tiers", "index", "drop")
 LEASE = load_script("penstock.kvstore.tiers", "index", "lease")
 RELEASE = load_script("penstock.kvstore.tiers", "index", "release")
+RETAIN = load_script("penstock.kvstore.tiers", "index", "retain")
 USAGE = load_script("penstock.kvstore.tiers", "index", "usage")
 CHECK = load_script("penstock.kvstore.tiers", "index", "check")
-SCRIPTS = (TAKE, DROP, LEASE, RELEASE, USAGE, CHECK)
+SCRIPTS = (TAKE, DROP, LEASE, RELEASE, RETAIN, USAGE, CHECK)
 """All scripts. A connection loads them into the server when it is opened."""
 
 MAX_SCRIPT_KEYS = 256
@@ -123,11 +124,24 @@ class RedisIndex:
             wire.send([self._script_command(RELEASE, owner, *part)])
             read_replies(wire, 1)
 
+    def retain_blocks(self, wire: RespConnection, keys: Sequence[bytes], ms: int) -> list[bool]:
+        """Implement `Tier.retain_blocks`. The blocks do not expire before the retention ends."""
+        here: list[bool] = []
+        for start in range(0, len(keys), MAX_SCRIPT_KEYS):
+            part = keys[start : start + MAX_SCRIPT_KEYS]
+            renew = [encode_command("PEXPIRE", kv_key(key), ms, "GT") for key in part if ms]
+            wire.send([self._script_command(RETAIN, ms, *part), *renew])
+            (reply, *_) = read_replies(wire, 1 + len(renew))
+            if not isinstance(reply, list):
+                raise UnexpectedReply(f"not a reply of the script: {reply!r}")
+            here += [found == 1 for found in parse_numbers(reply)]
+        return here
+
     def read_usage(self, wire: RespConnection) -> TierUsage:
         """Implement `Tier.read_usage`."""
         wire.send([self._script_command(USAGE)])
         (reply,) = read_replies(wire, 1)
-        if not isinstance(reply, list) or len(reply) != 4:
+        if not isinstance(reply, list) or len(reply) != 5:
             raise UnexpectedReply(f"not a reply of the script: {reply!r}")
         return TierUsage(*parse_numbers(reply))
 

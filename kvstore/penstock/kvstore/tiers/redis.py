@@ -176,6 +176,16 @@ class RedisTier:
             ),
         )
 
+    def retain_blocks(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
+        """Implement `Tier.retain_blocks`. Retentions end by the server's clock."""
+        ms = max(1, int(seconds * 1000)) if seconds else 0
+
+        def retain(node: RedisNode, part: list[bytes], count: TierCounters) -> list[bool]:
+            here = node.call_index(lambda wire, index: index.retain_blocks(wire, part, ms), count)
+            return here or [False] * len(part)
+
+        return self._call_for_each_item(keys, keys, retain)
+
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Implement `Tier.remove_blocks`."""
 
@@ -195,6 +205,7 @@ class RedisTier:
             sum(part.bytes for part in parts),
             sum(part.budget for part in parts),
             sum(part.leased for part in parts),
+            sum(part.retained for part in parts),
         )
 
     def list_entries(self) -> Iterator[TierEntry]:

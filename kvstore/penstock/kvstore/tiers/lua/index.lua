@@ -4,8 +4,9 @@
 -- Common beginning of all scripts of the index. The index lists the KV blocks on one server. The blocks are keys of
 -- their own, which no script reads or writes.
 --
--- KEYS[1]  used    zset   blocks that may be evicted, by last use (the index's clock, microseconds)
--- KEYS[2]  held    zset   leased blocks, which may not be evicted, by last use
+-- KEYS[1]  used    zset   blocks that may be evicted, by last use (the index's clock, microseconds), or by the end of
+--                         their retention, if it has not come yet
+-- KEYS[2]  held    zset   leased blocks, which may not be evicted, in the same order
 -- KEYS[3]  sizes   hash   bytes of each block in `used` and `held`
 -- KEYS[4]  leases  hash   for each leased block: its owners and the end of each owner's lease (ms), as JSON
 -- KEYS[5]  ends    zset   leased blocks by the end of their last lease (ms)
