@@ -298,3 +298,17 @@ async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
     ]  # fmt: skip
     _, errors = await check_lines(split_lines(chunks_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
     assert len(errors) == 100
+
+
+async def test_a_file_in_utf_16_is_told_so_at_its_first_line() -> None:
+    line = '{"custom_id": "%s", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
+    text = (line % "ä") + (line % "b")
+    for encoding, message in (
+        ("utf-16", "save the file in UTF-8"), ("utf-16-le", "not in UTF-8"), ("utf-16-be", "not in UTF-8"),
+        ("latin-1", "not in UTF-8"), ("utf-8", ""), ("utf-8-sig", ""),
+    ):  # fmt: skip
+        _, errors = await check_lines(split_lines(chunks_of(text.encode(encoding))), (CHAT,), 10)
+        assert [(error.line, error.code) for error in errors[:1]] == [(1, "invalid_json_line")] * bool(message)
+        assert all(message in error.message for error in errors[:1])
+    _, errors = await check_lines(split_lines(chunks_of((line % "a").encode("utf-16-le"))), (CHAT,), 10)
+    assert "save the file in UTF-8" in errors[0].message

@@ -59,8 +59,15 @@ def invalid_line(line: int, code: str, message: str, param: str | None = None) -
 def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> BatchRow:
     """Return a line's request. Its body is checked later, so a wrong one fails alone. Raises `InvalidLine`."""
     try:
-        entry = json.loads(line)
+        # By `json.loads` alone a file in UTF-16 would be read up to its first line break.
+        text = line.decode("utf-8-sig", "surrogatepass")
+        entry = json.loads(text)
+    except UnicodeDecodeError:
+        raise invalid_line(number, "invalid_json_line", "This line is not in UTF-8: save the file in UTF-8.") from None
     except (ValueError, RecursionError):
+        if "\0" in text:  # UTF-16 without a byte order mark
+            message = "This line has zero bytes, as text in UTF-16 has: save the file in UTF-8."
+            raise invalid_line(number, "invalid_json_line", message) from None
         raise invalid_line(number, "invalid_json_line", "This line is not parseable as valid JSON.") from None
     if not isinstance(entry, dict):
         raise invalid_line(number, "invalid_json_line", "This line is not a JSON object.")
