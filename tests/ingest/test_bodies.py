@@ -382,6 +382,24 @@ async def test_a_base_url_without_v1_or_with_two_of_them_gets_a_hint(
     assert error["message"] == f"Unknown request URL: POST {path}.{said}"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "advice"),
+    [
+        ("POST", "/v1/conversations", "send 'previous_response_id', or all turns as 'input'"),
+        ("GET", "/v1/conversations/conv_1/items", "send 'previous_response_id', or all turns as 'input'"),
+        ("POST", "/v1/messages/batches", "/v1/batches takes chats"),
+        ("GET", "/v1/messages/batchesx", ""),
+    ],
+)
+async def test_an_endpoint_of_others_says_what_to_use_instead(
+    bare: httpx.AsyncClient, method: str, path: str, advice: str
+) -> None:
+    answer = await bare.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error.get("code", "unknown_url")) == (404, "unknown_url")
+    assert advice in error["message"] if advice else error["message"].endswith(f"{path}.")
+
+
 ILL: dict[str, tuple[dict[str, Any], str]] = {
     "an effort": ({"reasoning_effort": "most"}, f"Invalid value for 'reasoning_effort': {EFFORTS}"),
     "no list": ({"messages": "hi"}, "Invalid value for 'messages': must be a valid list"),

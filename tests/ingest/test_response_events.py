@@ -227,6 +227,7 @@ def test_what_the_model_said_in_one_go_is_one_turn() -> None:
         ([USER, call("a"), result("a", [{"type": "input_image", "image_url": "x"}])], "input.2.output.0", "only text"),
         ([USER, {"type": "item_reference", "id": "fc_1"}], "input.1", "items of the types message, reasoning, fun"),
         ([USER, {"type": "function_call", "call_id": "a", "name": "f"}], "input.1.arguments", "Missing"),
+        ([USER, call("a") | {"namespace": "n" * 255}], "input.1", "at most 255 characters together"),
         ([USER, {"type": "local_shell_call_output", "id": "a", "output": "x"}], "input", "No tool call found"),
         ([{"type": "compaction", "encrypted_content": "x"}], "input", "at least 1 item"),
         ([{"type": "reasoning", "encrypted_content": "x"}], "input", "an empty input"),

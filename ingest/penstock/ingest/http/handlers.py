@@ -41,6 +41,13 @@ _STATUS_DESCRIPTIONS = {
 }
 
 
+_INSTEAD = {
+    "/v1/conversations": " There are no conversations here: send 'previous_response_id', or all turns as 'input'.",
+    "/v1/messages/batches": " Batches of messages are not supported: /v1/batches takes chats and responses.",
+}
+"""What to use in place of paths of other servers."""
+
+
 def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """Return the error answers of a route, for the OpenAPI document."""
     return {status: {"model": model, "description": _STATUS_DESCRIPTIONS[status]} for status in statuses}
@@ -73,6 +80,7 @@ async def _handle_http_error(request: Request, error: HTTPException, routes: Seq
     message, code, headers = str(error.detail), None, error.headers
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
+        message += "".join(advice for path, advice in _INSTEAD.items() if f"{request.url.path}/".startswith(f"{path}/"))
         if (path := _find_meant_path(request, routes)) is not None:
             message += f" {path} is known: a base URL ends with /v1 once, or without it for programs that add it."
     elif error.status_code == 405:

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, TypeAdapter
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, TypeAdapter, model_validator
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.openai.answer_parser import AnswerPiece
+from penstock.ingest.openai.answer_parser import MAX_NAME_CHARS, AnswerPiece
 from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.tokens import TokenLogprobs
@@ -44,43 +44,52 @@ class InputMessage(StrictModel):
     phase: str | None = None
 
 
-class InputCall(StrictModel):
+class NamedCall(StrictModel):
+    """What calls of a tool by its name have in common."""
+
+    call_id: CallId
+    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
+    id: str | None = None
+    status: str | None = None
+    namespace: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """The namespace that the tool is in."""
+    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if len(self.qualified_name) > MAX_NAME_CHARS:
+            raise ValueError(f"'namespace' and 'name' have at most {MAX_NAME_CHARS - 1} characters together")
+        return self
+
+    @property
+    def qualified_name(self) -> str:
+        """The name by which the model knows the tool."""
+        return qualify_name(self.name, self.namespace)
+
+
+class InputCall(NamedCall):
     """A call of an earlier turn."""
 
     type: Literal["function_call"]
-    call_id: CallId
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: str
     """As JSON."""
-    id: str | None = None
-    status: str | None = None
-    namespace: CallId | None = None
-    """The namespace that the function is in."""
-    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
 
     @property
     def function(self) -> dict[str, str]:
         """The call as the model sees it."""
-        return {"name": qualify_name(self.name, self.namespace), "arguments": self.arguments}
+        return {"name": self.qualified_name, "arguments": self.arguments}
 
 
-class InputCustomCall(StrictModel):
+class InputCustomCall(NamedCall):
     """A call of an earlier turn with a text in place of arguments; the model sees it as the argument `input`."""
 
     type: Literal["custom_tool_call"]
-    call_id: CallId
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     input: str
-    id: str | None = None
-    status: str | None = None
-    namespace: CallId | None = None
-    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
 
     @property
     def function(self) -> dict[str, str]:
         """The call as the model sees it."""
-        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
-        return {"name": qualify_name(self.name, self.namespace), "arguments": arguments}
+        return {"name": self.qualified_name, "arguments": json.dumps({"input": self.input}, ensure_ascii=False)}
 
 
 class InputShellCall(StrictModel):
