@@ -47,7 +47,10 @@ def describe_items(response: Response) -> list[tuple[str, str, str]]:
     """Return type, text and status of each item."""
     found: list[tuple[str, str, str]] = []
     for item in response.output:
-        text = f"{item.name}({item.arguments})" if item.type == "function_call" else item.content[0].text
+        if item.type == "custom_tool_call":
+            text = item.input
+        else:
+            text = f"{item.name}({item.arguments})" if item.type == "function_call" else item.content[0].text
         found.append((item.type, text, item.status))
     return found
 
@@ -295,6 +298,7 @@ def test_the_model_knows_functions_of_a_namespace_by_qualified_names() -> None:
     [
         (NAMESPACE, {"type": "function", "name": "g"}, "names 'g', which is not in 'tools'"),
         ({"type": "web_search"}, "required", "asks for a call, and there are no functions"),
+        (NAMESPACE, {"type": ["web_search"]}, "it is 'none', 'auto', 'required'"),
     ],
 )
 def test_a_choice_that_no_function_fits_is_refused(tool: Any, choice: Any, message: str) -> None:
