@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, TypeAdapter
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.openai.answer_parser import AnswerPiece
+from penstock.ingest.openai.answer_parser import MAX_NAME_CHARS, AnswerPiece
 from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
 from penstock.ingest.openai.custom_tools import TextReader, list_custom_names, write_arguments
 from penstock.ingest.openai.endpoint import StreamMeta
@@ -247,6 +247,9 @@ class ChatTurns:
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
     def _add_call(self, item: InputCall | InputCustomCall | InputShellCall) -> None:
+        if len(item.function["name"]) > MAX_NAME_CHARS:
+            message = f"The namespace and the name of a call may have {MAX_NAME_CHARS} characters together."
+            raise ApiError(400, message, param="input", code="invalid_value")
         answer = self._answer or self._begin_answer()
         call = {"id": item.call_id, "type": "function", "function": item.function}
         answer.setdefault("tool_calls", []).append(call)
