@@ -56,7 +56,7 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     "a stored prompt": (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", UNSUPPORTED),
     "an effort": (RESPONSES, {"reasoning": {"effort": "most"}}, "reasoning.effort", INVALID),
     "a tool of a response that writes no JSON": (
-        RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools.0", INVALID,
+        RESPONSES, {"tools": [{"type": "computer", "name": "f"}]}, "tools.0", INVALID,
     ),
     "a search of a response that is demanded": (
         RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice",

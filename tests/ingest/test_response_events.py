@@ -47,7 +47,10 @@ def describe_items(response: Response) -> list[tuple[str, str, str]]:
     """Return type, text and status of each item."""
     found: list[tuple[str, str, str]] = []
     for item in response.output:
-        text = f"{item.name}({item.arguments})" if item.type == "function_call" else item.content[0].text
+        if item.type == "custom_tool_call":
+            text = item.input
+        else:
+            text = f"{item.name}({item.arguments})" if item.type == "function_call" else item.content[0].text
         found.append((item.type, text, item.status))
     return found
 

@@ -21,8 +21,8 @@ from penstock.messages import GrammarSpec
 _PLAIN_CALL = {"type": "function", "function": "{content}"}
 """The form in which a template writes a call of JSON with a name and arguments."""
 _CANNOT_BE_HELD = (
-    "the model writes calls in a form that cannot be held to a grammar: send its tools without 'strict', "
-    "'parallel_tool_calls', a form of the answer, and a 'tool_choice' other than 'auto' and 'none'"
+    "the model writes calls in a form that cannot be held to a grammar: send its tools without 'strict', a grammar of "
+    "a custom tool, 'parallel_tool_calls', a form of the answer, and a 'tool_choice' other than 'auto' and 'none'"
 )
 TOOLS_PATH = "#/tools/"
 """With which the path of a keyword in a tool's schema begins."""

@@ -3,7 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from penstock.client.core import Answer
 from penstock.grammar.tools import ConstrainedCalls
@@ -21,6 +30,15 @@ from penstock.ingest.openai.body import (
     unsupported_value,
 )
 from penstock.ingest.openai.completions import ChoicesAnswer, CompletionChunks, make_choices_answer
+from penstock.ingest.openai.custom_tools import (
+    CUSTOM,
+    PlainFormat,
+    TextGrammar,
+    TextReader,
+    list_custom_names,
+    make_function,
+    write_arguments,
+)
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.sse import SseEvent
 from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
@@ -31,10 +49,12 @@ from penstock.ingest.openai.tools import (
     CallChoice,
     ChoiceMode,
     FunctionKind,
+    FunctionName,
     NamedTool,
     ReasoningEffort,
     TemplateVariables,
     ToolFunction,
+    ToolName,
     check_tool_options,
     constrain_functions,
     join_text_parts,
@@ -55,12 +75,39 @@ class CalledFunction(StrictModel):
     """As JSON."""
 
 
-class MessageToolCall(StrictModel):
-    """A call in an assistant's message."""
+class MessageFunctionCall(StrictModel):
+    """A call of a function in an assistant's message."""
 
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class CalledCustomTool(StrictModel):
+    """The custom tool of a call."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    input: str
+
+
+class MessageCustomCall(StrictModel):
+    """A call of a custom tool in an assistant's message; the model sees its text as the argument `input`."""
+
+    id: ShortText
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+
+def _find_tag(one: Any) -> str:
+    """Return which model a tool or a call is of; a call may have no type."""
+    kind = one.get("type") if isinstance(one, Mapping) else getattr(one, "type", None)
+    return "tagged-custom" if kind == CUSTOM else "tagged-function"
+
+
+MessageToolCall = Annotated[
+    Annotated[MessageFunctionCall, Tag("tagged-function")] | Annotated[MessageCustomCall, Tag("tagged-custom")],
+    Discriminator(_find_tag),
+]
 
 
 class Tool(FunctionKind):
@@ -69,12 +116,65 @@ class Tool(FunctionKind):
     function: ToolFunction
 
 
+class GrammarFormat(StrictModel):
+    """A grammar for the text of calls."""
+
+    type: Literal["grammar"]
+    grammar: TextGrammar
+
+
+class CustomToolFields(StrictModel):
+    """A custom tool."""
+
+    name: ToolName
+    description: str | None = None
+    format: Annotated[PlainFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    """What the text of a call may be: any, or what a grammar allows."""
+
+
+class CustomTool(StrictModel):
+    """A tool whose calls have a text in place of arguments."""
+
+    type: Literal["custom"]
+    custom: CustomToolFields
+
+    def make_function(self) -> Tool:
+        """Return the function that it is to the model."""
+        form = self.custom.format
+        grammar = form.grammar if isinstance(form, GrammarFormat) else None
+        function = make_function(self.custom.name, self.custom.description, grammar)
+        return Tool(type="function", function=ToolFunction(**function))
+
+
+OfferedTool = Annotated[
+    Annotated[Tool, Tag("tagged-function")] | Annotated[CustomTool, Tag("tagged-custom")], Discriminator(_find_tag)
+]
+
+
+class NamedCustomTool(StrictModel):
+    """The custom tool that is to be called."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+    @property
+    def function(self) -> FunctionName:
+        """The function that it is to the model."""
+        return self.custom
+
+
+NamedChoice = Annotated[
+    Annotated[NamedTool, Tag("tagged-function")] | Annotated[NamedCustomTool, Tag("tagged-custom")],
+    Discriminator(_find_tag),
+]
+
+
 class AllowedFunctions(StrictModel):
     """Functions that may be called."""
 
     mode: Literal["auto", "required"]
     """`required`: one of them is called."""
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(StrictModel):
@@ -87,6 +187,7 @@ class AllowedTools(StrictModel):
 ToolChoice = Annotated[
     Annotated[ChoiceMode, Tag("tagged-mode")]
     | Annotated[NamedTool, Tag("tagged-function")]
+    | Annotated[NamedCustomTool, Tag("tagged-custom")]
     | Annotated[AllowedTools, Tag("tagged-allowed_tools")],
     TOOL_CHOICE,
 ]
@@ -128,7 +229,7 @@ class ChatBody(CompletionsBody):
     """Return the log probability of each token."""
     top_logprobs: NumTopLogprobs | None = None
     """Return as well the log probabilities of this many likeliest tokens."""
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     """The tools that the model may call. It must have a response template, to tell its calls from text."""
     tool_choice: ToolChoice | None = None
     """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
@@ -170,7 +271,7 @@ class ChatBody(CompletionsBody):
     def call_choice(self) -> CallChoice:
         """The choice that `tool_choice` and `parallel_tool_calls` make."""
         choice, is_single = self.tool_choice, self.parallel_tool_calls is False
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, (NamedTool, NamedCustomTool)):
             return CallChoice(True, [choice.function.name], True)
         if isinstance(choice, AllowedTools):
             names = [tool.function.name for tool in choice.allowed_tools.tools]
@@ -186,8 +287,9 @@ class ChatBody(CompletionsBody):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools of which the model is told."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools of which the model is told, as functions."""
+        offered = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.make_function() if isinstance(tool, CustomTool) else tool for tool in offered]
 
     @property
     def num_choices(self) -> int:
@@ -288,7 +390,7 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_calls:
-        turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        turn["tool_calls"] = [_make_function_call(call).model_dump() for call in message.tool_calls]
     if message.role == "tool":
         turn["tool_call_id"] = message.tool_call_id
     if message.reasoning_content and is_assistant:
@@ -296,15 +398,28 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
     return turn
 
 
-def _make_calls(meta: StreamMeta, choice: int, first: int, calls: Sequence[tuple[str, str]]) -> list[MessageToolCall]:
-    """Return calls of an answer, the first of which has the index `first`. Their ids follow from the request's."""
-    name = meta.request_ids[choice].removeprefix(ChatEndpoint.id_prefix)
+def _make_function_call(call: MessageToolCall) -> MessageFunctionCall:
+    """Return a call as the model sees it."""
+    if isinstance(call, MessageFunctionCall):
+        return call
+    function = CalledFunction(name=call.custom.name, arguments=write_arguments(call.custom.input))
+    return MessageFunctionCall(id=call.id, function=function)
+
+
+def _make_call(meta: StreamMeta, choice: int, number: int, name: str, text: str) -> MessageToolCall:
+    """Return a call of an answer by its arguments or, of a custom tool, text. Its id follows from the request's."""
+    call_id = make_call_id(meta.request_ids[choice].removeprefix(ChatEndpoint.id_prefix), number)
+    if name in list_custom_names(meta.options):
+        called = CalledCustomTool.model_construct(name=name, input=text)
+        return MessageCustomCall(id=call_id, type="custom", custom=called)
+    return MessageFunctionCall(id=call_id, function=CalledFunction.model_construct(name=name, arguments=text))
+
+
+def _make_calls(meta: StreamMeta, choice: int, calls: Sequence[tuple[str, str]]) -> list[MessageToolCall]:
+    custom = list_custom_names(meta.options)
     return [
-        MessageToolCall(
-            id=make_call_id(name, first + number),
-            function=CalledFunction.model_construct(name=called, arguments=arguments),
-        )
-        for number, (called, arguments) in enumerate(calls)
+        _make_call(meta, choice, number, name, TextReader().add_text(text, is_last=True) if name in custom else text)
+        for number, (name, text) in enumerate(calls)
     ]
 
 
@@ -318,7 +433,7 @@ def _make_choice(meta: StreamMeta, index: int, answer: Answer) -> ChatChoice:
         message = ChatMessageOut(
             content=part.content if part.content or not part.calls else None,
             reasoning_content=part.reasoning or None,
-            tool_calls=_make_calls(meta, index, 0, part.calls) or None,
+            tool_calls=_make_calls(meta, index, part.calls) or None,
         )
         reason = _find_reason(parser, reason)
     return ChatChoice(
@@ -360,6 +475,9 @@ class ParsedChatChunks(ChatChunks):
         super().__init__(meta)
         self._meta = meta
         self._parsers = [cast("AnswerParser", make_parser(meta)) for _ in meta.request_ids]
+        self._custom_names = list_custom_names(meta.options)
+        self._readers: list[TextReader | None] = [None for _ in meta.request_ids]
+        """By choice: that of the call under way, if it is a custom tool's."""
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """Return what a token tells, with its log probability if that was asked for."""
@@ -387,9 +505,12 @@ class ParsedChatChunks(ChatChunks):
         for piece in pieces:
             if piece.name:
                 number += 1
-                (call,) = _make_calls(self._meta, index, number, [(piece.name, piece.text)])
-                told = call.model_dump()
+                self._readers[index] = TextReader() if piece.name in self._custom_names else None
+            reader = self._readers[index]
+            text = piece.text if reader is None else reader.add_text(piece.text, is_last=piece.is_last)
+            if piece.name:
+                told = _make_call(self._meta, index, number, piece.name, text).model_dump()
             else:
-                told = {"function": {"arguments": piece.text}}
+                told = {"function": {"arguments": text}} if reader is None else {"custom": {"input": text}}
             delta.setdefault("tool_calls", []).append({"index": number, **told})
         return delta

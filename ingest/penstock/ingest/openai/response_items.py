@@ -9,6 +9,7 @@ from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, Ty
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.answer_parser import MAX_NAME_CHARS, AnswerPiece
 from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
+from penstock.ingest.openai.custom_tools import TextReader, list_custom_names, write_arguments
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.tokens import TokenLogprobs
 from penstock.ingest.openai.tools import (
@@ -89,7 +90,7 @@ class InputCustomCall(NamedCall):
     @property
     def function(self) -> dict[str, str]:
         """The call as the model sees it."""
-        return {"name": self.qualified_name, "arguments": json.dumps({"input": self.input}, ensure_ascii=False)}
+        return {"name": self.qualified_name, "arguments": write_arguments(self.input)}
 
 
 class InputShellCall(StrictModel):
@@ -256,6 +257,9 @@ class ChatTurns:
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
     def _add_call(self, item: InputCall | InputCustomCall | InputShellCall) -> None:
+        if len(item.function["name"]) > MAX_NAME_CHARS:
+            message = f"The namespace and the name of a call may have {MAX_NAME_CHARS} characters together."
+            raise ApiError(400, message, param="input", code="invalid_value")
         answer = self._answer or self._begin_answer()
         call = {"id": item.call_id, "type": "function", "function": item.function}
         answer.setdefault("tool_calls", []).append(call)
@@ -311,6 +315,18 @@ class OutputCall(BaseModel):
     status: ItemStatus
 
 
+class OutputCustomCall(BaseModel):
+    """A custom tool that the model calls."""
+
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    call_id: str
+    """The id that a `custom_tool_call_output` names."""
+    name: str
+    input: str
+    status: ItemStatus
+
+
 class ReasoningText(BaseModel):
     """The text of reasoning."""
 
@@ -329,7 +345,7 @@ class OutputReasoning(BaseModel):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 ToldEvent = tuple[str, dict[str, Any]]
 """An event of a stream: its name without `response.`, and its fields without type and number."""
 
@@ -352,6 +368,9 @@ class OutputBuilder:
         self._meta, self._parser = meta, make_parser(meta)
         tools = meta.options.get("tools") or ()
         self._namespaces = {tool["name"] for tool in tools if tool.get("type") == NAMESPACE}
+        self._custom_names = list_custom_names(meta.options)
+        self._reader: TextReader | None = None
+        """That of the call under way, if it is a custom tool's."""
         self.items: list[OutputItem] = []
         """Those that are complete."""
         self.num_reasoning_tokens = 0
@@ -394,7 +413,10 @@ class OutputBuilder:
     def _add_piece(self, piece: AnswerPiece) -> list[ToldEvent]:
         if piece.kind == "call":
             begun = self._close_item("completed") + self._open_call(piece.name) if piece.name else []
-            return begun + self._add_text(piece.text) + (self._close_item("completed") if piece.is_last else [])
+            text = piece.text
+            if self._reader is not None:
+                text = self._reader.add_text(text, is_last=piece.is_last)
+            return begun + self._add_text(text) + (self._close_item("completed") if piece.is_last else [])
         if self._open is not None and (piece.kind == "reasoning") == (self._open.type == "reasoning"):
             self._space = AnswerPiece("content", "")
             return self._add_text(piece.text)
@@ -427,6 +449,8 @@ class OutputBuilder:
             return [("reasoning_text.delta", {**self._fields(), "delta": text})]
         if isinstance(self._open, OutputCall):
             return [("function_call_arguments.delta", {**self._fields(), "delta": text})]
+        if isinstance(self._open, OutputCustomCall):
+            return [("custom_tool_call_input.delta", {**self._fields(), "delta": text})] if text else []
         assert self._open is not None, "its caller opened it"
         self._open.content[0].logprobs += [TokenLogprobs.model_validate(one) for one in logprobs]
         return [("output_text.delta", {**self._fields(), "delta": text, "logprobs": logprobs})]
@@ -440,6 +464,9 @@ class OutputBuilder:
         if isinstance(item, OutputCall):
             self._open, item.arguments = None, text
             return [("function_call_arguments.done", {**fields, "arguments": text}), self._complete_item(item)]
+        if isinstance(item, OutputCustomCall):
+            self._open, item.input = None, text
+            return [("custom_tool_call_input.done", {**fields, "input": text}), self._complete_item(item)]
         (part,) = item.content
         part.text = text
         done: dict[str, Any] = {"text": part.text}
@@ -455,12 +482,18 @@ class OutputBuilder:
 
     def _open_call(self, name: str) -> list[ToldEvent]:
         place = len(self.items)
-        number = sum(isinstance(item, OutputCall) for item in self.items)
+        number = sum(isinstance(item, (OutputCall, OutputCustomCall)) for item in self.items)
+        call_id = make_call_id(self._meta.id.removeprefix(ID_PREFIX), number)
+        self._reader = TextReader() if name in self._custom_names else None
+        if self._reader is not None:
+            item_id = make_item_id(self._meta, "custom_tool_call", place)
+            self._open = OutputCustomCall(id=item_id, call_id=call_id, name=name, input="", status="in_progress")
+            return [("output_item.added", {"output_index": place, "item": self._open.model_dump()})]
         namespace, _, member = name.partition(NAMESPACE_END)
         is_in_one = namespace in self._namespaces
         self._open = OutputCall(
             id=make_item_id(self._meta, "function_call", place),
-            call_id=make_call_id(self._meta.id.removeprefix(ID_PREFIX), number),
+            call_id=call_id,
             name=member if is_in_one else name,
             namespace=namespace if is_in_one else None,
             arguments="",
@@ -475,4 +508,4 @@ class OutputBuilder:
     def _fields(self) -> dict[str, Any]:
         assert self._open is not None, "a text belongs to an item"
         fields: dict[str, Any] = {"output_index": len(self.items), "item_id": self._open.id}
-        return fields if isinstance(self._open, OutputCall) else fields | {"content_index": 0}
+        return fields if isinstance(self._open, (OutputCall, OutputCustomCall)) else fields | {"content_index": 0}

@@ -25,6 +25,7 @@ from penstock.ingest.openai.body import (
     allow_only,
     unsupported_value,
 )
+from penstock.ingest.openai.custom_tools import CUSTOM, PlainFormat, TextGrammar, make_function
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.response_items import (
     ID_PREFIX,
@@ -82,25 +83,49 @@ class ToolNamespace(StrictModel):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
 
 
+class GrammarFormat(TextGrammar):
+    """A grammar for the text of calls."""
+
+    type: Literal["grammar"]
+
+
+class ResponseCustomTool(StrictModel):
+    """A tool whose calls have a text in place of arguments."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: Annotated[PlainFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    """What the text of a call may be: any, or what a grammar allows."""
+
+    def make_function(self) -> ResponseTool:
+        """Return the function that it is to the model."""
+        grammar = self.format if isinstance(self.format, GrammarFormat) else None
+        return ResponseTool(type="function", **make_function(self.name, self.description, grammar))
+
+
 def _find_tool_tag(tool: Any) -> str | None:
     """Return which model a tool is of; None where it is of none."""
     kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
-    return f"tagged-{kind}" if kind in ("function", NAMESPACE) else None
+    return f"tagged-{kind}" if kind in ("function", CUSTOM, NAMESPACE) else None
 
 
 OfferedTool = Annotated[
-    Annotated[ResponseTool, Tag("tagged-function")] | Annotated[ToolNamespace, Tag("tagged-namespace")],
+    Annotated[ResponseTool, Tag("tagged-function")]
+    | Annotated[ResponseCustomTool, Tag("tagged-custom")]
+    | Annotated[ToolNamespace, Tag("tagged-namespace")],
     Discriminator(
         _find_tool_tag,
         custom_error_type="unknown_tool",
-        custom_error_message="this server has only tools of the types 'function' and 'namespace'",
+        custom_error_message="this server has only tools of the types 'function', 'custom' and 'namespace'",
     ),
 ]
 
 
-class NamedResponseTool(FunctionKind):
+class NamedResponseTool(StrictModel):
     """The tool that is to be called."""
 
+    type: Literal["function", "custom"]
     name: ToolName
     namespace: Annotated[ToolName | None, Field(exclude_if=lambda namespace: namespace is None)] = None
     """The namespace that it is in, if it is in one."""
@@ -123,6 +148,7 @@ class AllowedResponseTools(StrictModel):
 ToolChoice = Annotated[
     Annotated[ChoiceMode, Tag("tagged-mode")]
     | Annotated[NamedResponseTool, Tag("tagged-function")]
+    | Annotated[NamedResponseTool, Tag("tagged-custom")]
     | Annotated[AllowedResponseTools, Tag("tagged-allowed_tools")],
     TOOL_CHOICE,
 ]
@@ -226,8 +252,8 @@ class ResponseBody(Body):
         """The tools of which the model is told, under the names by which it knows them."""
         offered = list[ResponseTool]()
         for tool in [] if self.tool_choice == "none" else self.tools or []:
-            if isinstance(tool, ResponseTool):
-                offered.append(tool)
+            if not isinstance(tool, ToolNamespace):
+                offered.append(tool.make_function() if isinstance(tool, ResponseCustomTool) else tool)
             else:
                 offered += [
                     member.model_copy(update={"name": qualify_name(member.name, tool.name)}) for member in tool.tools

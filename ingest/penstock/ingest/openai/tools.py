@@ -10,6 +10,7 @@ from pydantic import BaseModel, Discriminator, Field, StringConstraints
 from penstock.grammar.tools import ConstrainedCalls, ConstrainedTool, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser
 from penstock.ingest.openai.body import Body, StrictModel, invalid_value, unsupported_value
+from penstock.ingest.openai.custom_tools import CUSTOM, make_function
 from penstock.ingest.openai.endpoint import StreamMeta
 
 ROLES: Mapping[str, str] = {
@@ -65,18 +66,19 @@ def _find_choice_tag(choice: Any) -> str | None:
     if isinstance(choice, str):
         return "tagged-mode" if choice in ("none", "auto", "required") else None
     kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", None)
-    return f"tagged-{kind}" if kind in ("function", "allowed_tools") else None
+    return f"tagged-{kind}" if kind in ("function", CUSTOM, "allowed_tools") else None
 
 
 TOOL_CHOICE = Discriminator(
     _find_choice_tag,
     custom_error_type="unknown_choice",
     custom_error_message=(
-        "it is 'none', 'auto', 'required', a function by its name, or functions of which the model may call some "
-        "(type 'allowed_tools')"
+        "it is 'none', 'auto', 'required', a tool by its name (type 'function' or 'custom'), or tools of which the "
+        "model may call some (type 'allowed_tools')"
     ),
 )
-"""Tells the kinds of `tool_choice`: their tags are `tagged-mode`, `tagged-function` and `tagged-allowed_tools`."""
+"""Tells the kinds of `tool_choice`: their tags are `tagged-mode`, `tagged-function`, `tagged-custom` and
+`tagged-allowed_tools`."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,9 @@ def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
     for tool in () if options.get("tool_choice") == "none" else options.get("tools") or ():
         if tool.get("type") == NAMESPACE:
             offered += [member | {"name": qualify_name(member["name"], tool["name"])} for member in tool["tools"]]
+        elif tool.get("type") == CUSTOM:
+            function = make_function(tool.get(CUSTOM, tool)["name"], None, None)
+            offered.append({"type": "function", "function": function})
         else:
             offered.append(tool)
     return offered
