@@ -109,6 +109,8 @@ class Message(StrictModel):
     """The calls of an assistant's message."""
     reasoning_content: str | None = None
     """The assistant's reasoning before its message; most chat templates leave it out."""
+    reasoning: str | None = None
+    """Another name for `reasoning_content`, which vLLM has."""
     refusal: allow_only() = None  # type: ignore[valid-type]
     annotations: Refused = None
     function_call: Refused = None
@@ -287,8 +289,9 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
         turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     if message.role == "tool":
         turn["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content and message.role == "assistant":
-        turn["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning and message.role == "assistant":
+        turn["reasoning_content"] = reasoning
     return turn
 
 
