@@ -7,6 +7,7 @@ from itertools import count, islice
 from typing import Any
 
 from penstock.client.core import make_request
+from penstock.grammar.tools import ENDPOINT_TEMPLATE, MARK
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
 from penstock.ingest.openai.chat import CHAT, ChatBody
 from penstock.messages import Request
@@ -62,7 +63,11 @@ def parse_answer(request: Request, texts: Iterable[str]) -> AnswerPart:
     """Return the calls, reasoning and content that a reader of these pieces of an answer is told."""
     if not request.sampling.special_text:
         return AnswerPart([AnswerPiece("content", "".join(texts))])
-    parser = AnswerParser(_read_response_template(), (request.chat_template_kwargs or {}).get("tools") or ())
+    texts, tools = list(texts), (request.chat_template_kwargs or {}).get("tools") or ()
+    if MARK in "".join(texts):  # only endpoints' answers have it
+        parser = AnswerParser(ENDPOINT_TEMPLATE, tools, "held")
+    else:
+        parser = AnswerParser(_read_response_template(), tools)
     parts = [parser.add_text(text) for text in texts]
     return sum([*parts, parser.end("")], AnswerPart())
 

@@ -1,8 +1,9 @@
 """A server with OpenAI's API that counts instead of thinking, and fails as it is told.
 
 The answer to a prompt that ends with `|` is ` 0 1 2 …`, a number in each piece, as many as `max_tokens`. Asked to go on
-behind ` 0 1`, it continues with ` 2`: so a text in which a number is missing, or comes twice, tells what was lost. As a
-process: `python -m sim.endpoint PORT [PAUSE_S]`.
+behind ` 0 1`, it continues with ` 2`: so a text in which a number is missing, or comes twice, tells what was lost. A
+chat with tools is told three numbers, and calls each tool once; where its last turn has the word `think`, there is
+reasoning before. As a process: `python -m sim.endpoint PORT [PAUSE_S]`.
 """
 
 import contextlib
@@ -11,12 +12,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self
 
 MODEL = "counting"
+NUM_TOLD = 3
+"""The numbers that are told before calls."""
+Choice = dict[str, Any]
+"""A chunk's choice, without its index."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class CountingEndpoint:
         self.stream_headers = {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}
         self.delta_fields: dict[str, Any] = {}
         """What the first piece of a chat's answer has besides its text."""
+        self.write_choices: Callable[[dict[str, Any]], Sequence[Choice]] = call_tools
+        """Returns all choices of the answer to a chat with tools."""
         self.num_pieces: int | None = None
         """How many pieces an answer has, whatever was asked for; None for as many as were asked for."""
         self.end_fields: dict[str, Any] = {}
@@ -150,19 +157,20 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in endpoint.stream_headers.items():
             self.send_header(name, value)
         self.end_headers()
-        first, count = _count_so_far(body), endpoint.num_pieces or body.get("max_tokens") or 8
-        end: dict[str, Any] = {"finish_reason": "length"}
-        for index in range(count):
-            if f" {first + index}" in (body.get("stop") or ()):
-                end = {"finish_reason": "stop", "stop_reason": f" {first + index}"}
-                break
+        if body.get("tools"):
+            *choices, end = endpoint.write_choices(body)
+        else:
+            choices, end = self._count(body)
+        for index, choice in enumerate(choices):
             if fault is not None and index == fault.after:
                 self._fail(fault)
                 return []
             endpoint.gate.wait()
             time.sleep(endpoint.pause_s)
-            delta = {"content": f" {first + index}"} | (endpoint.delta_fields if index == 0 else {})
-            self._send_event({"choices": [{"index": 0, "delta": delta} if is_chat else {"text": delta["content"]}]})
+            delta = choice["delta"] | (endpoint.delta_fields if index == 0 else {})
+            told = {"index": 0, **choice, "delta": delta} if is_chat else {"text": delta["content"]}
+            self._send_event({"choices": [told]})
+        count = len(choices)
         ends = [_encode_event({"choices": [{"index": 0, "delta": {}, "text": "", **end, **endpoint.end_fields}]})]
         if endpoint.with_usage and (body.get("stream_options") or {}).get("include_usage"):
             prompt = len(str(body.get("prompt") or body.get("messages")).split())
@@ -170,6 +178,14 @@ class _Handler(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
             ends.append(_encode_event({"choices": [], "usage": usage | details | endpoint.usage_fields}))
         return [*ends, b"data: [DONE]\n\n", b""]
+
+    def _count(self, body: dict[str, Any]) -> tuple[list[Choice], Choice]:
+        """Return the choices that count, and the fields of the last one."""
+        first, count = _count_so_far(body), self.server.endpoint.num_pieces or body.get("max_tokens") or 8
+        texts = [f" {first + index}" for index in range(count)]
+        stop = next((index for index, text in enumerate(texts) if text in (body.get("stop") or ())), None)
+        end = {"finish_reason": "length"} if stop is None else {"finish_reason": "stop", "stop_reason": texts[stop]}
+        return [{"delta": {"content": text}} for text in texts[:stop]], end
 
     def _fail(self, fault: Fault) -> None:
         """Do what a fault says. The connection ends then."""
@@ -207,6 +223,28 @@ def _count_so_far(body: dict[str, Any]) -> int:
         return len(body["messages"][-1]["content"].split()) if body.get("continue_final_message") else 0
     prompt = body["prompt"]
     return len(prompt.partition("|")[2].split()) if isinstance(prompt, str) else 0
+
+
+def call_tools(body: dict[str, Any]) -> list[Choice]:
+    """Return the choices of an answer that reasons, counts to `NUM_TOLD`, and calls each tool, in pieces in turns."""
+    asked = next(turn["content"] for turn in reversed(body["messages"]) if turn["role"] != "assistant")
+    first = _count_so_far(body)
+    thoughts = ["I", " must", " count."] if "think" in asked and first == 0 else []
+    deltas: list[dict[str, Any]] = [{"reasoning_content": text} for text in thoughts]
+    deltas += [{"content": f" {number}"} for number in range(first, NUM_TOLD)]
+    names = [tool["function"]["name"] for tool in body["tools"]]
+    heads = [{"id": f"theirs-{index}", "function": {"name": name, "arguments": ""}} for index, name in enumerate(names)]
+    rows = [heads] + [
+        [{"function": {"arguments": text[place : place + 3]}} for text in map(write_arguments, names)]
+        for place in range(0, max(map(len, map(write_arguments, names))), 3)
+    ]
+    deltas += [{"tool_calls": [{"index": index, **call}]} for row in rows for index, call in enumerate(row)]
+    return [*({"delta": delta} for delta in deltas), {"finish_reason": "tool_calls"}]
+
+
+def write_arguments(name: str) -> str:
+    """Return the arguments with which a tool is called."""
+    return f'{{"of": "{name}", "n": [1, 2.0]}}'
 
 
 def write_numbers(count: int) -> str:

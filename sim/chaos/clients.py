@@ -18,11 +18,22 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError, StreamTimeout
-from penstock.messages import EndEvent, GrammarSpec, Request, Sampling, TokenEvent, encode_request, now_s
+from penstock.grammar.tools import CALL_CLOSE, CALL_OPEN
+from penstock.messages import (
+    ChatMessage,
+    EndEvent,
+    GrammarSpec,
+    Request,
+    Sampling,
+    TokenEvent,
+    encode_request,
+    now_s,
+)
 from penstock.names import Pipeline, piece_token
 from sim.chaos.history import History
 from sim.chaos.poison import POISON, name_poison, poison_request
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
+from sim.endpoint import NUM_TOLD, write_arguments
 from sim.workload import (
     ExpectedAnswer,
     ModelLoader,
@@ -64,7 +75,7 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     """Return requests that are sent repeatedly under other ids, with their answers.
 
     Every eighth has one token, every third a grammar, and every third asks that its KV is retained; with the load
-    `tools` all others offer tools. Those to servers that count have none of that.
+    `tools` all others offer tools. Of those to servers that count every third offers tools, and none has a grammar.
     """
     if load == "endpoint":
         return [_count_numbers(number, max_tokens) for number in range(NUM_KNOWN_REQUESTS)]
@@ -83,10 +94,27 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
 
 def _count_numbers(number: int, max_tokens: int) -> tuple[Request, ExpectedAnswer]:
     """Return a request to a server that counts, and its answer. Each piece of text stands for a token in the log."""
+    if number % 3 == 0:
+        return _ask_for_calls(number, max_tokens)
     count = 1 if number % 8 == 0 else max_tokens
     pieces = [f" {one}" for one in range(count)]
     request = Request(id=f"chaos-{number}", prompt=f"{number}|", sampling=Sampling(max_tokens=count, temperature=0.0))
     return request, ExpectedAnswer([piece_token(piece) for piece in pieces], "".join(pieces), "length")
+
+
+def _ask_for_calls(number: int, max_tokens: int) -> tuple[Request, ExpectedAnswer]:
+    """Return a request to a server that counts and then calls, and its answer. All calls are one piece."""
+    names = ["first", "second"][: 1 + number % 2]
+    calls = [f'{CALL_OPEN}{{"name": "{name}", "arguments": {write_arguments(name)}}}{CALL_CLOSE}' for name in names]
+    pieces = [*(f" {one}" for one in range(NUM_TOLD)), "".join(calls)]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    request = Request(
+        id=f"chaos-{number}",
+        messages=[ChatMessage(role="user", content=f"{number}|")],
+        chat_template_kwargs={"tools": tools},
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, special_text=True),
+    )
+    return request, ExpectedAnswer([piece_token(piece) for piece in pieces], "".join(pieces), "stop")
 
 
 def _make_tool_requests(max_tokens: int) -> list[Request]:

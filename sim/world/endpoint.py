@@ -1,7 +1,8 @@
 """Servers with OpenAI's API that misbehave, in place of the connections of an endpoint worker.
 
 A prompt says what its answer is: that to `count 3|` is ` 0 1 2`, and behind `count 3| 0` it goes on with ` 1`. Another
-word than `count` says what is wrong with each answer to it. What is wrong with any answer is drawn.
+word than `count` says what is wrong with each answer to it. A chat that begins with `call` is answered by a call, in
+pieces. What is wrong with any answer is drawn.
 """
 
 import email.message
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.grammar.tools import CALL_CLOSE, CALL_OPEN
 from sim.world.runtime import SimEvent, World
 
 REFUSED = {"refuse": "invalid_request", "abort": "model_error", "filter": "model_error", "break": "model_error"}
@@ -41,7 +43,14 @@ SILENCE_S = 5.0
 
 def make_text(prompt: str) -> str:
     """Return the whole text of the answer to a prompt."""
+    if prompt.startswith("call"):
+        return f'{CALL_OPEN}{{"name": "f", "arguments": {make_arguments(prompt)}}}{CALL_CLOSE}'
     return "".join(f" {number}" for number in range(int(prompt.rsplit(maxsplit=1)[-1].rstrip("|"))))
+
+
+def make_arguments(prompt: str) -> str:
+    """Return the arguments of the call that answers a chat."""
+    return json.dumps({"text": make_text(prompt.replace("call", "count"))})
 
 
 @dataclass
@@ -103,7 +112,7 @@ class EndpointConnection:
     def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Ask."""
         chance, asked, fault = self._servers.chance, json.loads(body), self._servers.draw_fault()
-        words, _, text = asked["prompt"].partition("|")
+        words, _, text = (asked.get("prompt") or asked["messages"][-1]["content"]).partition("|")
         kind = words.split()[0]
         if fault == "away":
             self._servers.away_until_s = self._servers.world.now_s + chance.uniform(0.5, 10.0)
@@ -120,7 +129,8 @@ class EndpointConnection:
                 self.headers["Retry-After"] = wait
             self._pieces = iter([json.dumps(ERROR).encode()])
             return
-        self._pieces = self._write_answer(kind, make_text(words)[len(text) :], fault)
+        whole = make_arguments(words) if kind == "call" else make_text(words)
+        self._pieces = self._write_answer(kind, whole[len(text) :], fault)
 
     def getresponse(self) -> "EndpointConnection":
         """Return the response."""
@@ -153,7 +163,7 @@ class EndpointConnection:
             if kind == "break" and place:
                 yield b'data: {"error": "broken"}\n\n'
                 return
-            yield _make_line(text[place : place + size], None)
+            yield _make_line(text[place : place + size], None, is_call=kind == "call")
             place += size
         if fault != "no end":
             line = _make_line("", end)
@@ -179,6 +189,9 @@ class EndpointConnection:
             raise ConnectionAbortedError("closed")
 
 
-def _make_line(text: str, reason: str | None) -> bytes:
+def _make_line(text: str, reason: str | None, *, is_call: bool = False) -> bytes:
     choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
+    if is_call:
+        call = {"index": 0, "function": {"name": "f", "arguments": text}}
+        choice["delta"] = {"tool_calls": [call]}
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()

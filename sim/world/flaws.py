@@ -371,6 +371,11 @@ FLAWS = (
         "if seq.num_made > seq.most_pieces:", "if True:",
     ),
     Flaw(
+        "calls that were cut are told", f"{ENDPOINT}/reply.py",
+        'raise _FailedError(Failed("lost", "the answer was cut"',
+        'self._report_pieces(self._writer.end())\n            raise _FailedError(Failed("lost", "the answer was cut"',
+    ),
+    Flaw(
         "a batch's line whose model is not seen for a minute is unknown", f"{INGEST}/batch/answer.py",
         "            with suppress(BusUnavailable, ApiError):\n"
         "                return await self._pipelines.find_pipeline(model)\n",

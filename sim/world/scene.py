@@ -30,6 +30,7 @@ from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.metering import add_sums, parse_day_sums
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import (
+    ChatMessage,
     EndEvent,
     Request,
     Result,
@@ -701,16 +702,22 @@ class Scene:
         self, number: int, request: Request, may: list[str], chance: random.Random
     ) -> tuple[Request, list[str]]:
         """Return a request for endpoints, and the errors that may end it."""
-        kind = chance.choice([*REFUSED, *["count"] * 12])
+        kind = chance.choice([*REFUSED, *["count"] * 8, *["call"] * 4])
         word = f"refuse {REFUSALS[number % len(REFUSALS)]}" if kind == "refuse" else kind
         prompt = f"{word} {1000 if kind == 'break' else chance.choice([1, 5, 30])}|"
         sampling = request.sampling.model_copy(update={"max_tokens": 200, "tell_stop": True})
-        made = request.model_copy(update={"token_ids": None, "prompt": prompt, "sampling": sampling})
+        asked: dict[str, Any] = {"token_ids": None, "prompt": prompt, "sampling": sampling}
+        if kind == "call":
+            asked |= {"prompt": None, "messages": [ChatMessage(role="user", content=prompt)]}
+            asked["chat_template_kwargs"] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+            asked["sampling"] = sampling.model_copy(update={"special_text": True})
+        made = request.model_copy(update=asked)
         return made, [*may, REFUSED.get(kind, "model_error"), *(["model_error"] if kind == "refuse" else [])]
 
     def _note_submitted(self, request: Request, may: list[str]) -> None:
-        if request.prompt is not None:
-            text = "" if request.prompt.split()[0] in REFUSED else make_text(request.prompt)
+        prompt = request.messages[0].content if request.messages else request.prompt
+        if prompt is not None:
+            text = "" if prompt.split()[0] in REFUSED else make_text(prompt)
             self._note(
                 {"what": "submitted", "id": request.id, "tokens": [], "text": text, "calls": [], "finish": "stop",
                  "may": may}

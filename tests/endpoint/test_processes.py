@@ -1,24 +1,27 @@
-"""A stack of processes, as `penstock up --engine-kind openai` starts it: endpoint and gateway are killed."""
+"""A stack of processes, as `penstock up --engine-kind openai` starts it: endpoint, workers and gateway are killed."""
 
+import json
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from penstock.cli.up import build_endpoint_environment
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.names import Pipeline
-from sim.endpoint import MODEL, write_numbers
+from sim.endpoint import MODEL, NUM_TOLD, write_arguments, write_numbers
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S
 from tests.gateways import EventSource
 
 
-def start_endpoint(port: int) -> Child:
-    return start_child([sys.executable, "-m", "sim.endpoint", str(port), "0.01"], name="endpoint")
+def start_endpoint(port: int, pause_s: float = 0.01) -> Child:
+    return start_child([sys.executable, "-m", "sim.endpoint", str(port), str(pause_s)], name="endpoint")
 
 
 def test_endpoint_and_gateway_are_killed_and_come_back(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
@@ -59,4 +62,61 @@ def test_endpoint_and_gateway_are_killed_and_come_back(tmp_path: Path, redis_url
         assert chat.choices[0].message.content == write_numbers(4)
         assert chat.usage is not None
         assert chat.usage.completion_tokens == 4
+    endpoint.stop()
+
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "strict": True}} for name in ("f", "g")]
+CALLS = [(name, write_arguments(name)) for name in ("f", "g")]
+CHAT: dict[str, Any] = {
+    "model": MODEL, "messages": [{"role": "user", "content": "think, then call"}], "tools": TOOLS, "max_tokens": 200,
+}  # fmt: skip
+
+
+@pytest.mark.proof
+def test_endpoint_and_workers_are_killed_in_the_middle_of_calls(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    """Each reader is told of each call once, by each API; the agent's next turn has the calls in its history."""
+    port = find_free_port()
+    endpoint = start_endpoint(port, 0.05)
+    stack = ForkedStack(
+        tmp_path, pipeline=pipeline.name, redis=redis_url, prefill=0, decode=0, endpoint=2, gateway=find_free_port(),
+        environment=build_endpoint_environment([f"http://127.0.0.1:{port}"]),
+    )  # fmt: skip
+    with stack:
+        stack.wait_until_ready(PATIENCE_S)
+        url = f"{stack.gateway_url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", timeout=None, max_retries=0) as sdk:
+            for lost in ("endpoint", "worker"):
+                told = ""
+                with sdk.chat.completions.stream(**CHAT) as stream:
+                    for event in stream:
+                        told += event.delta if event.type == "content.delta" else ""
+                        if event.type == "content.delta" and told == write_numbers(NUM_TOLD):
+                            time.sleep(0.05)  # into the calls, which take a second
+                            if lost == "endpoint":
+                                endpoint.kill()
+                                endpoint = start_endpoint(port, 0.05)
+                            else:
+                                for worker in stack.workers:
+                                    assert worker.child is not None
+                                    worker.child.kill()
+                                stack.restart_dead()  # a restart may have to wait
+                                stack.wait_until_ready(PATIENCE_S)
+                    message = stream.get_final_completion().choices[0].message
+                calls = [(one.function.name, one.function.arguments) for one in message.tool_calls or ()]
+                assert (calls, message.content) == (CALLS, write_numbers(NUM_TOLD)), lost
+                assert message.model_extra == {"reasoning_content": "I must count."}
+            results = [{"role": "tool", "tool_call_id": one.id, "content": "5"} for one in message.tool_calls or ()]
+            turns = [*CHAT["messages"], message.model_dump(exclude_none=True, exclude={"parsed"}), *results]
+            last = sdk.chat.completions.create(**{**CHAT, "messages": turns, "tools": None, "max_tokens": 2})
+            assert last.choices[0].message.content == write_numbers(2)
+            flat: list[Any] = [{"type": "function", **one["function"]} for one in TOOLS]
+            response = sdk.responses.create(model=MODEL, input="think, then call", tools=flat)
+        kinds = ["reasoning", "message", "function_call", "function_call"]
+        assert [item.type for item in response.output] == kinds
+        asked = {**CHAT, "tools": [{"name": name, "input_schema": {"type": "object"}} for name in ("f", "g")]}
+        answer = httpx.post(f"{url}/messages", json=asked, timeout=None).json()
+        assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+        assert [block["input"] for block in answer["content"][2:]] == [json.loads(text) for _, text in CALLS]
     endpoint.stop()

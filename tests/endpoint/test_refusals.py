@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.endpoint_worker import engine
+from penstock.endpoint_worker.answer import AnswerWriter
 from penstock.endpoint_worker.endpoints import MAX_PAUSE_S, Endpoint
 from penstock.endpoint_worker.question import Question
 from penstock.endpoint_worker.reply import EndpointReply
@@ -65,7 +66,7 @@ REPLIES: dict[str, list[bytes | None]] = {
     "an error in the stream": [stream(PIECE, fail(None)), stream(PIECE, fail(404))],
     "an end for another": [
         stream(END.replace(b'"stop"', b'"abort"')), stream(END.replace(b'"stop"', b'"content_filter"')),
-        stream(PIECE.replace(b'"text": " 0"', b'"delta": {"tool_calls": [1]}')),
+        stream(PIECE.replace(b'"text": " 0"', b'"delta": {"function_call": [1]}')),
     ],
     "no connection": [],
 }  # fmt: skip
@@ -168,9 +169,11 @@ class Door:
 def door(line: EndpointPipeline, endpoint: CountingEndpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     """An answer that does not come is waited for but shortly."""
 
-    def ask(endpoint: Endpoint, question: Question, key: str, silence_s: float, report: Any) -> EndpointReply:
+    def ask(
+        endpoint: Endpoint, question: Question, writer: AnswerWriter, key: str, silence_s: float, report: Any
+    ) -> EndpointReply:
         is_silent = made.reply is None and b'"bad' in question.body
-        return EndpointReply(endpoint, question, key, 0.05 if is_silent else silence_s, report)
+        return EndpointReply(endpoint, question, writer, key, 0.05 if is_silent else silence_s, report)
 
     monkeypatch.setattr(engine, "EndpointReply", ask)
     made = Door(line, endpoint)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.client.core import StreamReader
-from penstock.endpoint_worker.reply import Piece
+from penstock.endpoint_worker.answer import Piece
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, now_s
 from penstock.names import piece_token
@@ -116,12 +116,12 @@ CASES = {
     "half a character in the stream": Case(
         "", "invalid_request", (Fault("error", status=400, message=HALF),) * 3, says="cannot read: \ufffd"
     ),
-    **{
-        f"an answer with {name}": Case(
-            "", "model_error", does={"delta_fields": {name: "x"}}, asked=CHAT, says=name, num_dead=1
-        )
-        for name in ("reasoning_content", "tool_calls")
-    },
+    "reasoning for a reader of text alone": Case(WHOLE, does={"delta_fields": {"reasoning": "x"}}, asked=CHAT),
+    "a field of calls that has none": Case(WHOLE, does={"delta_fields": {"tool_calls": "x"}}, asked=CHAT),
+    "a call as it was before tools": Case(
+        "", "model_error", does={"delta_fields": {"function_call": {"name": "f"}}}, asked=CHAT, says="function_call",
+        num_dead=1,
+    ),
     **{
         f"an end for {reason}": Case(
             WHOLE, "model_error", does={"end_fields": {"finish_reason": reason}}, num_asked=1, num_dead=1

@@ -26,6 +26,26 @@ _CANNOT_BE_HELD = (
 )
 TOOLS_PATH = "#/tools/"
 """With which the path of a keyword in a tool's schema begins."""
+MARK = "\ufdd0"
+"""Begins each mark in the text of an endpoint's answer. Unicode has it for such use: it is no character of any text."""
+THINK_OPEN, THINK_CLOSE = f"{MARK}<think>", f"{MARK}</think>"
+CALL_OPEN, CALL_CLOSE = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
+ENDPOINT_TEMPLATE: dict[str, Any] = {
+    "version": 1,
+    "defaults": {"role": "assistant"},
+    "start_anchor": f"{MARK}<assistant>",
+    "fields": {
+        "reasoning_content": {
+            "open": THINK_OPEN, "close": THINK_CLOSE, "content": "text", "repeats": True, "join": "",
+        },
+        "tool_calls": {
+            "open": CALL_OPEN, "close": CALL_CLOSE, "content": "json", "repeats": True, "transform": _PLAIN_CALL,
+        },
+        "content": {"content": "text", "repeats": True, "join": ""},
+    },
+}  # fmt: skip
+"""The response template of all models that endpoints serve: the form in which their workers write calls and reasoning.
+Gateways know an endpoint's model by it."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -130,6 +150,14 @@ def constrain_calls(
         is_parallel=is_parallel,
         answer=None if is_required else answer,
     )
+
+
+def leave_schemas(calls: ConstrainedCalls, num_offered: int) -> ConstrainedCalls | None:
+    """Return what is left of a constraint for an endpoint, which has the schemas with the offered tools; None where
+    nothing is.
+    """
+    is_free = not calls.is_required and calls.is_parallel and calls.answer is None and len(calls.tools) == num_offered
+    return None if is_free else replace(calls, tools=tuple(ConstrainedTool(one.name, None) for one in calls.tools))
 
 
 def begin_in_answer(spec: GrammarSpec, start: str) -> GrammarSpec:

@@ -21,9 +21,10 @@ from functools import partial
 from typing import Any
 
 from penstock.config.settings import EndpointSettings, RecordSettings
+from penstock.endpoint_worker.answer import AnswerWriter, Piece, ToldAnswer
 from penstock.endpoint_worker.endpoints import Endpoint, Endpoints, draw_pause_s
 from penstock.endpoint_worker.question import Question, build_question
-from penstock.endpoint_worker.reply import EndpointReply, Failed, Finished, Piece, Refused, ReplyEvent
+from penstock.endpoint_worker.reply import Begun, EndpointReply, Failed, Finished, Refused, ReplyEvent
 from penstock.engine.contract import Ended, Outcome
 from penstock.errors import AnswerInterrupted, ModelError, RequestError
 from penstock.failpoints import failpoint
@@ -86,7 +87,7 @@ class EndpointSequence:
     asked_s: float = 0.0
     """The time at which this answer was asked for, or else the last one."""
     num_pieces_before: int = 0
-    """Pieces so far when the answer was asked for: they were a part of its prompt."""
+    """Pieces so far when the answer was asked for."""
     num_failures: int = 0
     """Failures of endpoints at this request since an answer brought more pieces than each that failed before."""
     most_pieces: int = 0
@@ -276,22 +277,24 @@ class EndpointEngine:
             if endpoint is None or self._sequences.get(seq.id) is not seq:
                 continue
             with confine_error(seq.id, partial(self._end_with_error, seq)):
-                question = self._build_question(seq)
+                text = "".join(seq.pieces)
+                question = self._build_question(seq, text)
+                writer = AnswerWriter(seq.request, ToldAnswer.read(text))
                 seq.num_pieces_before = len(seq.pieces)
                 seq.asked_s, seq.was_crowded = self.endpoints.clock(), bool(endpoint.under_way)
                 answer = EndpointReply(
-                    endpoint, question, self.settings.key, self.settings.silence_s, self._report_event
+                    endpoint, question, writer, self.settings.key, self.settings.silence_s, self._report_event
                 )
                 endpoint.under_way.append(seq.asked_s)
                 seq.refusals.pop(endpoint, None)
                 seq.answer, self._by_answer[answer] = answer, seq
                 failpoint("endpoint.2.asked")
 
-    def _build_question(self, seq: EndpointSequence) -> Question:
-        """Return the question. Raises `AnswerInterrupted` if its text must not or cannot be continued."""
-        if seq.pieces and self.settings.interrupted != "continue":
+    def _build_question(self, seq: EndpointSequence, text: str) -> Question:
+        """Return the question behind a text. Raises `AnswerInterrupted` if it must not or cannot be continued."""
+        if text and self.settings.interrupted != "continue":
             raise AnswerInterrupted("it was cut when readers had seen a part of it")
-        return build_question(seq.request, self.settings.model, "".join(seq.pieces), len(seq.pieces))
+        return build_question(seq.request, self.settings.model, text, len(seq.pieces))
 
     def _report_event(self, answer: EndpointReply, event: ReplyEvent) -> None:
         """Hand over an event. An answer's thread calls this."""
@@ -302,13 +305,16 @@ class EndpointEngine:
 
     def _handle_event(self, seq: EndpointSequence, answer: EndpointReply, event: ReplyEvent) -> None:
         if isinstance(event, Piece):
-            self._add_piece(seq, answer, event.text)
+            self._add_piece(seq, answer, event)
+            return
+        if isinstance(event, Begun):
+            answer.endpoint.note_answer(seq.asked_s)
             return
         self._forget_answer(answer)
         match event:
             case Finished(reason, usage, stop):
                 answer.endpoint.note_answer(seq.asked_s)
-                counted = _subtract_prompt(usage, seq.num_pieces_before)
+                counted = _count_pieces(usage, seq.num_pieces_before, is_in_prompt=answer.question.is_continued)
                 self._end(seq, Outcome(reason, usage=counted, stop=stop))
             case Refused(error, has_begun):
                 if has_begun:
@@ -317,17 +323,17 @@ class EndpointEngine:
             case Failed():
                 self._handle_failure(seq, answer, event)
 
-    def _add_piece(self, seq: EndpointSequence, answer: EndpointReply, text: str) -> None:
+    def _add_piece(self, seq: EndpointSequence, answer: EndpointReply, piece: Piece) -> None:
         """Hand a piece of text over. A piece beyond `max_tokens` is dropped, and ends the answer."""
         if not seq.num_left:
             self._end(seq, Outcome("length"))
             return
         answer.endpoint.note_answer(seq.asked_s)
         seq.num_refusals = 0
-        seq.pieces.append(text)
+        seq.pieces.append(piece.text)
         if seq.num_made > seq.most_pieces:
             seq.num_failures = 0
-        self._pieces.append(SampledPiece(seq, text))
+        self._pieces.append(SampledPiece(seq, piece.text, piece.logprobs))
 
     def _handle_failure(self, seq: EndpointSequence, answer: EndpointReply, failed: Failed) -> None:
         """Send a request again, to any available endpoint, or end it.
@@ -395,12 +401,15 @@ class EndpointEngine:
             seq.answer = None
 
 
-def _subtract_prompt(usage: Usage | None, num_before: int) -> Usage | None:
-    """Return the tokens that an endpoint has counted, with text that it took for the prompt counted as answered."""
+def _count_pieces(usage: Usage | None, num_before: int, *, is_in_prompt: bool) -> Usage | None:
+    """Return the tokens that an endpoint has counted, and the pieces before as answered.
+
+    The endpoint counted them with the prompt if it went on behind them (`is_in_prompt`).
+    """
     if usage is None:
         return None
-    before = min(num_before, usage.prompt_tokens)
-    prompt = usage.prompt_tokens - before
+    before = min(num_before, usage.prompt_tokens) if is_in_prompt else num_before
+    prompt = usage.prompt_tokens - (before if is_in_prompt else 0)
     return Usage(
         prompt_tokens=prompt,
         cached_tokens=min(usage.cached_tokens, prompt),

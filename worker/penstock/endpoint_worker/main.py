@@ -8,6 +8,7 @@ from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.reply import list_models
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.errors import SettingsError
+from penstock.grammar.tools import ENDPOINT_TEMPLATE
 from penstock.ops.status import read_worker_status
 from penstock.redis.client import backoff_pauses
 from penstock.worker.heartbeat import Heartbeat
@@ -33,7 +34,7 @@ def run_endpoint_worker(*, next_name: bool = False) -> None:
         asked = settings.model_copy(update={"model": model})
         engine = EndpointEngine(endpoints, asked, process.settings.record, metrics.count_retry)
         log.info("worker %s sends requests to %s", process.name, ", ".join(one.url for one in endpoints.all))
-        process.serve(EndpointRole(process.pipeline, name, engine), metrics)
+        process.serve(EndpointRole(process.pipeline, name, engine), metrics, response_template=ENDPOINT_TEMPLATE)
 
 
 def check_only_kind(addresses: Addresses) -> None:

@@ -13,11 +13,13 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.endpoint_worker.answer import AnswerWriter, Piece
 from penstock.endpoint_worker.endpoints import MAX_TOLD_PAUSE_S, UNREACHABLE, Endpoint
 from penstock.endpoint_worker.question import Question
 from penstock.errors import (
@@ -44,15 +46,15 @@ MAX_INTERIM_ANSWERS = 16
 INVALID_STATUSES = (400, 403, 413, 415, 422, 451)
 """HTTP statuses that mean an invalid request, if the refusal is the request's fault."""
 BUSY_STATUSES = (429, 503)
+MAX_SILENCE_S = 20.0
+"""While nothing is told of an answer, readers get an empty piece each time after so long: they give up in silence."""
 CONTINUING_OWNERS = ("vllm", "sglang")
 """`owned_by` of the models of servers that have `continue_final_message`."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A further piece of an answer's text."""
-
-    text: str
+class Begun:
+    """The endpoint answers, with something that is told later or not at all."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Failed:
     """The error with which the request ends if the failure was its fault; None for a `ModelError`."""
 
 
-ReplyEvent = Piece | Finished | Refused | Failed
+ReplyEvent = Begun | Piece | Finished | Refused | Failed
 
 
 class _FailedError(Exception):
@@ -118,13 +120,15 @@ class EndpointReply:
         self,
         endpoint: Endpoint,
         question: Question,
+        writer: AnswerWriter,
         key: str,
         silence_s: float,
         report: "Callable[[EndpointReply, ReplyEvent], None]",
     ) -> None:
-        """`report` is called on the answer's thread with each event."""
+        """`writer` writes the answer. `report` is called on the answer's thread with each event."""
         self.endpoint, self.question = endpoint, question
         self.is_cut = False
+        self._writer, self._reported_s, self._has_begun = writer, time.monotonic(), False
         self._key, self._silence_s, self._report = key, silence_s, report
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -210,13 +214,34 @@ class EndpointReply:
             usage = read_usage(event) or usage
             # The question asked for one answer: a choice with another number is ignored.
             for choice in (one for one in event.get("choices") or () if one.get("index") in (None, 0)):
-                if text := read_text(choice):
-                    self._report(self, Piece(text))
+                self._report_pieces(self._write_choice(choice))
                 reason = read_finish_reason(choice) or reason
                 stop = replace_surrogates(told) if isinstance(told := choice.get("stop_reason"), str) else stop
         if reason is None:
             raise _FailedError(Failed("lost", "the answer was cut", is_lost=True))
+        self._report_pieces(self._writer.end())
         return Finished(reason, usage, stop)
+
+    def _write_choice(self, choice: Mapping[str, Any]) -> Sequence[Piece]:
+        delta = choice.get("delta")
+        if isinstance(delta, Mapping) and delta.get("function_call"):
+            raise _FailedError(Refused(ModelError("the endpoint calls by 'function_call', which was not asked for")))
+        try:
+            return self._writer.add_choice(choice)
+        except ModelError as error:
+            raise _FailedError(Refused(error)) from None
+
+    def _report_pieces(self, pieces: Sequence[Piece]) -> None:
+        now_s = time.monotonic()
+        if not pieces and self._writer.is_silent:
+            if not self._has_begun:
+                self._report(self, Begun())
+                self._has_begun = True
+            if now_s > self._reported_s + MAX_SILENCE_S:
+                pieces = [Piece("")]
+        for piece in pieces:
+            self._report(self, piece)
+            self._reported_s = now_s
 
 
 def open_connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
@@ -364,18 +389,6 @@ def _parse_event(value: bytes) -> Mapping[str, Any]:
     return event
 
 
-def read_text(choice: Mapping[str, Any]) -> str:
-    """Return the text of a choice. Raises `_FailedError` for an answer that has something besides."""
-    delta = choice.get("delta")
-    found = choice if not isinstance(delta, Mapping) else delta
-    for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
-        if found.get(name):
-            error = ModelError(f"the endpoint's answer has {name!r} beside its text: start it without that parser")
-            raise _FailedError(Refused(error))
-    text = found.get("content") if found is delta else found.get("text")
-    return replace_surrogates(text) if isinstance(text, str) else ""
-
-
 def read_finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
     """Return why an answer ended. Raises `_FailedError` for an end that is none."""
     reason = choice.get("finish_reason")
@@ -384,7 +397,7 @@ def read_finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
             return None
         case "length":
             return "length"
-        case "stop" | "eos_token" | "stop_sequence":
+        case "stop" | "eos_token" | "stop_sequence" | "tool_calls":
             return "stop"
         case "content_filter":
             raise _FailedError(Refused(ModelError("the endpoint's content filter ended the answer")))

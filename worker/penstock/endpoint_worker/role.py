@@ -20,14 +20,17 @@ from collections.abc import Collection
 from opentelemetry.context import Context
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
+from penstock.endpoint_worker.answer import ToldAnswer
 from penstock.endpoint_worker.engine import EndpointEngine, SampledPiece
 from penstock.endpoint_worker.question import check_request, estimate_prompt_tokens
 from penstock.engine.contract import Outcome, SampledToken
 from penstock.errors import AnswerInterrupted, RequestError, is_failure
+from penstock.grammar.tools import CALL_CLOSE
 from penstock.messages import (
     EndEvent,
     Job,
     Request,
+    Sampling,
     Timings,
     TokenEvent,
     Usage,
@@ -104,15 +107,18 @@ class EndpointRole(Role):
     # 2. Ask.
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
-        """Have the endpoints asked. Return False where the text so far is as long as the answer may be.
+        """Have the endpoints asked. Return False where the text so far is as long as the answer may be, or has calls:
+        these are written when all of the answer is there.
 
         Raises `AnswerInterrupted` where the operator wants no request to be asked for twice.
         """
         request = _request_of(task)
         if task.claim.attempts > 1 and self.engine.settings.interrupted == "fail":
             raise AnswerInterrupted("its worker was lost, and may have asked for it")
-        if len(task.log_events) >= request.sampling.max_tokens:
-            task.outcome = Outcome("length")
+        text = "".join(event.text for event in task.log_events)
+        is_whole = ToldAnswer.read(text).is_calling
+        if is_whole or len(task.log_events) >= request.sampling.max_tokens:
+            task.outcome = Outcome("stop" if is_whole and text.endswith(CALL_CLOSE) else "length")
             return False
         load.mean_prompt_tokens[task.priority_class].add(0.0)
         task.seq = self.engine.add_request(
@@ -126,7 +132,7 @@ class EndpointRole(Role):
         """Return the log event of a piece of text. Raises for what cannot be written, as it encodes the text."""
         assert isinstance(item, SampledPiece)
         before = task.log_events[-1] if task.is_in_flight else None
-        return task.claim.next_event(item.token_id, item.text, before=before)
+        return task.claim.next_event(item.token_id, item.text, item.logprobs, before)
 
     def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
         """Return False: there is no KV here."""
@@ -165,7 +171,10 @@ class EndpointRole(Role):
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
         """Return the result of the log; None where Redis lost the record between the claim and the reading."""
-        job = Job(id=task.id, job=task.name, priority_class=task.priority_class, tenant=task.tenant)
+        sampling = Sampling() if task.message is None else task.message.sampling
+        job = Job(
+            id=task.id, job=task.name, sampling=sampling, priority_class=task.priority_class, tenant=task.tenant
+        )  # fmt: skip
         return build_result_of_log(self.pipeline, task, job, self.model_name)
 
     def build_failed_output(self, task: Task) -> Outgoing:

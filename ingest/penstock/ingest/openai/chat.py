@@ -212,6 +212,8 @@ class Message(StrictModel):
     """The calls of an assistant's message."""
     reasoning_content: str | None = None
     """The assistant's reasoning before its message; most chat templates leave it out."""
+    reasoning: str | None = None
+    """Another name for `reasoning_content`, which vLLM has."""
     refusal: str | None = None
     """The text with which the assistant refused; it stands behind its content."""
     annotations: Refused = None
@@ -393,8 +395,9 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
         turn["tool_calls"] = [_make_function_call(call).model_dump() for call in message.tool_calls]
     if message.role == "tool":
         turn["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content and is_assistant:
-        turn["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning and is_assistant:
+        turn["reasoning_content"] = reasoning
     return turn
 
 

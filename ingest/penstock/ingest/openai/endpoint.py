@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields, make_request
 from penstock.errors import InvalidRequest
+from penstock.grammar.tools import ENDPOINT_TEMPLATE, leave_schemas
 from penstock.ingest.errors import ApiError, ErrorBody
 from penstock.ingest.openai.answer_parser import CallsForm
 from penstock.ingest.openai.body import Body, invalid_value, parse_body, unsupported_value
@@ -220,13 +221,14 @@ def use_response_template(
 ) -> AnswerForm:
     """Return the form of a body's answers, by the model's `template`, and have its requests tell all marks.
 
-    Where calls are held to a grammar, the requests get it.
+    Where calls are held to a grammar, the requests get it. An endpoint's worker writes the form of held calls in any
+    case, and the grammar tells it which calls the answer may have.
 
     Without a template answers are text; so they are where a grammar says what they are and there are no tools. Raises
     `ApiError` 400 where tools were given to a model without one, or calls cannot be held.
     """
-    has_tools = bool(getattr(body, "offered_tools", None))
-    if not endpoint.parses_answers or (body.find_grammar() is not None and not has_tools):
+    has_tools, is_endpoints = bool(getattr(body, "offered_tools", None)), template == ENDPOINT_TEMPLATE
+    if not endpoint.parses_answers or (body.find_grammar() is not None and not has_tools and not is_endpoints):
         return TEXT
     if template is None and getattr(body, "tools", None):
         raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
@@ -234,6 +236,8 @@ def use_response_template(
         return TEXT
     try:
         held = body.hold_calls(template)
+        if is_endpoints and held is not None:
+            held = leave_schemas(held, len(getattr(body, "offered_tools", ())))
         grammar = None if held is None else held.make_spec()
     except InvalidRequest as error:
         raise invalid_value("tools", str(error)) from None
@@ -245,6 +249,8 @@ def use_response_template(
         args["special_text"] = True
         if grammar is not None:
             args["grammar"] = grammar
+    if is_endpoints:
+        return AnswerForm(template, "held")
     if held is None:
         return AnswerForm(template)
     return AnswerForm(template, "held" if held.answer is None else "or_json", held.loose_names)

@@ -90,5 +90,8 @@ def encode_logprobs(told: Logprobs, token: int) -> dict[str, Any]:
 
 def encode_answer_logprobs(answer: Answer) -> list[dict[str, Any]]:
     """Return the `TokenLogprobs` of an answer's tokens as JSON data; none if they were not asked for."""
-    pairs = zip(answer.logprobs, answer.token_ids, strict=True) if answer.logprobs else ()
-    return [encode_logprobs(one, token) for one, token in pairs]
+    if not answer.logprobs:
+        return []
+    # An endpoint tells its tokens as text, without ids.
+    ids = answer.token_ids or [0] * len(answer.logprobs)
+    return [encode_logprobs(one, token) for one, token in zip(answer.logprobs, ids, strict=True)]
