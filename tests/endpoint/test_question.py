@@ -13,7 +13,7 @@ from penstock.endpoint_worker.reply import describe_error, parse_retry_after, re
 from penstock.errors import AnswerInterrupted, InvalidRequest, UnknownModel
 from penstock.grammar.tools import ENDPOINT_TEMPLATE, THINK_CLOSE, THINK_OPEN, ConstrainedTool, constrain_calls
 from penstock.ingest.openai.chat import CHAT as CHAT_ENDPOINT
-from penstock.ingest.openai.endpoint import build_request, use_response_template
+from penstock.ingest.openai.endpoint import AnswerForm, build_request, use_response_template
 from penstock.messages import Request, Sampling, now_s
 
 NEVER_SENT = {"logprobs", "prompt_logprobs", "special_text", "tell_stop"}
@@ -120,7 +120,7 @@ def test_a_chats_tools_and_what_is_said_of_them_reach_the_endpoint(given: dict[s
     body = CHAT_ENDPOINT.parse_body({"model": "served", "messages": CHAT, "tools": tools, **given})
     requests = CHAT_ENDPOINT.make_requests(body, "r")
     form = use_response_template(CHAT_ENDPOINT, body, requests, ENDPOINT_TEMPLATE)
-    assert form == (ENDPOINT_TEMPLATE, "held")
+    assert form == AnswerForm(ENDPOINT_TEMPLATE, "held")
     request = build_request(requests[0])
     check_request(request, "interactive", "served")
     asked = json.loads(build_question(request, "theirs").body)

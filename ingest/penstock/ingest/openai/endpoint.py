@@ -11,14 +11,14 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields, make_request
 from penstock.errors import InvalidRequest
-from penstock.grammar.tools import ENDPOINT_TEMPLATE, leave_schemas
+from penstock.grammar.tools import ENDPOINT_TEMPLATE, ConstrainedCalls, leave_schemas
 from penstock.ingest.errors import ApiError, ErrorBody
 from penstock.ingest.openai.answer_parser import CallsForm
 from penstock.ingest.openai.body import Body, invalid_value, parse_body, unsupported_value
@@ -235,9 +235,7 @@ def use_response_template(
     if template is None:
         return TEXT
     try:
-        held = body.hold_calls(template)
-        if is_endpoints and held is not None:
-            held = leave_schemas(held, len(getattr(body, "offered_tools", ())))
+        held = _hold_calls(body, template)
         grammar = None if held is None else held.make_spec()
     except InvalidRequest as error:
         raise invalid_value("tools", str(error)) from None
@@ -249,11 +247,17 @@ def use_response_template(
         args["special_text"] = True
         if grammar is not None:
             args["grammar"] = grammar
-    if is_endpoints:
-        return AnswerForm(template, "held")
-    if held is None:
-        return AnswerForm(template)
+    if is_endpoints or held is None:
+        return AnswerForm(template, "held" if is_endpoints else "free")
     return AnswerForm(template, "held" if held.answer is None else "or_json", held.loose_names)
+
+
+def _hold_calls(body: Body, template: Mapping[str, Any]) -> ConstrainedCalls | None:
+    """Return what holds a body's answers with calls. An endpoint has the schemas of tools with its question."""
+    held = body.hold_calls(template)
+    if template != ENDPOINT_TEMPLATE or held is None:
+        return held
+    return leave_schemas(held, len(getattr(body, "offered_tools", ())))
 
 
 def name_loosened(endpoint: ApiEndpoint[Any], keywords: Sequence[str]) -> list[str]:
