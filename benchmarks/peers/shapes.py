@@ -29,6 +29,8 @@ class Shape:
     experts: int = 0
     """In each layer; 0 without mixtures. `intermediate` is that of one expert."""
     experts_per_token: int = 0
+    max_length: int = MAX_LENGTH
+    """Tokens of the context."""
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Matrices of one layer, [outputs, inputs], by their name in it."""
@@ -95,7 +97,7 @@ class Shape:
             "architectures": [self.architecture], "model_type": self.model_type, "num_hidden_layers": self.layers,
             "hidden_size": self.hidden, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_size, "intermediate_size": self.intermediate, "vocab_size": self.vocabulary,
-            "tie_word_embeddings": self.tied, "max_position_embeddings": MAX_LENGTH, "hidden_act": "silu",
+            "tie_word_embeddings": self.tied, "max_position_embeddings": self.max_length, "hidden_act": "silu",
             "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "torch_dtype": "bfloat16",
             "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS,
         }  # fmt: skip
