@@ -60,7 +60,7 @@ def test_no_field_of_a_request_is_forgotten() -> None:
     """A field that is added is mapped, refused, or named here: else it would be left out silently."""
     assert {name for fields, _ in SENT for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
     sent = {"model", "prompt", "messages", "token_ids", "chat_template_kwargs", "sampling"}
-    about_the_pipeline = {"v", "id", "priority_class", "tenant", "weight", "session", "deadline"}
+    about_the_pipeline = {"v", "id", "priority_class", "tenant", "weight", "session", "deadline", "retain_s"}
     assert sent | about_the_pipeline == Request.model_fields.keys()
 
 

@@ -156,12 +156,6 @@ def test_a_response_calls_by_name_and_goes_on_with_its_items() -> None:
     assert turns[1] == {"role": "tool", "content": "done", "tool_call_id": item.call_id}
 
 
-def test_a_call_whose_qualified_name_is_too_long_for_a_history_is_refused() -> None:
-    call = {"type": "custom_tool_call", "call_id": "c", "name": "a", "input": "", "namespace": "b" * 255}
-    with pytest.raises(ApiError, match="may have 256 characters together"):
-        parse_body(RESPONSES, input=[call]).make_turns()
-
-
 @given(st.text(), st.booleans(), st.lists(st.integers(1, 9), min_size=1))
 def test_a_text_is_read_from_whatever_pieces(text: str, is_ascii: bool, steps: list[int]) -> None:
     text = text.encode("utf-8", "replace").decode()
