@@ -370,7 +370,7 @@ class Clients:
         for count, event in enumerate(self._read_events(request_id, after), start=1):
             texts.append(event.text)
             if isinstance(event, EndEvent):
-                fields = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
+                fields = {"finish": event.finish_reason, "count": event.num_events, "error": None}
                 parts = {"text": "".join(texts), "calls": parse_answer(task.request, texts).calls}
                 self._history.add_entry("end", id=request_id, reader=reader, **fields, **parts)
                 return after, True

@@ -277,8 +277,8 @@ def record_topics(stack: Stack, history: History) -> None:
         result = decode_message(Result, message.value)
         error = result.error.code if result.error else None
         fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
-        # Results of endpoints name no tokens.
-        count = len(result.token_ids) or result.usage.completion_tokens
+        # Results of endpoints name no tokens, and count those of the server: their text is compared.
+        count = len(result.token_ids) if result.token_ids or not result.usage.completion_tokens else None
         history.add_entry("result", id=result.id, count=count, **fields)
     for message in bus.read_all(pipeline.dead_letter_topic):
         request_id = extract_request_id(message.value, message.key)
