@@ -91,7 +91,6 @@ def play(line: InProcessPipeline, number: int, retain_s: float | None) -> Agents
 
 
 @pytest.mark.in_memory
-@pytest.mark.proof
 @pytest.mark.parametrize("number", draw_cases(range(NUM_ROUNDS), 1))
 def test_agents_find_their_kv_among_others_and_no_token_changes(line: InProcessPipeline, number: int) -> None:
     retained = play(line, number, 600.0)
