@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, measure_in_turns
@@ -62,7 +63,7 @@ _KINDS = {
 def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
     """Return the text of a `tokenizer.json` with that many words; word 0 ends an answer, marks follow it."""
     draw = random.Random(seed)
-    letters = _byte_letters()
+    letters = bytes_to_unicode()
     words = dict.fromkeys(["<eos>", *MARKS, *letters.values()])
     merges: list[tuple[str, str]] = []
     groups = {kind: [letters[byte] for byte in own] for kind, (own, _, _) in _KINDS.items()}
@@ -86,13 +87,6 @@ def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<eos>", *MARKS)])
     return str(tokenizer.to_str())
-
-
-def _byte_letters() -> dict[int, str]:
-    """Return the letter that stands for each byte in byte-level vocabularies."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(unseen)}
 
 
 def time_call(found: list[float], call: Callable[[], T], count: int = 1) -> T:
@@ -247,7 +241,7 @@ def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> 
     bench.fill_batch([])
 
     def run_step(*, is_whole: bool) -> float:
-        with nullcontext() if is_whole else patch.object(sampler, "has_mask", lambda draw: False):
+        with nullcontext() if is_whole else patch.object(SamplingParams, "changes_scores", new=False):
             return bench.run_step()
 
     sides = {"without": lambda _: run_step(is_whole=False), "whole": lambda _: run_step(is_whole=True)}

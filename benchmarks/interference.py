@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.common import Arguments, run_benchmark
+from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
 from benchmarks.comparison import measure_in_turns, print_table
 from benchmarks.systems import DEMO_ENVIRONMENT, draw_tokens, make_request, open_stack
 from penstock.client.sync import Client
@@ -33,7 +33,6 @@ LONG_PROMPT_TOKENS, LONG_NEW = 960, 16
 FORMS = {"two_stages": {"prefill": 1, "decode": 1}, "auto": {"prefill": 0, "decode": 0, "auto": 2}}
 LOADS = {"half": 0.5, "full": 1.0}
 """The share of one worker's time that the long prompts take."""
-_TIMEOUT_S = 120.0
 _SETTLE_S = 1.0
 """How long streams run before gaps count; no longer than the window."""
 chance = random.Random(20)
@@ -78,7 +77,7 @@ class StackSide:
         taken_s = []
         for _ in range(rounds):
             begun_s = time.perf_counter()
-            next(self._client.stream(self._submit_request(LONG_PROMPT_TOKENS, LONG_NEW), timeout_s=_TIMEOUT_S))
+            next(self._client.stream(self._submit_request(LONG_PROMPT_TOKENS, LONG_NEW), timeout_s=TIMEOUT_S))
             taken_s.append(time.perf_counter() - begun_s)
         return statistics.median(taken_s)
 
@@ -111,7 +110,7 @@ class StackSide:
     def _stream_answer(self) -> Iterator[object]:
         request_id = self._submit_request(PROMPT_TOKENS, STREAM_NEW)
         try:
-            for event in self._client.stream(request_id, timeout_s=_TIMEOUT_S):
+            for event in self._client.stream(request_id, timeout_s=TIMEOUT_S):
                 if isinstance(event, TokenEvent):
                     yield event
         finally:
@@ -121,7 +120,7 @@ class StackSide:
         """Return how many tokens an answer has that has ended, or was cancelled."""
         count = 0
         with suppress(PenstockError):
-            for _ in self._client.stream(request_id, timeout_s=_TIMEOUT_S):
+            for _ in self._client.stream(request_id, timeout_s=TIMEOUT_S):
                 count += 1
         return count
 

@@ -44,6 +44,7 @@ from benchmarks.peers.shapes import SHAPES
 from benchmarks.processor import Cost, Meter, find_brokers, read_proportional_bytes
 from benchmarks.systems import (
     DEMO_ENVIRONMENT,
+    DEMO_TOKENS,
     GREEDY,
     answer_requests,
     draw_tokens,
@@ -155,9 +156,9 @@ def count_new_tokens(prompts: Prompts, max_new: int | list[int]) -> list[int]:
     return max_new if isinstance(max_new, list) else [max_new] * len(prompts)
 
 
-def make_prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
+def make_prompts(chance: random.Random, count: int, low: int, high: int, vocabulary: range = DEMO_TOKENS) -> Prompts:
     """Return prompts of random tokens, all different."""
-    return [draw_tokens(chance, chance.randint(low, high)) for _ in range(count)]
+    return [draw_tokens(chance, chance.randint(low, high), vocabulary) for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,13 +172,20 @@ class Search:
         return self.play_rate(round(math.log(rate / self._first_rate, RATE_STEP)))
 
 
+@contextmanager
+def open_map(extent: Extent) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Yield what calls a function for each job, in as many processes as the extent has."""
+    if extent.num_processes == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(extent.num_processes) as pool:
+        yield pool.map
+
+
 def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -> tuple[list[Search], dict[str, float]]:
     """Return the searches, and the figures."""
     jobs = [Search(trace, rule, extent) for trace in traces for rule in rules]
-    with ExitStack() as exits:
-        run: Callable[..., Iterable[Any]] = map
-        if extent.num_processes > 1:
-            run = exits.enter_context(ProcessPoolExecutor(extent.num_processes)).map
+    with open_map(extent) as run:
         found: list[Search] = list(run(Search.find_goodput, jobs))
         hash_goodput = {one.trace: one.goodput for one in found if one.rule == "hash"}
         details: list[Played] = list(run(Search.play_near, found, [hash_goodput[one.trace] for one in found]))
@@ -249,10 +256,7 @@ def compare_coarse(extent: Extent, trace: str, load: float) -> dict[str, float]:
 def measure_coarse(extent: Extent) -> dict[str, float]:
     """Return how far the coarse model is off, and how long it plays many workers."""
     jobs = [(extent, trace, load) for trace in extent.coarse_traces for load in COARSE_LOADS]
-    with ExitStack() as exits:
-        run: Callable[..., Iterable[Any]] = map
-        if extent.num_processes > 1:
-            run = exits.enter_context(ProcessPoolExecutor(extent.num_processes)).map
+    with open_map(extent) as run:
         errors: list[dict[str, float]] = list(run(compare_coarse, *zip(*jobs, strict=True)))
     figures = {f"coarse_error_{name}": statistics.fmean(one[name] for one in errors) for name in errors[0]}
     figures |= {f"coarse_error_max_{name}": max(one[name] for one in errors) for name in errors[0]}

@@ -27,6 +27,7 @@ from pathlib import Path
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
 from benchmarks.peers.queues import RUNS
+from benchmarks.peers.servers import list_descendants
 from benchmarks.peers.setup import environment_python, is_installed
 from benchmarks.processor import Meter
 from benchmarks.systems import (
@@ -157,13 +158,6 @@ def open_queue(name: str) -> Iterator[Side]:
             assert server.pid is not None
             yield Side(answer_load, [sender.pid, *list_descendants(worker), server.pid])
             sender.stdin.close()
-
-
-def list_descendants(pid: int) -> list[int]:
-    """Return a process's id and those of all that it has started, and they."""
-    command = ["pgrep", "-P", str(pid)]
-    children = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return [pid, *(one for child in children for one in list_descendants(int(child)))]
 
 
 def run(given: Arguments) -> dict[str, float]:

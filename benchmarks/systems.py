@@ -34,6 +34,7 @@ from sim.forked import ForkedStack, fork_process, run_penstock
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 DEMO_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 """Of workers that have the demo model."""
+DEMO_TOKENS = range(3, 1000)
 IDLE_TOKEN_ID = 300
 """The token that an engine without a model gives."""
 IDLE_STEP_S, IDLE_ROW_S = 4e-4, 8e-5
@@ -96,7 +97,7 @@ class IdleEngineStack(ForkedStack):
         return fork_process(slot.name, self._log_path(slot), run_without_model, *arguments, environment=environment)
 
 
-def draw_tokens(chance: random.Random, count: int, vocabulary: range = range(3, 1000)) -> list[int]:
+def draw_tokens(chance: random.Random, count: int, vocabulary: range = DEMO_TOKENS) -> list[int]:
     """Return random tokens, by default of the demo model's."""
     return chance.choices(vocabulary, k=count)
 

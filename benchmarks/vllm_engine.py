@@ -35,8 +35,8 @@ from benchmarks.common import SHM, Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, print_table
 from benchmarks.peers.process import Side, SideFailed, start_lmcache
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.pipeline import PipelineSide
-from benchmarks.systems import PipedProcess, answer_prompt, draw_tokens, open_stack, write_shape
+from benchmarks.pipeline import PipelineSide, make_prompts
+from benchmarks.systems import PipedProcess, answer_prompt, open_stack, write_shape
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.opening import open_serving_engine
@@ -47,7 +47,8 @@ from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from sim.kafka_server import find_or_start_kafka
 
-BLOCK = 32
+BLOCK, BYTES = 32, range(250)
+"""Tokens of a block, and the tokens of prompts."""
 PREFIX_TOKENS, NEW_TOKENS = 2048, 16
 """Tokens of a prompt: those that are known, and those behind them."""
 POOL_MB = 768
@@ -96,11 +97,6 @@ class BareEngine:
         return time.perf_counter() - begun_s
 
 
-def make_prompts(chance: random.Random, count: int, low: int, high: int) -> list[Prompt]:
-    """Return prompts of random bytes, all different."""
-    return [draw_tokens(chance, chance.randint(low, high), range(250)) for _ in range(count)]
-
-
 @dataclass
 class PrefixSides:
     """vLLM alone and in the engine of a worker, with a store in shared memory and one in Redis, in this process."""
@@ -114,8 +110,8 @@ class PrefixSides:
 
     def measure_round(self, number: int) -> dict[str, float]:
         """Return the seconds of each measurement, all with prompts that are new in this round."""
-        alone, saved, prefix = make_prompts(random.Random(number), 3, PREFIX_TOKENS, PREFIX_TOKENS)
-        tails = iter(make_prompts(random.Random(-number), 3, NEW_TOKENS, NEW_TOKENS))
+        alone, saved, prefix = make_prompts(random.Random(number), 3, PREFIX_TOKENS, PREFIX_TOKENS, BYTES)
+        tails = iter(make_prompts(random.Random(-number), 3, NEW_TOKENS, NEW_TOKENS, BYTES))
         times = {}
         for name in ("alone", "saved") if number % 2 else ("saved", "alone"):
             is_alone = name == "alone"
@@ -183,7 +179,9 @@ def serve_bare(connection: Connection, model: Path) -> None:
 
 def make_loads(rounds: int, sign: int) -> list[list[Prompt]]:
     """Return the prompts of each round, and before them those of one that warms up."""
-    return [make_prompts(random.Random(sign * number), NUM_REQUESTS, *PROMPT_TOKENS) for number in range(rounds + 1)]
+    return [
+        make_prompts(random.Random(sign * number), NUM_REQUESTS, *PROMPT_TOKENS, BYTES) for number in range(rounds + 1)
+    ]
 
 
 def measure_bare(model: Path, rounds: int) -> list[float]:

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
@@ -27,7 +29,6 @@ from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.processes import Child, find_free_port, start_child, wait_until_serving
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.waiting import wait_until
-from sim.container_engine import is_container_engine_running
 
 KAFKA_VERSION = "4.3.1"
 KAFKA_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
@@ -426,14 +427,23 @@ def _build_java_command(
     return [java, *_JVM_OPTIONS, *archived, *logging, *options, "-cp", f"{jars}/*", main, *arguments]
 
 
+def is_container_engine_running() -> bool:
+    """Return whether containers can be started here: `testcontainers` is installed and an engine answers a ping."""
+    if find_spec("testcontainers") is None:
+        return False
+    docker: Any = import_module("docker")  # not the folder of that name
+    with contextlib.suppress(docker.errors.DockerException), contextlib.closing(docker.from_env(timeout=2)) as client:
+        return bool(client.ping())
+    return False
+
+
 @contextlib.contextmanager
-def find_or_start_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
-    """Yield a Kafka's address: the one given (or `PENSTOCK_KAFKA`), else of a container, else of a `KafkaServer`.
+def find_or_start_kafka(directory: Path) -> Iterator[str]:
+    """Yield a Kafka's address: that of `PENSTOCK_KAFKA`, else of a container, else of a `KafkaServer`.
 
     Raises `DependencyMissing` with one line that says what to install.
     """
-    given = address or os.environ.get("PENSTOCK_KAFKA", "")
-    if given:
+    if given := os.environ.get("PENSTOCK_KAFKA", ""):
         yield given
     elif is_container_engine_running():
         with _start_container() as bootstrap:

@@ -1,4 +1,4 @@
-"""Redis servers for tests: a container's or this machine's, and one with a replica and a Sentinel."""
+"""Redis servers for tests: the one that is named or started, and one with a replica and a Sentinel."""
 
 import contextlib
 import os
@@ -8,13 +8,9 @@ from typing import Any, Self
 
 import redis
 
-from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer, find_binary
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
-from sim.container_engine import is_container_engine_running
-
-VALKEY_IMAGE = "valkey/valkey:9"
 
 
 class ValkeySentinel(ValkeyServer):
@@ -102,30 +98,10 @@ class ReplicatedValkey:
 
 
 @contextlib.contextmanager
-def find_or_start_redis(directory: Path, address: str | None = None) -> Iterator[str]:
-    """Yield a Redis's url: the one given (or `PENSTOCK_STREAM_URL`), else of a container, else of a `ValkeyServer`.
-
-    Raises `DependencyMissing` with one line that says what to install.
-    """
-    given = address or os.environ.get("PENSTOCK_STREAM_URL", "")
-    if given:
+def find_or_start_redis(directory: Path) -> Iterator[str]:
+    """Yield the url of `PENSTOCK_STREAM_URL`, else that of a `ValkeyServer`. Raises `DependencyMissing`."""
+    if given := os.environ.get("PENSTOCK_STREAM_URL", ""):
         yield given
-    elif is_container_engine_running():
-        with _start_container() as url:
-            yield url
     else:
         with ValkeyServer(directory) as server:
             yield server.url
-
-
-@contextlib.contextmanager
-def _start_container() -> Iterator[str]:
-    from testcontainers.core.container import DockerContainer
-    from testcontainers.core.waiting_utils import wait_for_logs
-
-    port = find_free_port()
-    container = DockerContainer(VALKEY_IMAGE, command="valkey-server --save '' --appendonly yes")
-    container.ports["6379/tcp"] = ("127.0.0.1", port)  # type: ignore[assignment]
-    with container:
-        wait_for_logs(container, "Ready to accept connections", timeout=60)
-        yield f"redis://127.0.0.1:{port}/0"

@@ -22,7 +22,6 @@ from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
 from penstock.messages import Request, Sampling
-from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
 from tools.tiny import build_tiny_model
@@ -154,7 +153,7 @@ def compute_answers(work: Iterable[Request], load: ModelLoader = load_demo_model
         tokens = (
             list(_generate_plain(load, prompt, request.sampling.max_tokens))
             if is_plain
-            else _generate_with_engine(load, prompt, request.sampling.model_dump_json(), sampling_seed(request))
+            else _generate_with_engine(load, prompt, request.sampling.model_dump_json(), request.seed)
         )
         start = reader.find_answer_start(prompt) if request.sampling.special_text else ""
         answers[request.id] = _cut_answer(request.sampling, tokens, load, start)

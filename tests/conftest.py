@@ -95,6 +95,13 @@ def log_levels() -> Iterator[None]:
 
 
 @pytest.fixture
+def exits() -> Iterator[ExitStack]:
+    """Leaves after the test what the test or its fixtures have entered."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
     """Runs commands in this process."""
     return Terminal(monkeypatch, capsys)
@@ -114,8 +121,8 @@ def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
 
 @pytest.fixture
 def make_line(
-    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> Iterator["MakeLine"]:
+    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, exits: ExitStack
+) -> "MakeLine":
     """Makes pipelines in this process: `make_line(bus, record=…, kv=…)`. They are closed after the test.
 
     In a test with the mark `in_memory` there are no servers, but doubles of them.
@@ -123,21 +130,20 @@ def make_line(
     from sim.line import InProcessPipeline
 
     in_memory = request.node.get_closest_marker("in_memory") is not None
-    with ExitStack() as stack:
 
-        def make(bus: str = "embedded", kv_url: str = "", **settings: Any) -> "InProcessPipeline":
-            if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
-                monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
-            if in_memory:
-                made = InProcessPipeline(Addresses(pipeline=pipeline.name), in_memory=True, **settings)
-            else:
-                kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
-                redis_url = request.getfixturevalue("redis_url")
-                addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka, kv_url=kv_url)
-                made = InProcessPipeline(addresses, **settings)
-            return stack.enter_context(made)
+    def make(bus: str = "embedded", kv_url: str = "", **settings: Any) -> "InProcessPipeline":
+        if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
+            monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
+        if in_memory:
+            made = InProcessPipeline(Addresses(pipeline=pipeline.name), in_memory=True, **settings)
+        else:
+            kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
+            redis_url = request.getfixturevalue("redis_url")
+            addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka, kv_url=kv_url)
+            made = InProcessPipeline(addresses, **settings)
+        return exits.enter_context(made)
 
-        yield make
+    return make
 
 
 @pytest.fixture

@@ -47,16 +47,15 @@ def client(
 
 
 @pytest.fixture
-def start(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Start]:
+def start(client: "redis.Redis", pipeline: Pipeline, exits: ExitStack) -> Start:
     """Starts heartbeats: `start(name)`. They end after the test."""
-    with ExitStack() as stack:
 
-        def make(name: str, stage: str = "decode", is_alive: bool = True, interval_s: float = INTERVAL_S) -> Heartbeat:
-            beat = Heartbeat("", pipeline, stage, name, interval_s)
-            beat.take_name()
-            return stack.enter_context(beat) if is_alive else beat
+    def make(name: str, stage: str = "decode", is_alive: bool = True, interval_s: float = INTERVAL_S) -> Heartbeat:
+        beat = Heartbeat("", pipeline, stage, name, interval_s)
+        beat.take_name()
+        return exits.enter_context(beat) if is_alive else beat
 
-        yield make
+    return make
 
 
 def read_words(client: "redis.Redis", pipeline: Pipeline) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from penstock.findings import Finding
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
-from penstock.names import STAGES, Pipeline, Stage
+from penstock.names import STAGES, Pipeline, Stage, WorkerKind
 from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
 from penstock.worker.heartbeat import Heartbeat
@@ -48,6 +48,13 @@ from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import HERE, Terminal, penstock
 from tests.draws import mark_some
+
+
+def write_beat(url: str, pipeline: Pipeline, kind: WorkerKind, name: str = "one", **status: Any) -> None:
+    """Write one heartbeat of a worker, which lasts for a minute."""
+    beat = Heartbeat(url, pipeline, kind, name, 60)
+    beat.update_status(**status)
+    beat.write_beat()
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +97,8 @@ def test_doctor_says_how_far_the_clock_is_off(
 ) -> None:
     true_time = time.time
     monkeypatch.setattr(time, "time", lambda: true_time() - 900)
-    (line,) = [
-        line
-        for line in terminal("doctor", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name).stdout.split(
-            "\n"
-        )
-        if " clock " in line
-    ]
+    told = terminal("doctor", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name).stdout
+    (line,) = [line for line in told.splitlines() if " clock " in line]
     assert line.startswith("note")
     assert "behind that of Redis" in line
 
@@ -133,9 +135,7 @@ def test_doctor_counts_each_worker_once(
     beats: dict[Any, str], said: list[str], redis_url: str, pipeline: Pipeline
 ) -> None:
     for kind, state in beats.items():
-        beat = Heartbeat(redis_url, pipeline, kind, "one", 60)
-        beat.update_status(state=state)
-        beat.write_beat()
+        write_beat(redis_url, pipeline, kind, state=state)
     found = doctor._check_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name))
     assert [f"{one.state} {one.subject} {one.detail}" for one in found] == said
     with redis_client(redis_url) as client:  # a gateway of a later test would list its model
@@ -429,9 +429,7 @@ def test_up_whose_data_would_lie_in_a_file_is_refused(tmp_path: Path) -> None:
 def test_up_beside_workers_that_it_cannot_join_is_refused(
     status: dict[str, Any], asks: bool, said: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    beat = Heartbeat(redis_url, pipeline, "decode", "one", 60)
-    beat.update_status(**status)
-    beat.write_beat()
+    write_beat(redis_url, pipeline, "decode", **status)
     workers: dict[str, Any] = {"prefill": 0, "decode": 0, "endpoint": 1} if asks else {}
     stack = Stack(tmp_path, redis=redis_url, pipeline=pipeline.name, **workers)
     found = find_obstacles(stack, None, None)
@@ -444,9 +442,7 @@ def test_up_beside_workers_that_it_cannot_join_is_refused(
 def test_a_worker_that_was_killed_stands_in_nobodys_way(redis_url: str, pipeline: Pipeline) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    beat = Heartbeat(redis_url, pipeline, "decode", "one", 60)
-    beat.update_status(pid=gone.pid)
-    beat.write_beat()
+    write_beat(redis_url, pipeline, "decode", pid=gone.pid)
     assert list_running_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name)) == []
 
 
@@ -564,13 +560,9 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
         wait_for(output.getvalue, "the reason")
     assert output.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
     for stage in STAGES:
-        beat = Heartbeat(redis_url, pipeline, stage, "one", 60)
-        beat.update_status(state="ready" if stage == "decode" else "loading", kafka="")
-        beat.write_beat()
+        write_beat(redis_url, pipeline, stage, state="ready" if stage == "decode" else "loading", kafka="")
     assert find_wait_reasons(addresses, "interactive") == ["no prefill worker is ready"]
-    beat = Heartbeat(redis_url, pipeline, "prefill", "two", 60)
-    beat.update_status(state="ready", kafka="")
-    beat.write_beat()
+    write_beat(redis_url, pipeline, "prefill", "two", state="ready", kafka="")
     assert find_wait_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
     silent = Addresses(stream_url=f"redis://127.0.0.1:{find_free_port()}/0", pipeline=pipeline.name)
     assert "does not answer" in find_wait_reasons(silent, "interactive")[0]

@@ -1,7 +1,7 @@
 """`penstock dlq` on what workers gave up, on both buses."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +16,7 @@ from penstock.names import MAX_ID_CHARS, Pipeline, is_request_id
 from penstock.ops.dead_letters import DeadLetter, keep_newest
 from sim.line import InProcessPipeline
 from sim.workload import compute_answers
+from tests.bus.buses import publish_messages
 from tests.commands import Terminal, penstock
 from tests.pipeline.test_failures import breaks, poison
 
@@ -38,11 +39,8 @@ class DeadLetterCommand:
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with InProcessPipeline(addresses, RecordSettings(fail_attempts=1)) as made:
-        yield made
+def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(request.param, record=RecordSettings(fail_attempts=1))
 
 
 @pytest.mark.proof
@@ -104,9 +102,7 @@ def test_what_cannot_be_put_back_is_told_in_one_line(
             (good.encode(), "good", {**origin, names.TENANT_HEADER: "default", names.ATTEMPT_HEADER: "x"}),
         )
     ]
-    publisher = bus.create_publisher()
-    publisher.publish(letters)
-    publisher.close()
+    publish_messages(bus, letters)
     printed = dlq("requeue", "--all", code=1)
     assert "\x1b" not in printed
     assert [line for line in printed.splitlines() if "penstock" not in line] == [

@@ -24,8 +24,9 @@ from penstock.worker.load import MEAN_MESSAGES, Throughput
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, serving_engine
 from sim.waiting import wait_for
-from sim.workload import compute_answers, make_requests
+from sim.workload import make_requests
 from tests.commands import Terminal
+from tests.pipeline.checks import check_tokens
 
 DEMO = Pipeline("demo")
 NOTHING = {
@@ -397,12 +398,7 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(line_of: LineOf) -> No
     assert most_waiting <= 6
     assert core.scheduler.num_preemptions <= 3
     core.pool.free_blocks(hold)
-    check_answers(line, work)
-
-
-def check_answers(line: InProcessPipeline, work: list[Request]) -> None:
-    expected = {name: answer.token_ids for name, answer in compute_answers(work).items()}
-    assert {result.id: result.token_ids for result in line.read_results()} == expected
+    check_tokens(line.read_results(), work)
 
 
 def defer_deliveries(line: InProcessPipeline, count: int, wait_s: float) -> None:
@@ -479,4 +475,4 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
         places = [place for place, (name, _) in enumerate(sampled) if name == one.id]
         beside = [name for name, _ in sampled[places[0] : places[-1]] if name.startswith("batch")]
         assert len(beside) <= len(places), "batch held interactive up"
-    check_answers(line, [*batch, *quick])
+    check_tokens(line.read_results(), [*batch, *quick])

@@ -140,7 +140,7 @@ def test_settings_are_read_where_programs_begin() -> None:
         ("penstock.client.sync", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.client.aio", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.bus.kafka.bus", ("torch", "transformers", "numpy", "penstock.local")),
-        ("penstock.worker.retry", ("torch", "transformers", "numpy", "penstock.local")),
+        ("penstock.worker.failure", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.loop", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.worker", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
         ("penstock.endpoint_worker.main", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -44,6 +44,7 @@ from penstock.worker.settler import Settler
 from sim.chaos.proxy import Proxy
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
+from tests.bus.buses import publish_messages
 from tests.pipeline.site import hanging
 from tests.record.play import claim_prefill
 
@@ -59,10 +60,8 @@ def record(server: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
 
 
 @pytest.fixture
-def settler(member: Member, pipeline: Pipeline) -> Iterator[Settler]:
-    made = Settler(member, pipeline)
-    yield made
-    made.close()
+def settler(member: Member, pipeline: Pipeline, exits: ExitStack) -> Settler:
+    return exits.enter_context(closing(Settler(member, pipeline)))
 
 
 @pytest.fixture
@@ -70,9 +69,8 @@ def fetch(bus: Bus, member: Member, pipeline: Pipeline) -> Fetch:
     """Returns that many fresh deliveries, held by the member."""
 
     def fetch_fresh(count: int) -> list[Delivery]:
-        publisher = bus.create_publisher()
-        publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(count)])
-        publisher.close()
+        topic = pipeline.request_topic("interactive")
+        publish_messages(bus, [Outgoing(topic, b"x", str(n)) for n in range(count)])
         held: list[Delivery] = []
         while len(held) < count:
             held += member.poll(1.0, ROOM)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.confine import UNWRITABLE
+from penstock.worker.failure import UNWRITABLE
 from sim.forked import fork_process
 from sim.waiting import PATIENCE_S, wait_for
 from sim.world.__main__ import INTERRUPTED, SIGNALS, main

@@ -281,6 +281,13 @@ class Request(Wire):
             raise ValueError("chat_template_kwargs needs messages")
         return self
 
+    @property
+    def seed(self) -> int:
+        """The seed that was given, or one derived from the id, which is the same for every attempt."""
+        if self.sampling.seed is not None:
+            return self.sampling.seed
+        return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "big") >> 1
+
     def encode(self) -> bytes:
         """Return its canonical JSON, as `encode_request` does."""
         return encode_request(self).value

@@ -38,8 +38,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
 | `penstock:batch:{<id>}:lease`          | string | a few seconds: the gateway that runs it   | `ingest/batch` |
-| `penstock:shares:{<pipeline>}:tickets` | zset   | until settled: what is admitted, by end | `ingest/tenant_shares` |
-| `penstock:shares:{<pipeline>}:tokens`, `:weights` | hash | as the tickets: sums by tenant   | `ingest/tenant_shares` |
+| `penstock:shares:{<pipeline>}:tickets` | zset   | until settled: what is admitted, by end | `ingest/admission` |
+| `penstock:shares:{<pipeline>}:tokens`, `:weights` | hash | as the tickets: sums by tenant   | `ingest/admission` |
 | `penstock:meter:{<pipeline>}:places`   | hash   | for good: how far each part is counted    | `ingest/metering` |
 | `penstock:meter:{<pipeline>}:seen`     | zset   | the ids counted last                      | `ingest/metering` |
 | `penstock:meter:{<pipeline>}:day:<day>`| hash   | for good: sums by tenant                  | `ingest/metering` |

@@ -52,7 +52,6 @@ from penstock.names import (
 from penstock.ops.lag import LagWatch, PipelineLag
 from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure
-from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.staying_role import StayingRole
@@ -60,7 +59,7 @@ from penstock.record import Claim
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
 from penstock.testing.record import NEW
 from penstock.worker import watch
-from penstock.worker.confine import UNWRITABLE
+from penstock.worker.failure import UNWRITABLE
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
@@ -717,7 +716,7 @@ class Scene:
                  "may": may}
             )  # fmt: skip
             return
-        tokens = list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens)
+        tokens = list_tokens(request.token_ids or [], request.seed, request.sampling.max_tokens)
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._note(
             {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",

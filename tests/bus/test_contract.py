@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,20 +40,16 @@ from tests.draws import mark_some
 
 
 @pytest.fixture
-def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[str, str], Child]]:
-    children: list[Child] = []
-
+def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path, exits: contextlib.ExitStack) -> Callable[[str, str], Child]:
     def start(name: str, mode: str) -> Child:
         assert isinstance(bus, KafkaBus | StreamsBus)
         kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", bus.url)
         log = tmp_path / f"{name}.log"
         child = fork_process(name, log, worker_process.main, kind, address, pipeline.name, name, mode, tmp_path)
-        children.append(child)
+        exits.callback(child.kill)
         return child
 
-    yield start
-    for child in children:
-        child.kill()
+    return start
 
 
 @pytest.mark.proof
@@ -290,33 +286,32 @@ def test_a_process_of_the_same_name_that_redis_does_not_know_is_told(kafka_bus: 
     assert kafka_bus.read_all(pipeline.results_topic) == []
 
 
-@pytest.mark.proof
-def test_redelivery_after_a_crash(
-    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
-) -> None:
+@pytest.fixture
+def holder(bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path) -> Child:
+    """A worker that holds a job."""
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
-    victim = spawn("victim", "hold")
-    wait_for((tmp_path / "held").exists, f"the worker holds it: {victim.read_log_tail()}")
+    child = spawn("holder", "hold")
+    wait_for((tmp_path / "held").exists, f"the worker holds it: {child.read_log_tail()}")
+    return child
+
+
+@pytest.mark.proof
+def test_redelivery_after_a_crash(bus: Bus, pipeline: Pipeline, holder: Child) -> None:
     with bus.join_group("decode", "b") as member:
         assert member.poll(0.0, CAPACITY) == []
-        victim.kill()
+        holder.kill()
         (d,) = take_deliveries(member, 1)
         member.settle([make_settlement(pipeline, d)])
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 @pytest.mark.proof
-def test_who_slept_too_long_cannot_settle(
-    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
-) -> None:
-    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
-    sleeper = spawn("sleeper", "hold")
-    wait_for((tmp_path / "held").exists, f"the worker holds it: {sleeper.read_log_tail()}")
-    sleeper.send_signal(signal.SIGSTOP)
+def test_who_slept_too_long_cannot_settle(bus: Bus, pipeline: Pipeline, holder: Child, tmp_path: Path) -> None:
+    holder.send_signal(signal.SIGSTOP)
     with bus.join_group("decode", "b") as member:
         (d,) = take_deliveries(member, 1)
         (tmp_path / "go").touch()
-        sleeper.send_signal(signal.SIGCONT)
+        holder.send_signal(signal.SIGCONT)
         wait_for((tmp_path / "outcome").exists, "the sleeper tried to settle")
         assert (tmp_path / "outcome").read_text() == "DeliveryLost"
         member.settle([make_settlement(pipeline, d)])

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,8 @@ class RawProducer:
 
 
 @pytest.fixture
-def raw(kafka: str) -> Iterator[RawProducer]:
-    made = RawProducer(kafka)
-    yield made
-    made.close()
+def raw(kafka: str, exits: contextlib.ExitStack) -> RawProducer:
+    return exits.enter_context(contextlib.closing(RawProducer(kafka)))
 
 
 def test_header_names_that_are_no_text_stop_nobody(kafka_bus: KafkaBus, raw: RawProducer, pipeline: Pipeline) -> None:

@@ -42,14 +42,26 @@ def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> N
     wait_for(are_known, "the broker has them")
 
 
+@pytest.fixture
+def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
+    made = KafkaBus(pipeline, kafka, BusSettings())
+    made.create_topics()
+    return made
+
+
+@pytest.fixture
+def servers(bus: KafkaBus, redis_url: str, pipeline: Pipeline) -> dict[str, str]:
+    """Where a command finds the pipeline."""
+    return {
+        "PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": bus.bootstrap, "PENSTOCK_STREAM_URL": redis_url
+    }  # fmt: skip
+
+
 @pytest.mark.proof
 def test_doctor_says_how_to_mend_topics_that_may_lose_requests(
-    kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
+    bus: KafkaBus, servers: dict[str, str], pipeline: Pipeline, terminal: Terminal
 ) -> None:
-    bus = KafkaBus(pipeline, kafka, BusSettings())
-    bus.create_topics()
     assert find_wrong_settings(bus) == {}
-    servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
     topic, kept = pipeline.request_topic("batch"), pipeline.job_topic("batch")
     set_topic_settings(bus, topic, {"message.timestamp.type": "CreateTime", "retention.bytes": "1000000"})
     set_topic_settings(bus, kept, {"retention.ms": "-1", "max.message.bytes": "33554432"})
@@ -58,26 +70,17 @@ def test_doctor_says_how_to_mend_topics_that_may_lose_requests(
     assert "message.timestamp.type is CreateTime" in report.stdout
     assert kept not in report.stdout, "longer and larger is as good"
     (command,) = (line for line in report.stdout.splitlines() if "kafka-configs.sh" in line)
-    assert f"--bootstrap-server {kafka} --alter --entity-type topics --entity-name {topic} " in command
+    assert f"--bootstrap-server {bus.bootstrap} --alter --entity-type topics --entity-name {topic} " in command
     set_topic_settings(bus, topic, dict(pair.split("=") for pair in command.split("--add-config ")[1].split(",")))
     assert find_wrong_settings(bus) == {}
     assert "ok    topic settings" in terminal("doctor", **servers).stdout
 
 
 def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
-    kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
+    bus: KafkaBus, servers: dict[str, str], pipeline: Pipeline, terminal: Terminal
 ) -> None:
-    bus = KafkaBus(pipeline, kafka, BusSettings())
-    bus.create_topics()
     topic = pipeline.job_topic("batch")
-    producer = Producer(
-        {
-            "bootstrap.servers": kafka,
-            "transactional.id": pipeline.name,
-            "transaction.timeout.ms": 60_000,
-            "log_level": 0,
-        }
-    )
+    producer = Producer(bus.clients | {"transactional.id": pipeline.name, "transaction.timeout.ms": 60_000})
     producer.init_transactions(PATIENCE_S)
     producer.begin_transaction()
     for value in ("one", "two"):
@@ -85,7 +88,6 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     assert producer.flush() == 0
     assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == [StuckPartition(topic, 2, 0, 2)]
 
-    servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
     report = terminal("doctor", **servers, PENSTOCK_TESTING='{"bus_transaction_timeout_s": 1}')
     assert (
         f"fail  transactions        {topic} partition 2: readers wait at offset 0, the log ends at 2" in report.stdout
@@ -99,11 +101,8 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
 
 
 def test_doctor_says_what_was_lost_and_what_soon_will_be(
-    kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
+    bus: KafkaBus, servers: dict[str, str], redis_url: str, pipeline: Pipeline, terminal: Terminal
 ) -> None:
-    bus = KafkaBus(pipeline, kafka, BusSettings())
-    bus.create_topics()
-    servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
     topic = pipeline.request_topic("batch")
     publish_messages(bus, [Outgoing(topic, b"waits", "k")])
     first = terminal("doctor", **servers).stdout
@@ -111,7 +110,7 @@ def test_doctor_says_what_was_lost_and_what_soon_will_be(
     assert "lost messages" not in first
     count_lost(redis_client(redis_url), pipeline, topic, 3)
     set_topic_settings(bus, topic, {"message.timestamp.type": "CreateTime"})
-    producer = Producer({"bootstrap.servers": kafka, "log_level": 0})
+    producer = Producer(bus.clients)
 
     def is_old() -> bool:
         """Whether one waits for eight days; the brokers take its own time once they know the setting."""

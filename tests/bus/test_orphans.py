@@ -1,7 +1,6 @@
 """Partitions of a dead member, read by another worker, on a real Kafka."""
 
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from unittest.mock import patch
 
 import pytest
@@ -17,10 +16,9 @@ from tests.bus.buses import begin_with_first, make_messages, make_settlement, pu
 
 
 @pytest.fixture
-def reader(kafka_bus: KafkaBus) -> Iterator[OrphanReader]:
+def reader(kafka_bus: KafkaBus, exits: ExitStack) -> OrphanReader:
     made = KafkaOrphanReader(kafka_bus.pipeline, "prefill", kafka_bus.clients, begin_with_first)
-    yield made
-    made.close()
+    return exits.enter_context(closing(made))
 
 
 def list_numbers(deliveries: list[Delivery]) -> list[int]:

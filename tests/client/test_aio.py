@@ -10,12 +10,11 @@ import redis
 from penstock.bus.contract import Outgoing, create_started_future, wait_until_acknowledged
 from penstock.client import AsyncClient
 from penstock.errors import BusUnavailable, StreamTimeout
-from penstock.messages import TokenEvent
 from penstock.names import Pipeline
 from penstock.record import Record
 from penstock.record.log import RequestStatus
 from sim.waiting import PATIENCE_S
-from tests.record.play import decode, end, prefill, say
+from tests.record.play import decode, end, prefill, say, tokens_of
 
 
 @pytest.mark.proof
@@ -73,7 +72,7 @@ async def test_news_wait_out_an_outage_in_which_no_record_can_be_read(
         batches = [batch async for batch in client.stream_batches("r1", body="b")]
         assert client.has_failed
         events = [event for batch in batches for event in batch]
-        assert [event.token for event in events if isinstance(event, TokenEvent)] == [1, 2]
+        assert tokens_of(events) == [1, 2]
         assert len(events) == 3
         client.has_failed = False
         with pytest.raises(StreamTimeout):

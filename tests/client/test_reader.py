@@ -10,6 +10,7 @@ from penstock.client.core import MIN_KEPT_HASHES, Event, ReadLog, StreamReader, 
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll_hash
+from tests.record.play import id_of
 
 
 def stream_of(tokens: list[int]) -> list[Event]:
@@ -18,11 +19,6 @@ def stream_of(tokens: list[int]) -> list[Event]:
         rolled = roll_hash(rolled, token)
         events.append(TokenEvent.at_position(position, rolled, token, f"<{token}>"))
     return [*events, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=len(tokens)))]
-
-
-def id_of(event: Event) -> str:
-    assert isinstance(event, TokenEvent)
-    return event.id
 
 
 def log_of(events: list[Event], reader: StreamReader) -> list[Event]:

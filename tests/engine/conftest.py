@@ -41,7 +41,7 @@ def native(request: pytest.FixtureRequest) -> Iterator[Library]:
 @pytest.fixture
 def unknown_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedulers expect answers to end at once until they have seen some tokens, so that small pools run short."""
-    monkeypatch.setattr("penstock.engine.memory.growth.FIRST_TOKENS", 1e-9)
+    monkeypatch.setattr("penstock.engine.memory.tables.FIRST_TOKENS", 1e-9)
 
 
 @pytest.fixture(params=[*build.instruction_sets(), EMULATED])

@@ -1,6 +1,8 @@
 """docs/models.md says what is so, and the proof it rests on notices what is wrong."""
 
 import copy
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,16 @@ from penstock.errors import EngineCheckFailed
 from tests.draws import draw_cases
 from tests.engine.helpers import make_tiny
 from tools import compatibility, tiny
-from tools.compatibility import ARCHITECTURES, judge_architecture, judge_checkpoint, make_architectures
-from tools.proof import ReferenceAnswers, generate_references, prove_engine
-from tools.published import make_rows, read_checkpoints
+from tools.compatibility import (
+    ARCHITECTURES,
+    Verdict,
+    judge_architecture,
+    judge_checkpoint,
+    make_architectures,
+    update_page,
+)
+from tools.proof import MIN_DISTINCT_TOKENS, ReferenceAnswers, generate_references, prove_engine
+from tools.published import MOST_USED, CheckpointVerdict, make_rows, read_checkpoints
 from tools.tiny import CannotShrink, find_layer_kinds, shrink_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -49,7 +58,7 @@ def read_page() -> list[str]:
 def test_the_page_says_what_works(architecture: str) -> None:
     verdict = judge_architecture(architecture)
     assert verdict.works, verdict.reason
-    assert make_architectures([verdict]).split("** ")[0] in PAGE.read_text()
+    assert make_architectures([verdict]).split("- ")[1].split("** ")[0] in PAGE.read_text()
     assert find_line(architecture).startswith("- **Work")
     check_proved_windows()
 
@@ -212,3 +221,22 @@ def test_too_many_kinds_of_layers_are_not_left_out() -> None:
 def test_the_small_copy_keeps_as_many_positions_where_they_are_as_many_as_the_width() -> None:
     config: Any = CONFIG_MAPPING["biogpt"]
     assert shrink_config(config(hidden_size=1024, max_position_embeddings=1024)).max_position_embeddings == 1024
+
+
+def test_what_is_found_out_goes_into_its_sections_and_the_rest_of_the_page_stays() -> None:
+    page = PAGE.read_text()
+    (found,) = [one for one in read_checkpoints().values() if one.name == "Qwen/Qwen3-0.6B"]
+    verdicts = [CheckpointVerdict(replace(found, name=name), "whole", "", "") for name in MOST_USED]
+    made = update_page(page, verdicts, [Verdict("llama", "LlamaForCausalLM", "")])
+    assert f"**{len(MOST_USED)} of {len(MOST_USED)} published checkpoints**" in made
+    assert made.endswith("- **Work:** llama\n")
+    for heading in re.findall(r"^##? .*$", page, re.MULTILINE):
+        assert (find_section(page, heading) == find_section(made, heading)) == (heading not in MADE_SECTIONS), heading
+    assert f"at least\n{MIN_DISTINCT_TOKENS} different tokens" in find_section(made, "## How they are tried")
+
+
+MADE_SECTIONS = ("# Models", "## The most used", "## Published checkpoints", "## All architectures of transformers")
+
+
+def find_section(page: str, heading: str) -> str:
+    return re.split(r"^##? ", page.split(f"{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]

@@ -11,14 +11,12 @@ import torch
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import dtype as dtypes
 from penstock.engine.loading.dtype import PARTLY_NATIVE, choose_dtype
 from penstock.engine.loading.loading import load_stage_models, open_model
 from penstock.engine.model.replacing import Replacer
 from penstock.engine.opening import open_engine
-from penstock.errors import SettingsError
-from tests.engine.helpers import needs_kernels
+from tests.engine.helpers import use_instruction_set
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -70,17 +68,10 @@ def test_where_float32_does_not_fit_the_machine_it_is_bfloat16(monkeypatch: pyte
 def fast_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineSettings]:
     """Settings under which the demo model is computed in bfloat16, as if AVX2 were as fast in it as AMX is."""
     monkeypatch.setattr(dtypes, "BFLOAT16_ISAS", {"avx2"})
-    native = load_library()
-    assert native is not None
-    try:
-        native.select_isa("avx2")
-    except SettingsError:
-        pytest.skip("this processor has no AVX2")
-    yield EngineSettings(dtype="auto", isa="avx2", device="cpu", cache_dir=str(tmp_path), pool_mb=8, threads=1)
-    native.select_isa("")
+    with use_instruction_set("avx2"):
+        yield EngineSettings(dtype="auto", isa="avx2", device="cpu", cache_dir=str(tmp_path), pool_mb=8, threads=1)
 
 
-@needs_kernels
 def test_one_line_says_all_choices(fast_settings: EngineSettings, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "penstock.engine"):
         assert open_engine(fast_settings).model.arithmetic == "bfloat16 on avx2"
@@ -92,7 +83,6 @@ def test_one_line_says_all_choices(fast_settings: EngineSettings, caplog: pytest
     )
 
 
-@needs_kernels
 def test_a_model_of_which_the_kernels_compute_a_part_is_loaded_again_in_float32(
     fast_settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +92,6 @@ def test_a_model_of_which_the_kernels_compute_a_part_is_loaded_again_in_float32(
     assert open_model(fast_settings.model_copy(update={"dtype": "bfloat16"})).dtype == torch.bfloat16, "as it was set"
 
 
-@needs_kernels
 def test_prompts_and_answers_have_one_dtype_and_say_the_same_arithmetic(fast_settings: EngineSettings) -> None:
     both = fast_settings.model_copy(update={"prefill_weights": "bf16", "weights": "int4"})
     answers, prompts = load_stage_models(both), load_stage_models(both, only_prompts=True)

@@ -11,7 +11,6 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.kernels import library
 from penstock.engine.loading.loading import load_stage_models
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
@@ -28,6 +27,7 @@ from tests.engine.helpers import (
     needs_kernels,
     run_sequences,
     sequence,
+    use_instruction_set,
 )
 from tools.handover import export_blocks, import_blocks
 
@@ -62,10 +62,8 @@ def model(
         directory = Path(shutil.copytree(DEMO_MODEL, tmp_path_factory.mktemp("gguf") / "demo"))
         file = convert_model(directory, ["Q8_0", "Q5_0", "Q4_0"]).save(directory.parent / "demo.gguf")
         given |= {"model": str(file), "cache_dir": str(directory.parent / "cache")}
-    yield load_stage_models(EngineSettings.model_validate(given))
-    native = library.load_library()
-    assert native is not None
-    native.set_threads(1)
+    with use_instruction_set(""):
+        yield load_stage_models(EngineSettings.model_validate(given))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.gguf.gguf_file import BLOCKS, FLOAT_KINDS
 from penstock.engine.gguf.gguf_model import describe_gguf
 from penstock.engine.gguf.gguf_weights import GgufMatrix, unpack_blocks
-from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
 from penstock.engine.loading import checkpoint
 from penstock.engine.loading.loading import load_model, load_stage_models, open_model
@@ -185,9 +184,6 @@ def test_blocks_are_computed_with_as_they_are(architecture: str, dtype: str, isa
         stored = sum(one.packed.form == WeightForm.GGUF for one in find_groups(packed.module))
         assert stored == 2 * 4 + 1  # the layers' groups, and the output layer
         assert isinstance(packed.module.model.embed_tokens, PackedEmbedding)
-        native = load_library()
-        assert native is not None
-        native.set_threads(1)
 
 
 def find_groups(module: nn.Module) -> list[PackedLinears]:

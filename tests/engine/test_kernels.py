@@ -6,7 +6,7 @@ arithmetic in numpy, and those in 12 bits against the stored ones, both to the l
 
 import ctypes
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -348,18 +348,14 @@ def test_two_callers_at_once_both_get_their_results(built: Library) -> None:
     groups = [pack(built, [make_linear(640, 512, F32)]) for _ in range(2)]
     x = torch.randn(20, 512)
     right = [group(x)[0] for group in groups]
-    wrong: list[int] = []
 
-    def call(index: int) -> None:
-        wrong.extend(index for _ in range(200) if not torch.equal(groups[index](x)[0], right[index]))
+    def call(index: int) -> bool:
+        return all(torch.equal(groups[index](x)[0], right[index]) for _ in range(200))
 
-    callers = [threading.Thread(target=call, args=(index,)) for index in range(2)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    with ThreadPoolExecutor(2) as pool:
+        are_right = list(pool.map(call, range(2)))
     built.set_threads(1)
-    assert not wrong
+    assert are_right == [True, True]
 
 
 def test_the_setting_chooses_the_instruction_set(built: Library) -> None:

@@ -12,14 +12,14 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.diagnosis import check_kernels
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import products
-from penstock.engine.kernels.library import TORCH, Library, load_library
+from penstock.engine.kernels.library import TORCH, Library
 from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.kernels.products import NUM_ROWS, Product, find_slow_products, list_products
 from penstock.engine.loading.loading import load_model
 from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.opening import open_engine
 from penstock.errors import ModelLoadError
-from tests.engine.helpers import needs_kernels, run_sequences, sequence
+from tests.engine.helpers import needs_kernels, run_sequences, sequence, use_instruction_set
 from tests.engine_contract.engines import serve
 
 pytestmark = needs_kernels
@@ -28,11 +28,8 @@ PRODUCT = Product(96, 128, torch.float32, WeightForm.INT8)
 
 @pytest.fixture
 def native() -> Iterator[Library]:
-    found = load_library()
-    assert found is not None
-    before = found.isa
-    yield found
-    found.select_isa(before)
+    with use_instruction_set("") as found:
+        yield found
 
 
 @pytest.fixture

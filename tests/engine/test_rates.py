@@ -4,7 +4,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model
 from penstock.engine.opening import open_engine
-from penstock.engine.scheduling.rates import HALF_LIFE_TOKENS, MEASURE_S, PrefillRate, measure_prefill_rate
+from penstock.engine.scheduling.cost import HALF_LIFE_TOKENS, MEASURE_S, PrefillRate, measure_prefill_rate
 from tests.engine.helpers import run_sequences, sequence
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.engine.counts import TokenCounts
 from penstock.engine.kernels import build, library
+from penstock.engine.kernels.packed import find_library
 from penstock.engine.sampling.allowed import make_scores
-from penstock.engine.sampling.native import find_library
 from penstock.engine.sampling.sampler import (
     SamplingParams,
     compute_logprobs,

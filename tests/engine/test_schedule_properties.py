@@ -51,7 +51,7 @@ class Scheduling(RuleBasedStateMachine):
     )  # fmt: skip
     def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None, first_tokens: float) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("penstock.engine.memory.growth.FIRST_TOKENS", first_tokens)
+        self.patch.setattr("penstock.engine.memory.tables.FIRST_TOKENS", first_tokens)
         self.dummy = ScheduledEngine(num_blocks, budget=budget, max_batch=max_batch)
         self.dummy.scheduler.cost = cost
         self.num_blocks = num_blocks

@@ -1,7 +1,6 @@
 """Models whose layers keep a state: its bits depend on the tokens alone, and it travels with the KV."""
 
 import random
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -269,13 +268,12 @@ def test_drafts_change_no_token_and_no_state(
 
 
 @pytest.fixture
-def line(model: LoadedModel, tmp_path: Path) -> Iterator[list[ServingEngine]]:
+def line(model: LoadedModel, tmp_path: Path, exits: ExitStack) -> list[ServingEngine]:
     """A prefill engine and two decode engines over one store."""
-    with ExitStack() as stack:
-        engines = [stack.enter_context(serve(make_engine(model), tmp_path)) for _ in range(3)]
-        for engine in engines:
-            engine.store.set_compute_speed(lambda: 1.0)  # so that everything found is worth reading
-        yield engines
+    engines = [exits.enter_context(serve(make_engine(model), tmp_path)) for _ in range(3)]
+    for engine in engines:
+        engine.store.set_compute_speed(lambda: 1.0)  # so that everything found is worth reading
+    return engines
 
 
 def test_a_job_is_handed_over_with_its_state(model: LoadedModel, line: list[ServingEngine]) -> None:

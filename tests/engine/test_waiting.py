@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.engine.memory.growth import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
 from penstock.engine.memory.pool import BlockPool
+from penstock.engine.memory.tables import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
 from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.scheduling.scheduler import MAX_STEP_S, Scheduler
 from penstock.engine.sequence import Sequence

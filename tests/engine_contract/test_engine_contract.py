@@ -1,6 +1,6 @@
 """What workers may expect of any engine (`penstock.engine.contract`)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,16 @@ OpenEngine = Callable[..., EngineUnderTest]
 
 
 @pytest.fixture(params=list(ENGINES))
-def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenEngine]:
+def open_engine(request: pytest.FixtureRequest, tmp_path: Path, exits: ExitStack) -> OpenEngine:
     """Opens engines over one store. They are closed after the test."""
-    with ExitStack() as stack:
 
-        def open_one(**settings: Any) -> EngineUnderTest:
-            under_test = ENGINES[request.param](tmp_path, **settings)
-            stack.callback(under_test.store.close)
-            stack.enter_context(closing(under_test.engine))
-            return under_test
+    def open_one(**settings: Any) -> EngineUnderTest:
+        under_test = ENGINES[request.param](tmp_path, **settings)
+        exits.callback(under_test.store.close)
+        exits.enter_context(closing(under_test.engine))
+        return under_test
 
-        yield open_one
+    return open_one
 
 
 @pytest.fixture

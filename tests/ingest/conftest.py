@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+import redis.asyncio
 from fastapi import FastAPI, Request
 
 from penstock.config.addresses import Addresses
@@ -19,6 +20,7 @@ from penstock.ingest.gateway.state import find_caller
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
+from penstock.redis.client import async_redis_client
 from sim.workload import TOOL_MODEL
 from tests.gateways import ScriptedPipeline, open_stack
 
@@ -48,6 +50,13 @@ def sdk(base_url: str) -> Iterator[openai.OpenAI]:
     """The official client, as it comes but for its retries."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
+    """A connection to the shared Redis, as a gateway has it."""
+    async with async_redis_client(redis_url) as made:
+        yield made
 
 
 @pytest.fixture

@@ -3,16 +3,14 @@
 import asyncio
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
 
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
-from penstock.ingest.admission import Admission, Ticket
+from penstock.ingest.admission import Admission, HeldTokens, TenantShares, Ticket
 from penstock.ingest.errors import ApiError
-from penstock.ingest.tenant_shares import HeldTokens, TenantShares
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port
 from penstock.messages import Usage
@@ -34,13 +32,6 @@ class FixedLag:
     async def read(self, _: Pipeline) -> PipelineLag:
         self.num_reads += 1
         return PipelineLag({}, dict.fromkeys(CLASSES, self.wait_s), None, dict.fromkeys(CLASSES, self.mean_output))
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
-    made = async_redis_client(redis_url)
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture
@@ -187,9 +178,9 @@ async def test_what_nobody_settles_counts_for_a_while_only(
     client: "redis.asyncio.Redis", pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = make_admission(client, 5.0)
-    monkeypatch.setattr("penstock.ingest.tenant_shares.HELD_TTL_S", 0)
+    monkeypatch.setattr("penstock.ingest.admission.HELD_TTL_S", 0)
     lost = [await admission.admit(Caller("lost"), pipeline, "interactive", 100) for _ in range(3)]
-    monkeypatch.setattr("penstock.ingest.tenant_shares.HELD_TTL_S", 60)
+    monkeypatch.setattr("penstock.ingest.admission.HELD_TTL_S", 60)
     kept = await admission.admit(Caller("kept"), pipeline, "interactive", 100)
     other = await admission.admit(Caller("other"), pipeline, "interactive", 100)
     holders = await client.hkeys(pipeline.shares_key("tokens"))

@@ -202,7 +202,7 @@ async def test_files_are_their_tenants_own(objects: ObjectStorage) -> None:
 async def test_a_file_too_large_leaves_nothing(objects: ObjectStorage) -> None:
     files = FileStore(objects)
     with pytest.raises(ApiError) as caught:
-        await files.save_file("t", "in.jsonl", "batch", chunks_of(b"x" * 600, b"x" * 600), max_bytes=1000)
+        await files.save_content("t", chunks_of(b"x" * 600, b"x" * 600), max_bytes=1000)
     assert caught.value.status == 413
     assert await objects.list_names("tenants/t") == []
 

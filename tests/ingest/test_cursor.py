@@ -12,7 +12,7 @@ from penstock.errors import Cancelled, StreamDiverged
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
-from penstock.ingest.openai.sse import ResumePoint, SseEvent, make_token_positions
+from penstock.ingest.openai.sse import ResumePoint, make_token_positions
 from penstock.ingest.streaming.sse import encode_frames
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent, Usage
 from tests.draws import mark_some
@@ -116,7 +116,7 @@ def test_a_token_of_several_events_is_resumed_between_them() -> None:
     for count, seen in enumerate(positions, 1):
         point = ResumePoint(1, seen)
         point.check_token(0, event)
-        assert [one for one in positions if point.advance_past(0, SseEvent(one, "")) == one] == positions[count:]
+        assert [one for one in positions if point.advance_past(0, one) == one] == positions[count:]
     point = ResumePoint(1, make_token_positions("0-0000000000000000", 2)[0])
     with pytest.raises(StreamDiverged):
         point.check_token(0, event)

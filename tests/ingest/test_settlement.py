@@ -15,8 +15,7 @@ import redis
 
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import AdmissionSettings, BusSettings
-from penstock.ingest.admission import Admission
-from penstock.ingest.tenant_shares import HELD_TTL_S
+from penstock.ingest.admission import HELD_TTL_S, Admission
 from penstock.ingest.tenants import Caller, TenantEntry
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode_message

@@ -181,12 +181,7 @@ def test_a_stream_is_cancelled(streams: StreamPipeline, how: str) -> None:
 def test_who_leaves_cancels_only_where_that_was_asked_for(streams: StreamPipeline, stream: bool, cancels: bool) -> None:
     wish = str(cancels).lower()
     headers = {"x-penstock-cancel-on-disconnect": wish, "Idempotency-Key": f"leaves-{stream}-{wish}"}
-    known = {request.id for request in streams.read_requests()}
-    connection = open_request(streams, headers, BODY | {"stream": stream})
-    wait_for(lambda: {one.id for one in streams.read_requests()} - known, "it is accepted")
-    (request_id,) = {request.id for request in streams.read_requests()} - known
-    wait_for(lambda: streams.is_read(request_id), "it is read")
-    connection.close()
+    request_id = read_and_leave(streams, headers, BODY | {"stream": stream})
     wait_for(lambda: streams.is_read(request_id, by=0), "it is left")
     if cancels:
         wait_for(lambda: streams.is_cancelled(request_id), "it is cancelled")
@@ -196,25 +191,22 @@ def test_who_leaves_cancels_only_where_that_was_asked_for(streams: StreamPipelin
 
 @pytest.mark.parametrize("stream", mark_some([True, False], pytest.mark.proof))
 def test_who_leaves_for_long_cancels_where_the_operator_wants_that(streams: StreamPipeline, stream: bool) -> None:
-    known = {request.id for request in streams.read_requests()}
     with streams.start_gateway(GATEWAY_CANCEL_UNREAD_S="0.1") as gateway:
-        connection = open_request(streams, {}, BODY | {"stream": stream}, gateway.url)
-        wait_for(lambda: {one.id for one in streams.read_requests()} - known, "it is accepted")
-        (request_id,) = {request.id for request in streams.read_requests()} - known
-        wait_for(lambda: streams.is_read(request_id), "it is read")
-        connection.close()
+        request_id = read_and_leave(streams, {}, BODY | {"stream": stream}, gateway.url)
         wait_for(lambda: streams.is_cancelled(request_id), "it is cancelled")
 
 
-def open_request(
-    streams: StreamPipeline, headers: dict[str, str], body: dict[str, Any], url: str = ""
-) -> socket.socket:
-    """Return a connection on which a request was made, and its answer not read."""
+def read_and_leave(streams: StreamPipeline, headers: dict[str, str], body: dict[str, Any], url: str = "") -> str:
+    """Close the connection of a request when a gateway reads its stream; return the request's id."""
+    known = {request.id for request in streams.read_requests()}
     made = httpx.Request("POST", f"{url or streams.url}/v1/completions", json=body, headers=headers)
     head = "".join(f"{name}: {value}\r\n" for name, value in made.headers.items())
-    connection = socket.create_connection((made.url.host, made.url.port))
-    connection.sendall(f"POST {made.url.path} HTTP/1.1\r\n{head}\r\n".encode() + made.read())
-    return connection
+    with socket.create_connection((made.url.host, made.url.port)) as connection:
+        connection.sendall(f"POST {made.url.path} HTTP/1.1\r\n{head}\r\n".encode() + made.read())
+        wait_for(lambda: {one.id for one in streams.read_requests()} - known, "it is accepted")
+        (request_id,) = {request.id for request in streams.read_requests()} - known
+        wait_for(lambda: streams.is_read(request_id), "it is read")
+    return request_id
 
 
 @pytest.mark.proof

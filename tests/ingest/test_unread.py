@@ -1,7 +1,6 @@
 """Streams that nobody reads: who is counted, what is cancelled, and what is not."""
 
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -14,18 +13,11 @@ from penstock.ingest.streaming import unread
 from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.ingest.streaming.unread import UnreadStreams
 from penstock.names import Pipeline, stream_meta_key, stream_readers_key
-from penstock.redis.client import async_redis_client
 from penstock.redis.servers import Sharded
 from sim.waiting import wait_for
 from tests.gateways import ScriptedPipeline
 
 AT_ONCE, NEVER = 1e-9, 0.0
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
-    async with async_redis_client(redis_url) as made:
-        yield made
 
 
 class Site:

@@ -1,7 +1,7 @@
 """Every kind of tier, each at an empty place; servers of one's own."""
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -34,16 +34,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def make_tier(place: Place) -> Iterator[MakeTier]:
+def make_tier(place: Place, exits: ExitStack) -> MakeTier:
     """Opens tiers, all at the same place; closes them at the end."""
-    with contextlib.ExitStack() as stack:
-
-        def make(form: BlockFormat, budget_bytes: int) -> Tier:
-            tier = place.open(form, budget_bytes)
-            stack.callback(tier.close)
-            return tier
-
-        yield make
+    return lambda form, budget_bytes: exits.enter_context(closing(place.open(form, budget_bytes)))
 
 
 @pytest.fixture

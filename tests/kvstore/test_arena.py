@@ -6,7 +6,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,11 @@ Open = Callable[..., HostTier]
 
 
 @pytest.fixture
-def open_tier(tmp_path: Path) -> Iterator[Open]:
-    opened: list[HostTier] = []
-
+def open_tier(tmp_path: Path, exits: ExitStack) -> Open:
     def make(form: BlockFormat = FORM, pipeline: str = "demo", budget: int = BUDGET) -> HostTier:
-        opened.append(HostTier.open_shared(form, pipeline, budget, str(tmp_path)))
-        return opened[-1]
+        return exits.enter_context(closing(HostTier.open_shared(form, pipeline, budget, str(tmp_path))))
 
-    yield make
-    for tier in opened:
-        tier.close()
+    return make
 
 
 def paths(directory: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -27,20 +28,17 @@ Open = Callable[..., HostTier]
 
 
 @pytest.fixture
-def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: ExitStack) -> Open:
     monkeypatch.setattr(growth, "CHUNK_BYTES", SLOT_BYTES)
     monkeypatch.setattr(growth, "ADOPTED_CHUNK", 3)
-    opened: list[HostTier] = []
 
     def make(form: BlockFormat = FORM, budget: int = BUDGET, tables: str = "memory") -> HostTier:
         (tmp_path / tables).mkdir(exist_ok=True)
-        opened.append(HostTier.open_disk(form, tmp_path / "kv", budget, str(tmp_path / tables)))
-        assert wait_until_mapped(opened[-1], PATIENCE_S)
-        return opened[-1]
+        tier = HostTier.open_disk(form, tmp_path / "kv", budget, str(tmp_path / tables))
+        assert wait_until_mapped(exits.enter_context(closing(tier)), PATIENCE_S)
+        return tier
 
-    yield make
-    for tier in opened:
-        tier.close()
+    return make
 
 
 @pytest.fixture

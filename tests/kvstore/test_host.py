@@ -3,6 +3,7 @@
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -214,12 +215,9 @@ def which(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def openings(tmp_path: Path, which: str) -> Iterator[list[HostTier]]:
+def openings(tmp_path: Path, which: str, exits: ExitStack) -> list[HostTier]:
     """Two openings of an arena, as of two workers."""
-    opened = [open_host(which, tmp_path, FORM, NUM_SLOTS) for _ in range(2)]
-    yield opened
-    for tier in opened:
-        tier.close()
+    return [exits.enter_context(closing(open_host(which, tmp_path, FORM, NUM_SLOTS))) for _ in range(2)]
 
 
 @pytest.fixture

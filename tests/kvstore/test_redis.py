@@ -289,7 +289,7 @@ def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Red
     assert coded.get(wanted) == [True] * 3
     assert places == payloads
     assert coded.counters.bytes_written == 2 * PAYLOAD_BYTES
-    client.setrange(kv_key(names[0].hash), HEADER_BYTES + 50, b"?!")
+    client.setrange(kv_key(names[0].hash), HEADER_BYTES + 50, b"damaged")
     assert coded.get(wanted) == [False, True, True]
     assert tier.get(wanted[1:]) == [False, True], "one who knows no codec"
     assert (coded.counters.damaged, tier.counters.damaged) == (1, 1)

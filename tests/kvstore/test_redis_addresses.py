@@ -46,7 +46,7 @@ def test_damage_on_several_connections(own_server: ValkeyServer) -> None:
     with redis.Redis.from_url(own_server.url) as client:
         tier = RedisTier.open(LARGE_FORM, [own_server.unix_url], AMPLE, 60)
         put(tier, names, LARGE_FORM)
-        client.setrange(kv_key(names[2].hash), 1000, b"?")
+        client.setrange(kv_key(names[2].hash), 1000, b"damaged")
         client.delete(kv_key(names[5].hash))
         client.set(kv_key(names[7].hash), b"")
         expected = [None if at in (2, 5, 7) else content(name, LARGE_FORM) for at, name in enumerate(names)]

@@ -134,18 +134,16 @@ Behind = Callable[..., tuple[Proxy, RedisTier]]
 
 
 @pytest.fixture
-def behind(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
+def behind(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, exits: contextlib.ExitStack) -> Behind:
     """Opens a tier of a form behind a proxy, which asks its server again at once."""
     monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
-    with contextlib.ExitStack() as stack:
 
-        def open_behind(form: BlockFormat = FORM) -> tuple[Proxy, RedisTier]:
-            proxy = stack.enter_context(Proxy(own_server.port))
-            tier = RedisTier.open(form, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
-            stack.callback(tier.close)
-            return proxy, tier
+    def open_behind(form: BlockFormat = FORM) -> tuple[Proxy, RedisTier]:
+        proxy = exits.enter_context(Proxy(own_server.port))
+        tier = RedisTier.open(form, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
+        return proxy, exits.enter_context(contextlib.closing(tier))
 
-        yield open_behind
+    return open_behind
 
 
 @pytest.mark.parametrize("cut", [0, 5, 100, 250, 70_000, 310_000, 600_250, 899_000])

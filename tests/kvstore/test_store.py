@@ -4,7 +4,8 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,18 +37,14 @@ def settings(tmp_path: Path) -> KVSettings:
 
 
 @pytest.fixture
-def make_store(settings: KVSettings, kv_url: str) -> Iterator[MakeStore]:
+def make_store(settings: KVSettings, kv_url: str, exits: ExitStack) -> MakeStore:
     """Opens stores that share their tiers, as workers of a host do."""
-    made = []
     RedisPlace(kv_url)  # empty
 
     def make(layout: StoreLayout = LAYOUT, url: str = kv_url, **changes: object) -> KVStore:
-        made.append(KVStore.open(layout, settings.model_copy(update=changes), url, "demo"))
-        return made[-1]
+        return exits.enter_context(closing(KVStore.open(layout, settings.model_copy(update=changes), url, "demo")))
 
-    yield make
-    for store in made:
-        store.close()
+    return make
 
 
 @pytest.fixture

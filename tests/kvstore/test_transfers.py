@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,9 @@ class Pool:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[KVStore]:
+def store(tmp_path: Path, exits: contextlib.ExitStack) -> KVStore:
     settings = KVSettings(shared_mb=1, shared_dir=str(tmp_path), disk_mb=1, disk_dir=str(tmp_path / "d"), redis_mb=0)
-    store = KVStore.open(LAYOUT, settings, "", "demo")
-    yield store
-    store.close()
+    return exits.enter_context(contextlib.closing(KVStore.open(LAYOUT, settings, "", "demo")))
 
 
 def collected(transfers: Transfers, count: int = 1) -> list[LoadOperation | StoreOperation]:
@@ -93,10 +91,9 @@ def all_back(transfers: Transfers, pool: Pool) -> None:
 
 
 @pytest.fixture
-def begin(store: KVStore) -> Iterator[Callable[..., Transfers]]:
+def begin(store: KVStore, exits: contextlib.ExitStack) -> Callable[..., Transfers]:
     """Begins transfers between a pool and the store: `begin(pool, 10)`. They are closed at the end."""
-    with contextlib.ExitStack() as stack:
-        yield lambda pool, limit=10: stack.enter_context(contextlib.closing(Transfers(store, pool, limit)))
+    return lambda pool, limit=10: exits.enter_context(contextlib.closing(Transfers(store, pool, limit)))
 
 
 Begin = Callable[..., Transfers]

@@ -12,7 +12,7 @@ from penstock.config.settings import BusSettings
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
 from penstock.names import START_HASH, Pipeline, event_id, roll_hash
 from sim.waiting import PATIENCE_S
-from sim.workload import ExpectedAnswer
+from sim.workload import ExpectedAnswer, compute_answers
 
 
 class Streams:
@@ -77,3 +77,10 @@ def check_results(results: Sequence[Result], expected: dict[str, ExpectedAnswer]
             answer = expected[result.id]
             assert (result.token_ids, result.text) == (answer.token_ids, answer.text), result.id
             assert result.error is None
+
+
+def check_tokens(results: Sequence[Result], work: list[Request]) -> None:
+    """Check that each request has exactly one result, with the undivided model's tokens, and that there is no other."""
+    expected = {name: answer.token_ids for name, answer in compute_answers(work).items()}
+    assert {result.id: result.token_ids for result in results} == expected
+    assert len(results) == len(expected)

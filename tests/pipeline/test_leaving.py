@@ -16,16 +16,11 @@ from penstock.prefill_worker.stay import MIN_JUDGED_TOKENS, StayPolicy
 from penstock.telemetry import tracing
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, run_until_idle, run_until_running, serving_engine
-from sim.workload import compute_answers
+from tests.pipeline.checks import check_tokens
 
 pytestmark = pytest.mark.in_memory
 
 NUM_PROMPT, NUM_NEW = 40, 60
-
-
-@pytest.fixture
-def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
-    return make_line()
 
 
 @pytest.fixture
@@ -115,8 +110,7 @@ def test_what_leaves_goes_on_with_the_kv_that_it_has(
         run_until_idle(worker)
     assert causes == [cause]
     assert shared.read_usage().leased == num_blocks
-    (result,) = line.run_until_results(1)
-    assert result.token_ids == compute_answers([request])["r"].token_ids
+    check_tokens(line.run_until_results(1), [request])
     assert [one.num_tier_blocks for one in loaded] == [num_blocks]
     line.decode.engine.close()
     assert shared.read_usage().leased == 0
@@ -133,8 +127,7 @@ def test_an_end_behind_another_claim_is_settled_by_a_job(line: InProcessPipeline
         status = second.record.read_status("r")
         assert status is not None
         assert (status.stage, status.bound, line.read_results()) == ("end", "", [])
-    (result,) = line.run_until_results(1)
-    assert result.token_ids == compute_answers([request])["r"].token_ids
+    check_tokens(line.run_until_results(1), [request])
 
 
 def test_where_no_other_decodes_what_is_preempted_waits(line: InProcessPipeline, causes: list[str]) -> None:
@@ -145,8 +138,7 @@ def test_where_no_other_decodes_what_is_preempted_waits(line: InProcessPipeline,
         assert not worker.running["r"].is_running
         core_of(worker).pool.free_blocks(taken)
         run_until_idle(worker)
-    (result,) = line.read_results()
-    assert result.token_ids == compute_answers([request])["r"].token_ids
+    check_tokens(line.read_results(), [request])
     assert causes == []
 
 
@@ -162,5 +154,4 @@ def test_what_a_prompt_keeps_too_long_leaves_and_so_does_the_prompt(line: InProc
         line.send_requests(work[1])
         run_until_idle(worker)
     assert sorted(causes) == ["itl", "prompt"]
-    found = {result.id: result.token_ids for result in line.run_until_results(2)}
-    assert found == {key: answer.token_ids for key, answer in compute_answers(work).items()}
+    check_tokens(line.run_until_results(2), work)

@@ -8,7 +8,7 @@ from confluent_kafka.admin import AdminClient
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.messages import Request, Sampling, TokenEvent
+from penstock.messages import Request, Sampling
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from sim.kafka_server import KafkaServer
@@ -17,6 +17,7 @@ from sim.servers import start_or_skip
 from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.pipeline.site import worker_process
+from tests.record.play import tokens_of
 
 LEASE_S = 0.4
 RECORD = RecordSettings(lease_s=LEASE_S)
@@ -108,8 +109,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
 
         wait_for(are_answered, "all have their answers", 0)
         for name, answer in compute_answers(work).items():
-            tokens = [event.token for event in record.read_log(name) if isinstance(event, TokenEvent)]
-            assert tokens == answer.token_ids
+            assert tokens_of(record.read_log(name)) == answer.token_ids
         admin = AdminClient({"bootstrap.servers": patient_kafka})
         members = admin.describe_consumer_groups([group])[group].result().members
         assert "victim" in [member.client_id for member in members]  # as the brokers still believe

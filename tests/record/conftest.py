@@ -1,7 +1,7 @@
 """Records on the shared server and in memory, and short ways to play a worker."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 import redis
@@ -27,20 +27,17 @@ def client(redis_url: str) -> Iterator["redis.Redis"]:
 
 @pytest.fixture
 def make_record(
-    request: pytest.FixtureRequest, record_kind: str, pipeline: Pipeline
-) -> Iterator[Callable[[RecordSettings], Record]]:
+    request: pytest.FixtureRequest, record_kind: str, pipeline: Pipeline, exits: ExitStack
+) -> Callable[[RecordSettings], Record]:
     """Makes views of the same records, with settings of their own."""
     records = MemoryRecords()
-    with ExitStack() as stack:
 
-        def make(settings: RecordSettings) -> Record:
-            if record_kind == "memory":
-                return MemoryRecord(records, settings)
-            made = Record(request.getfixturevalue("client"), pipeline, settings)
-            stack.callback(made.close)
-            return made
+    def make(settings: RecordSettings) -> Record:
+        if record_kind == "memory":
+            return MemoryRecord(records, settings)
+        return exits.enter_context(closing(Record(request.getfixturevalue("client"), pipeline, settings)))
 
-        yield make
+    return make
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Short ways to play a worker."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from penstock.messages import EndEvent
+from penstock.messages import EndEvent, TokenEvent
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
 
 
@@ -51,3 +51,12 @@ def say(record: Record, claim: Claim, tokens: Sequence[int]) -> list[AppendOutco
 
 def end(finish_reason: str = "stop") -> EndEvent:
     return EndEvent.model_validate({"finish_reason": finish_reason})
+
+
+def tokens_of(events: Iterable[TokenEvent | EndEvent]) -> list[int]:
+    return [event.token for event in events if isinstance(event, TokenEvent)]
+
+
+def id_of(event: TokenEvent | EndEvent) -> str:
+    assert isinstance(event, TokenEvent)
+    return event.id

@@ -10,14 +10,10 @@ from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, Pipeline, event_id, roll_hash
 from penstock.record import AppendOutcome, Claim, Record, parse_event
 from sim.waiting import PATIENCE_S, wait_for
-from tests.record.play import decode, end, prefill, say
+from tests.record.play import decode, end, prefill, say, tokens_of
 
 pytestmark = pytest.mark.proof
 OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED
-
-
-def tokens_of(record: Record, request_id: str = "r1") -> list[int]:
-    return [event.token for event in record.read_log(request_id) if isinstance(event, TokenEvent)]
 
 
 def test_entries_are_named_by_position_and_chained_by_hash(
@@ -45,7 +41,7 @@ def test_a_batch_is_one_append_with_an_outcome_for_each(record: Record) -> None:
     record.cancel_request("r2")
     outcomes = record.append_tokens([(claim, claim.next_event(9, "x")) for claim in claims])
     assert outcomes == [OK, FENCED, CANCELLED, OK]
-    assert [tokens_of(record, f"r{i}") for i in range(4)] == [[9], [], [], [9]]
+    assert [tokens_of(record.read_log(f"r{i}")) for i in range(4)] == [[9], [], [], [9]]
     assert record.append_tokens([]) == []
 
 
@@ -65,7 +61,7 @@ def test_several_tokens_of_a_request_are_one_call(record: Record, client: "redis
     assert record.append_tokens(entries) == [OK, OK, OK, CANCELLED, CANCELLED, OK]
     assert record.append_tokens(next_tokens(claims[0], [9, 1])) == [OK, OK]
     assert [name for name, _ in client.xrange(pipeline.log_key("r0")) or ()] == [b"%d-1" % i for i in range(5)]
-    assert [tokens_of(record, f"r{i}") for i in range(3)] == [[5, 6, 7, 9, 1], [], [8]]
+    assert [tokens_of(record.read_log(f"r{i}")) for i in range(3)] == [[5, 6, 7, 9, 1], [], [8]]
     assert (claims[1].num_tokens, claims[1].rolling_hash) == (0, START_HASH)
     assert record.finish_request(claims[0], end("stop"))
 
@@ -79,7 +75,7 @@ def test_several_tokens_are_written_all_or_not_at_all(record: Record) -> None:
     claim.num_tokens, claim.rolling_hash = 1, roll_hash(START_HASH, 5)
     assert record.append_tokens(entries) == [OK] * 3  # sent again: they are there
     assert record.append_tokens(late) == [FENCED] * 2  # another token at the second place
-    assert tokens_of(record) == [5, 6, 8, 9]
+    assert tokens_of(record.read_log("r1")) == [5, 6, 8, 9]
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -97,7 +93,7 @@ def test_a_connection_lost_between_send_and_collect_repeats_no_token(
         client.client_kill_filter(_type="normal", skipme=True)
     assert record.collect_outcomes() == [OK, OK, OK]
     assert say(record, claim, [5]) == [OK]
-    assert tokens_of(record) == [1, 2, 3, 4, 5]
+    assert tokens_of(record.read_log("r1")) == [1, 2, 3, 4, 5]
 
 
 def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:

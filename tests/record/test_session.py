@@ -17,7 +17,7 @@ from penstock.names import Pipeline
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import redis_client
 from penstock.testing.record import MemoryRecord, MemoryRecords
-from penstock.worker.retry import deadline_error
+from penstock.worker.failure import deadline_error
 from sim.forked import pause_process
 from sim.waiting import PATIENCE_S, wait_for
 from tests.draws import mark_some

@@ -1,6 +1,7 @@
 """Requests on two servers: each keeps its own, and one that is away is an outage of its requests alone."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ValkeySe
 
 
 @pytest.fixture
-def sharded(servers: tuple[ValkeyServer, ValkeyServer], pipeline: Pipeline) -> Iterator[Record]:
+def sharded(servers: tuple[ValkeyServer, ValkeyServer], pipeline: Pipeline, exits: ExitStack) -> Record:
     urls = ",".join(f"{server.url}#{name}" for server, name in zip(servers, NAMES, strict=True))
-    record = open_record(connect_servers(urls), pipeline, RecordSettings(lease_s=0.3))
-    yield record
-    record.close()
+    return exits.enter_context(closing(open_record(connect_servers(urls), pipeline, RecordSettings(lease_s=0.3))))
 
 
 @pytest.fixture
-def sessions(sharded: Record) -> Iterator[ShardedSession]:
-    made = ShardedSession(sharded, "d1")
-    yield made
-    made.close()
+def sessions(sharded: Record, exits: ExitStack) -> ShardedSession:
+    return exits.enter_context(closing(ShardedSession(sharded, "d1")))
 
 
 def claimed(record: Record, sessions: ShardedSession, request_id: str) -> Claim:

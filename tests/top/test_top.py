@@ -148,10 +148,10 @@ async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
 def test_plan_asks_the_workers_that_run(stack: Stack, terminal: Terminal, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text('{"at_s": 0, "prompt_tokens": 10, "output_tokens": 10}')
     url = {"PENSTOCK_STREAM_URL": stack.addresses.stream_url}
-    busy.submit_requests(stack, 4, 40)
     printed: list[str] = []
 
     def has_plan() -> bool:
+        busy.submit_requests(stack, 4, 40)  # each time: a worker that started since has measured none of those before
         done = terminal("plan", "--trace", str(tmp_path / "trace"), "--json", **url)
         # Those who were stopped and killed before may still start, or have measured nothing yet.
         assert done.returncode == 0 or "has measured its rate: send some requests" in done.stderr, done.stderr

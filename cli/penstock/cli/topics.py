@@ -16,11 +16,6 @@ from penstock.names import Pipeline
 app = typer.Typer(help="Create the pipeline's topics, or record their load.", no_args_is_help=True)
 
 
-@app.callback()
-def add_group() -> None:
-    """Create the pipeline's topics, or record their load."""
-
-
 @app.command("create")
 def create_topics() -> None:
     """Make the topics that are missing."""

@@ -22,14 +22,13 @@ from pathlib import Path
 from penstock.errors import DependencyMissing
 from penstock.waiting import wait_until
 
-# Runs in the child before the program: requests the signal, and checks whether the parent died meanwhile.
+# Runs in the child before the program: requests SIGKILL for when its parent ends, and checks whether it has meanwhile.
 _LAUNCHER = """
 import ctypes, os, sys
-parent, death_signal = int(sys.argv[1]), int(sys.argv[2])
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, death_signal, 0, 0, 0)
-if os.getppid() == parent:
-    os.execvp(sys.argv[3], sys.argv[3:])
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 Fork = Callable[[], "subprocess.Popen[bytes]"]
@@ -78,7 +77,7 @@ class Child:
 
     def stop(self, timeout_s: float = 10.0) -> int:
         """Ask the process to end, wait, and kill it if it does not. Returns the exit status."""
-        self._send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         try:
             return self.wait(timeout_s)
         except TimeoutError:
@@ -86,22 +85,19 @@ class Child:
 
     def kill(self) -> int:
         """Kill the process, as a crash would. Returns the exit status."""
-        self._send_signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         return self.wait(30.0)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send any other signal (SIGSTOP and SIGCONT make a pause)."""
-        self._send_signal(number)
+        """Send a signal (SIGSTOP and SIGCONT make a pause), unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     def read_log_tail(self, num_lines: int = 20) -> str:
         """Return the last lines of the log, for an error message."""
         if self.log is None or not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
-
-    def _send_signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
 
 def start_child(
@@ -111,16 +107,15 @@ def start_child(
     log: Path | None = None,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
-    death_signal: signal.Signals = signal.SIGKILL,
     inherited: Sequence[int] = (),
 ) -> Child:
-    """Start a program that gets `death_signal` when this process dies; its output is appended to `log`.
+    """Start a program that is killed when this process dies; its output is appended to `log`.
 
     It inherits the file descriptors in `inherited`.
 
     It runs in a session of its own: Ctrl-C reaches the parent alone, which ends its children in order.
     """
-    full = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(int(death_signal)), *command]
+    full = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
 
     def fork() -> "subprocess.Popen[bytes]":
         with contextlib.ExitStack() as stack:

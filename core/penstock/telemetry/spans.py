@@ -18,8 +18,7 @@ from pydantic_core import to_json
 from penstock.names import Pipeline
 from penstock.redis.client import execute_all, raise_first_error, redis_client
 from penstock.redis.servers import Sharded
-from penstock.telemetry.genai import OPERATION_ATTRIBUTE
-from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
+from penstock.telemetry.tracing import OPERATION_ATTRIBUTE, PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from penstock.messages import EndEvent, now_s
 from penstock.names import PriorityClass, WorkerKind
 from penstock.telemetry import catalog
 from penstock.telemetry.catalog import PROVIDER
-from penstock.telemetry.genai import Operation
 from penstock.telemetry.meters import Histogram, Meters, Reading
 from penstock.telemetry.recent import RecentTotals
+from penstock.telemetry.tracing import Operation
 
 TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"}
 """The store's tiers, by their label in the metrics."""

@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Literal, cast
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context, attach, create_key, detach, get_value, set_value
@@ -29,12 +29,16 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
-from penstock.names import Pipeline
+from penstock.messages import EndEvent, Request
+from penstock.names import OPERATION_HEADER, Pipeline
+from penstock.telemetry.catalog import PROVIDER
 
 tracer = trace.get_tracer("penstock")
 
 PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE = "penstock.pipeline", "penstock.request.id"
 """Attributes of every span of a request."""
+Operation = Literal["chat", "text_completion"]
+OPERATION_ATTRIBUTE = "gen_ai.operation.name"
 _REQUEST_CONTEXT_KEY = create_key("penstock")
 SCOPE = InstrumentationScope("penstock")
 UNSET = Status()
@@ -134,6 +138,29 @@ def inject_headers(context: Context | None = None) -> dict[str, str]:
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     return carrier
+
+
+def get_operation(request: Request | None) -> Operation:
+    """Return `gen_ai.operation.name` of a request."""
+    return "chat" if request is not None and request.messages is not None else "text_completion"
+
+
+def read_operation(headers: Mapping[str, str]) -> Operation:
+    """Return `gen_ai.operation.name` of a job, from its headers."""
+    return "chat" if headers.get(OPERATION_HEADER) == "chat" else "text_completion"
+
+
+def build_attributes(operation: Operation, model: str, end: EndEvent) -> dict[str, AttributeValue]:
+    """Return the attributes of the one span that stands for a whole request, which has ended."""
+    failed: dict[str, AttributeValue] = {} if end.error is None else {"error.type": end.error.code}
+    return failed | {
+        OPERATION_ATTRIBUTE: operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+        "gen_ai.response.finish_reasons": (end.finish_reason,),
+    }
 
 
 @contextmanager

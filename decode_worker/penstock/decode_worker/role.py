@@ -29,12 +29,11 @@ from penstock.messages import (
 )
 from penstock.names import TENANT_HEADER, PriorityClass, Stage, WorkerKind
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import read_operation
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import build_failed_result
+from penstock.telemetry.tracing import read_operation
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
-from penstock.worker.result import build_result_of_log
+from penstock.worker.result import build_failed_result, build_result_of_log
 from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)

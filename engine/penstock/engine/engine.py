@@ -42,13 +42,15 @@ from penstock.engine.scheduling.cost import (
     TRIAL_CHUNK_TOKENS,
     TRIAL_CONTEXT_TOKENS,
     TRIAL_DECODES,
+    WARM_UP_TOKENS,
+    PrefillRate,
     StepCost,
     TrialStep,
     measure_cost,
+    measure_prefill_rate,
 )
 from penstock.engine.scheduling.draft_budget import draft_tokens
 from penstock.engine.scheduling.quarantine import Quarantine
-from penstock.engine.scheduling.rates import WARM_UP_TOKENS, PrefillRate, measure_prefill_rate
 from penstock.engine.scheduling.scheduler import WAITING_STEPS, Scheduler
 from penstock.engine.sequence import Plan, Sequence, State
 from penstock.engine.steps.runner import ModelRunner
@@ -358,7 +360,7 @@ class Engine:
         self._plan = []
         if not plan:
             return []
-        if self.speculates:
+        if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:

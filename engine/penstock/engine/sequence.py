@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,6 @@ class Sequence:
         """A hash over all tokens of the prompt, under which its state at their end is kept; None: it is not."""
         self.draft: list[int] = []
         """Tokens that the current step computes behind the last one, in case they are drawn; empty between steps."""
-        self.drafter = Drafter()
         self._counts: TokenCounts | None = None
         self._num_counted_tokens = 0
         """How many leading tokens `_counts` has."""
@@ -137,6 +137,11 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"Sequence({self.id!r}, {self.state.value}, {self.num_computed_tokens}/{len(self.token_ids)} tokens)"
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        """What guesses its next tokens. A sequence that is handed off with its first token has no use for it."""
+        return Drafter()
 
     @property
     def num_output_tokens(self) -> int:

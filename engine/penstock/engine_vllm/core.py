@@ -22,7 +22,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.limits import check_sequence
 from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import NOT_FINITE, SamplingParams
-from penstock.engine.scheduling.rates import PrefillRate
+from penstock.engine.scheduling.cost import PrefillRate
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
 from penstock.errors import ModelError, SequenceFailed, is_failure

@@ -2,7 +2,7 @@
 
     1  limits    the classes that the caller may use, and how much one request may ask for
     2  lag       how long the request would wait, by the tokens that wait before it
-    3  share     while the pipeline is full, a tenant gets no more than its part of it (`tenant_shares`)
+    3  share     while the pipeline is full, a tenant gets no more than its part of it (`TenantShares`)
     4  buckets   one request and its tokens are taken, both or neither. The tokens are an estimate: prompt and limit,
                  or, where an answer has no limit, the mean length of recent answers
     5  settle    when the request ends, its real usage replaces the estimate, and its share is released
@@ -16,6 +16,7 @@ import asyncio
 import logging
 import math
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -24,7 +25,6 @@ import redis.asyncio
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
-from penstock.ingest.tenant_shares import FULL_WAIT_S, HeldTokens, TenantShares
 from penstock.ingest.tenants import Caller
 from penstock.messages import Usage, estimate_open_answer_tokens
 from penstock.names import Pipeline, PriorityClass, rate_key
@@ -39,8 +39,23 @@ LAG_REFRESH_S, LAG_MAX_AGE_S = 0.5, 2.0
 
 TAKE_TOKENS = load_script("penstock.ingest", "bucket", "take_tokens")
 GIVE_TOKENS = load_script("penstock.ingest", "bucket", "give_tokens")
+ENTER_SHARE = load_script("penstock.ingest", "enter_share")
+LEAVE_SHARE = load_script("penstock.ingest", "leave_share")
 MAX_BATCH_WAIT_S = 6 * 3600.0
 """A request of class `batch` that would wait for longer is refused with 429."""
+HELD_TTL_S = 60
+FULL_WAIT_S = 1.0
+"""A pipeline in which a request would wait for longer is full."""
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """Tokens that a tenant holds of a pipeline."""
+
+    pipeline: Pipeline
+    ticket: str
+    tenant: str
+    num_tokens: int
 
 
 @dataclass
@@ -60,6 +75,43 @@ class Ticket:
     def has_bucket_tokens(self) -> bool:
         """Whether tokens were taken from the tenant's bucket, to be corrected when the request has ended."""
         return self.caller.tokens_per_min is not None
+
+
+class TenantShares:
+    """How many tokens each tenant holds of each pipeline, in Redis.
+
+    Topics are read in order of arrival, so a tenant's share of the work done is its share of the work that waits. A
+    tenant's part of the tokens is its part of all tokens that are admitted and not answered. While a request would have
+    to wait, a tenant is refused if that is larger than its part of the weights of all tenants that hold tokens. While
+    no request has to wait, any tenant may hold all of it.
+
+    Tokens are held until their request is settled, at most for `HELD_TTL_S`: so the requests of a gateway that died
+    stop counting.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self._client = client
+
+    async def hold_tokens(
+        self, pipeline: Pipeline, tenant: str, weight: float, num_tokens: int, *, is_full: bool
+    ) -> HeldTokens | None:
+        """Hold tokens; None if the tenant has more than its share. Raises `BusUnavailable`."""
+        num_tokens = max(1, num_tokens)
+        held = HeldTokens(pipeline, f"{uuid.uuid4().hex}|{tenant}|{num_tokens}", tenant, num_tokens)
+        arguments: list[str | float] = [held.ticket, tenant, num_tokens, weight, HELD_TTL_S, int(is_full)]
+        with translate_outages():
+            return held if await ENTER_SHARE.run_async(self._client, _share_keys(pipeline), arguments) else None
+
+    async def release_tokens(self, held: HeldTokens) -> None:
+        """Release held tokens. Raises `BusUnavailable`; they count until their time is over then."""
+        with translate_outages():
+            await LEAVE_SHARE.run_async(
+                self._client, _share_keys(held.pipeline), [held.ticket, held.tenant, held.num_tokens]
+            )
+
+
+def _share_keys(pipeline: Pipeline) -> list[str]:
+    return [pipeline.shares_key(part) for part in ("tickets", "tokens", "weights")]
 
 
 class Admission:
@@ -100,9 +152,10 @@ class Admission:
         """
         check_caller_limits(caller, priority_class, num_tokens, max_output)
         lag = await self._lag_cache.get_lag(pipeline)
-        wait_s = None if lag is None else lag.estimated_wait_s(priority_class)
+        wait_s = None if lag is None else lag.waits[priority_class]
         mean_output = None if lag is None else lag.mean_output_tokens[priority_class]
-        num_tokens += estimate_open_output(caller, num_tokens, max_output, num_open, mean_output)
+        if num_open:
+            num_tokens += estimate_open_output(caller, num_tokens, max_output, num_open, mean_output)
         self._check_wait(wait_s, priority_class, max_wait_s)
         is_full = wait_s is not None and wait_s > FULL_WAIT_S
         held = await self._shares.hold_tokens(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)

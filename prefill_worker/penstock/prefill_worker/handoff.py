@@ -1,6 +1,5 @@
 """The hand-off: the job message that prefill publishes, and the end of requests that end in prefill."""
 
-import hashlib
 import uuid
 from dataclasses import replace
 
@@ -12,15 +11,8 @@ from penstock.bus.contract import Outgoing
 from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import Operation
+from penstock.telemetry.tracing import Operation
 from penstock.worker.task import Task
-
-
-def sampling_seed(request: Request) -> int:
-    """Return the request's seed, or one derived from its id, which is the same for every attempt."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big") >> 1
 
 
 def prefill_timings(task: Task, *, handed_off: float = 0.0, finished: float = 0.0) -> Timings:
@@ -57,7 +49,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
         job=job_id,
         token_ids=task.token_ids,
         sampling=request.sampling,
-        seed=sampling_seed(request),
+        seed=request.seed,
         tenant=request.tenant,
         weight=request.weight,
         priority_class=task.priority_class,

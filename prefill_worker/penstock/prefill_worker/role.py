@@ -44,16 +44,15 @@ from penstock.messages import (
 )
 from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
-from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
+from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import get_operation
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import UNWRITABLE, build_failed_result
+from penstock.telemetry.tracing import get_operation
+from penstock.worker.failure import UNWRITABLE, make_dead_letters, to_request_error
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
-from penstock.worker.result import build_result_of_log
-from penstock.worker.retry import make_dead_letters, to_request_error
+from penstock.worker.result import build_failed_result, build_result_of_log
 from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class PrefillRole(ModelRole):
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
-        if not self.add_to_engine(task, sampling_seed(request), load, start, num_prompt_logprobs):
+        if not self.add_to_engine(task, request.seed, load, start, num_prompt_logprobs):
             return False
         if num_chars := count_prompt_chars(request):
             load.chars_per_token.add(num_chars, len(task.token_ids))

@@ -30,7 +30,7 @@ from penstock.failpoints import failpoint
 from penstock.messages import Logprobs, Request, Usage
 from penstock.names import CLASSES, PriorityClass, piece_token
 from penstock.record.claim import GOOD_PROGRESS
-from penstock.worker.confine import confine_error
+from penstock.worker.failure import confine_error
 
 log = logging.getLogger(__name__)
 

@@ -38,12 +38,11 @@ from penstock.messages import (
 )
 from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import get_operation
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import build_failed_result
+from penstock.telemetry.tracing import get_operation
+from penstock.worker.failure import to_request_error
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.result import build_result_of_log
-from penstock.worker.retry import to_request_error
+from penstock.worker.result import build_failed_result, build_result_of_log
 from penstock.worker.task import Role, StageOutput, Task
 
 log = logging.getLogger(__name__)

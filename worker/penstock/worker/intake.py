@@ -24,8 +24,8 @@ from penstock.failpoints import stage_failpoint
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
 from penstock.record import Bound, Busy, Claim, Conflict, Record, ShardedSession, TakenOver, UnclaimedMessage
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import build_writable_dead_letter, confine_error, give_up_claim, try_for_request
 from penstock.worker.delivery_queue import POSTPONE_S, DeliveryQueue
+from penstock.worker.failure import build_writable_dead_letter, confine_error, give_up_claim, try_for_request
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader, PendingMessage
 from penstock.worker.rescue import PATIENCE_LEASES, Rescuer

@@ -11,9 +11,9 @@ from penstock.engine.text.token_text import TokenTexts, get_token_texts
 from penstock.grammar.state import GrammarState
 from penstock.messages import Job, TokenEvent
 from penstock.names import Pipeline
+from penstock.worker.failure import is_suspect
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import WorkerLoad
-from penstock.worker.retry import is_suspect
 from penstock.worker.task import Role, Task
 
 
@@ -56,7 +56,8 @@ class ModelRole(Role):
             # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.
             sampling = cut_max_tokens(sampling, len(task.token_ids), self.engine.limits.max_length)
             task.message = message.model_copy(update={"sampling": sampling})
-        check_prompt_logprobs(sampling, len(task.token_ids))
+        if sampling.prompt_logprobs is not None:
+            check_prompt_logprobs(sampling, len(task.token_ids))
         task.blocks = self.engine.hash_prompt(task.tenant, task.token_ids)
         task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         logged = [] if task.hands_off else [event.token for event in task.log_events]

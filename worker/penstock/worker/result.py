@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock import names
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Outgoing
-from penstock.messages import EndEvent, Job, Result, TokenEvent
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
+from penstock.errors import InternalError
+from penstock.messages import EndEvent, ErrorInfo, Job, Result, TokenEvent
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
-from penstock.worker.retry import make_dead_letters
+from penstock.worker.failure import UNWRITABLE, make_dead_letters
 from penstock.worker.task import StageOutput, Task
 
 MAX_HEADER_BYTES = 65536
@@ -79,3 +80,12 @@ def _truncate_result(result: Result) -> Result:
     bare = result.model_copy(update={"text": "", "logprobs": None, "prompt_tokens": None, "truncated": True})
     num_left = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - len(bare.encode())
     return bare.model_copy(update={"text": result.text[: max(0, num_left // 6)]})
+
+
+def build_failed_result(pipeline: Pipeline, request_id: str, tenant: str, delivery: Delivery) -> Outgoing:
+    """Return an error result, in fixed words, for a log of which no result can be built."""
+    error = ErrorInfo.from_error(InternalError(UNWRITABLE))
+    result = Result(
+        id=request_id, tenant=tenant, priority_class=delivery.priority_class, finish_reason="error", error=error
+    )
+    return build_result_message(pipeline, result, {})

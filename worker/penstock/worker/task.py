@@ -16,8 +16,8 @@ from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, T
 from penstock.names import PriorityClass, Stage, WorkerKind
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import Operation
 from penstock.telemetry.stage import StageMetrics
+from penstock.telemetry.tracing import Operation
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
 

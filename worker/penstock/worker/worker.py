@@ -67,29 +67,27 @@ from penstock.record import (
     ShardedSession,
 )
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import build_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import (
+from penstock.telemetry.tracing import build_attributes
+from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
+from penstock.worker.failure import (
+    MAX_ATTEMPTS_BEFORE_SUSPECT,
     UNWRITABLE,
+    RetryPolicy,
     build_fixed_end,
     build_writable_dead_letter,
     build_writable_end,
     confine_error,
+    deadline_error,
+    is_suspect,
+    reason_to_end,
     try_for_request,
 )
-from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.intake import SETTLING_DEFERRAL_S, Intake
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import may_have_grammar
-from penstock.worker.retry import (
-    MAX_ATTEMPTS_BEFORE_SUSPECT,
-    RetryPolicy,
-    deadline_error,
-    is_suspect,
-    reason_to_end,
-)
 from penstock.worker.settler import Settler, Settling
 from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
@@ -254,7 +252,7 @@ class Worker:
         if not self.intake.is_long(delivery):
             self._open_claimed(self.intake.resume_request(delivery, self.intake.identify_message(delivery), claim))
         # On the thread it may wait behind a request whose reading never ends, and end with the worker.
-        elif not self._defer_suspect(delivery, claim):
+        elif claim.attempts < 2 or not self._defer_suspect(delivery, claim):
             self.session.add_claim(claim)
             self.intake.reader.submit(delivery, claim)
 
@@ -292,6 +290,7 @@ class Worker:
         if (
             not is_over
             and (task.outcome is None or not task.outcome.is_final)
+            and claim.attempts > 1
             and self._defer_suspect(task.delivery, claim)
         ):
             return
@@ -351,7 +350,9 @@ class Worker:
         self._end_with(task, task.outcome)
 
     def _defer_suspect(self, delivery: Delivery, claim: Claim) -> bool:
-        """Defer a claimed request that has to wait because of the others here. Return whether it waits."""
+        """Defer a request that was claimed before, if it has to wait because of the others here. Return whether it
+        waits.
+        """
         if not self.retry_policy.defer_suspect(delivery, claim, has_to_wait=self._has_to_run_apart(claim)):
             return False
         self.session.remove_claim(claim)
@@ -367,7 +368,7 @@ class Worker:
         opened = [task for task, _ in self._opened]
         here = {task.claim for task in (*self.running.values(), *self._handing_off, *opened)}
         others = (here | self.intake.reader.claims) - {claim}
-        return claim.attempts > 1 and any(one.attempts_in_vain >= num_tries for one in others)
+        return any(one.attempts_in_vain >= num_tries for one in others)
 
     def _record_queue_wait(self, task: Task) -> None:
         """Record how long a message waited.

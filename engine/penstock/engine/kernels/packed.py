@@ -282,6 +282,12 @@ def _place_panels(outputs: Sequence[int], activation: Activation) -> tuple[list[
     return [end for end in (0, *ends[:-1]) for _ in range(together)], ends[-1]
 
 
+def find_library(rows: Tensor) -> Library | None:
+    """Return the kernels' library if it was built and can look at rows [rows, columns] like these."""
+    is_readable = rows.device.type == "cpu" and rows.dtype in DTYPES and rows.stride(1) == 1
+    return library.load_library() if is_readable else None
+
+
 def find_best_columns(native: Library, scores: Tensor) -> list[int]:
     """Return the column of each row's highest value, the first of equal ones, of scores [rows, columns]."""
     return _look_at_rows(native.best, scores)

@@ -15,11 +15,6 @@ _MAXIMA_BY_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)
 """By a byte of a mask, what the scores of its 8 tokens may be at most: [256, 8]."""
 
 
-def has_mask(draw: SamplingParams) -> bool:
-    """Return whether a row with these parameters has tokens that may not follow."""
-    return draw.allowed is not None or bool(draw.forbidden_token_ids)
-
-
 def find_masks(draws: Sequence[SamplingParams], size: int) -> tuple[list[NDArray[np.int32] | None], list[list[int]]]:
     """Return the mask of each row, and the tokens that may not follow where it has none.
 

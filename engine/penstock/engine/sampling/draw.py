@@ -37,6 +37,12 @@ class SamplingParams:
         """The tokens that may not be drawn at this position, because the answer would be shorter than it must be."""
         return self.end_token_ids if self.position < (self.sampling.min_tokens or 0) else ()
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the row's scores are not its logits: tokens may not follow, or have a bias or a penalty."""
+        changes = self.allowed is not None or bool(self.sampling.logit_bias) or has_penalties(self.sampling)
+        return changes or bool(self.forbidden_token_ids)
+
 
 def has_penalties(sampling: Sampling) -> bool:
     """Return whether a row of this sampling depends on the tokens before it."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.packed import find_library
 from penstock.engine.sampling.draw import SamplingParams
-from penstock.engine.sampling.native import find_library, rank_rows
+from penstock.engine.sampling.native import rank_rows
 from penstock.engine.sampling.ranking import count_chunk_rows, top_tokens
 from penstock.engine.sampling.shares import WEIGHT_SCALE, compute_rate, to_weights
 from penstock.messages import MIN_LOGPROB, Logprobs, TokenLogprob

@@ -9,16 +9,9 @@ from torch import Tensor
 
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.packed import DTYPES
 from penstock.engine.sampling.allowed import find_masks
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.shares import compute_rate
-
-
-def find_library(logits: Tensor) -> Library | None:
-    """Return the kernels' library if it was built and can read logits [rows, vocabulary] like these."""
-    is_readable = logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(1) == 1
-    return library.load_library() if is_readable else None
 
 
 def draw_rows(native: Library, logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:

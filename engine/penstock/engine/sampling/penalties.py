@@ -7,16 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.sampling.draw import SamplingParams, has_penalties
-from penstock.messages import Sampling
+from penstock.engine.sampling.draw import SamplingParams
 
 Entries = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Tokens of a row, none twice, and an amount for each."""
-
-
-def changes_scores(sampling: Sampling) -> bool:
-    """Return whether `apply_penalties` changes a row of this sampling."""
-    return bool(sampling.logit_bias) or has_penalties(sampling)
 
 
 def apply_penalties(scores: Tensor, draws: Sequence[SamplingParams]) -> None:

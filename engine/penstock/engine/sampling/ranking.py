@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.engine.kernels import library
-from penstock.engine.kernels.packed import DTYPES, find_best_columns
-
 BLOCK_TOKENS = 64
 MAX_BLOCKWISE_TOKENS = 128
 """More tokens than this are ranked by looking at the whole row."""
@@ -23,15 +20,6 @@ _DEVICE_CHUNK_SCORES = 2**24
 def count_chunk_rows(scores: Tensor) -> int:
     """Return how many rows of `scores` [rows, vocabulary] are to be processed at once."""
     return max(1, (_CHUNK_SCORES if scores.device.type == "cpu" else _DEVICE_CHUNK_SCORES) // scores.shape[1])
-
-
-def argmax_lowest_id(scores: Tensor) -> list[int]:
-    """Return the id of each row's highest score, the lowest of equal ones. Scores are [rows, vocabulary]."""
-    native = library.load_library()
-    if native is not None and scores.device.type == "cpu" and scores.dtype in DTYPES and scores.stride(1) == 1:
-        return find_best_columns(native, scores)
-    found: list[int] = scores.argmax(-1).tolist()
-    return found
 
 
 def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

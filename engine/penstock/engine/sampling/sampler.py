@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.engine.kernels import packed
-from penstock.engine.sampling.allowed import has_mask, make_scores
+from penstock.engine.kernels.packed import find_best_columns, find_library
+from penstock.engine.sampling.allowed import make_scores
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.filters import draw_at_random, set_rows
 from penstock.engine.sampling.logprobs import compute_logprobs, compute_row_logprobs
-from penstock.engine.sampling.native import draw_rows, find_library
-from penstock.engine.sampling.penalties import apply_penalties, changes_scores
-from penstock.engine.sampling.ranking import argmax_lowest_id, count_chunk_rows
+from penstock.engine.sampling.native import draw_rows
+from penstock.engine.sampling.penalties import apply_penalties
+from penstock.engine.sampling.ranking import count_chunk_rows
 
 __all__ = [
     "NOT_FINITE",
@@ -49,8 +50,8 @@ def find_broken_rows(logits: Tensor) -> set[int]:
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
-    if not any(draw.sampling.temperature > 0 or _changes_row(draw) for draw in draws):
-        return argmax_lowest_id(logits)
+    if not any(draw.sampling.temperature > 0 or draw.changes_scores for draw in draws):
+        return _take_best(logits)
     native = find_library(logits)
     return draw_rows(native, logits, draws) if native is not None else draw_with_torch(logits, draws)
 
@@ -69,11 +70,15 @@ def _draw_chunk(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if len(at_random) == len(draws):
         return draw_at_random(scores, draws)
-    tokens = argmax_lowest_id(scores)
+    tokens = _take_best(scores)
     if at_random:
         set_rows(tokens, at_random, draw_at_random(scores[at_random], [draws[row] for row in at_random]))
     return tokens
 
 
-def _changes_row(draw: SamplingParams) -> bool:
-    return changes_scores(draw.sampling) or has_mask(draw)
+def _take_best(scores: Tensor) -> list[int]:
+    """Return the id of each row's highest score, the lowest of equal ones. Scores are [rows, vocabulary]."""
+    if (native := find_library(scores)) is not None:
+        return find_best_columns(native, scores)
+    found: list[int] = scores.argmax(-1).tolist()
+    return found

@@ -10,7 +10,7 @@ place in the batch is left for those, but none of another tenant: that would not
 
 Blocks. A sequence is admitted with blocks for the tokens it has, on two conditions. One more block is left for each
 running sequence that still grows, so that a new sequence is not preempted at once, and the blocks will do for what is
-expected of all (`growth`). It gets further blocks as it grows. When there are none, the last sequence in order is
+expected of all (`BlockTables`). It gets further blocks as it grows. When there are none, the last sequence in order is
 preempted: its blocks are freed, its tokens are kept, and KV that is not in the pool any more is computed again later.
 If the growing sequence is itself the last one, it pauses and keeps its blocks. So the first in order always makes
 progress, and all end.

@@ -5,8 +5,8 @@ call, so a worker, which must go on, has a child that renders:
 
     1  the worker writes the chat as a line of JSON, with the template where the child does not have it yet
     2  the child marks the texts of users (`penstock.engine.text.marked_text`), renders under a timer of processor time
-       and a limit of memory, and answers with a line
-    3  the worker reads the line: the text with its marks, what the template said of the messages, or which limit it
+       and a limit of memory, and answers with a line, and the text as it is
+    3  the worker reads both: the text with its marks, what the template said of the messages, or which limit it
        exceeded
 
 What a crash costs: where the timer cannot interrupt the template (a single long operation in C), the kernel ends the
@@ -28,7 +28,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from penstock.engine.text.marked_text import compile_template, render_marked
 from penstock.errors import InternalError
@@ -179,10 +179,9 @@ class TemplateProcess:
         is_there = bool(select.select([process.stdout], [], [], timeout_s)[0])
         if not is_there and not may_wait:
             raise TakesTime
-        line = process.stdout.readline() if is_there else b""
+        answer = _read_line(process.stdout) if is_there else None
         self._asked = None
-        if line.endswith(b"\n"):
-            answer: dict[str, str] = json.loads(line)
+        if answer is not None:
             return answer
         if is_there:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed the pipe, and says by what it ended
@@ -205,6 +204,20 @@ class TemplateProcess:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _read_line(stream: IO[bytes]) -> dict[str, str] | None:
+    """Return what `_write_line` has written; None where the child ended before."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    content: dict[str, Any] = json.loads(line)
+    if "text" in content:
+        text = stream.read(content["text"])
+        if len(text) < content["text"]:
+            return None
+        content["text"] = text.decode(errors="surrogatepass")
+    return content
 
 
 shared_process = TemplateProcess()
@@ -252,8 +265,11 @@ def main() -> None:
             gc.collect()
 
 
-def _write_line(content: dict[str, str]) -> None:
-    sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
+def _write_line(content: Mapping[str, str]) -> None:
+    """Write a line of JSON. A `text` follows it as it is, since it may be long: the line has its number of bytes."""
+    text = content.get("text", "").encode(errors="surrogatepass")
+    line = {**content, "text": len(text)} if "text" in content else content
+    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n" + text)
     sys.stdout.buffer.flush()
 
 

@@ -47,10 +47,9 @@ class FileStore:
         chunks: AsyncIterator[bytes],
         *,
         life_s: int = FILE_LIFE_S,
-        max_bytes: int | None = None,
     ) -> FileObject:
         """Create a file. If `chunks` raises, that is raised, and there is no file."""
-        saved = await self.save_content(tenant, chunks, max_bytes)
+        saved = await self.save_content(tenant, chunks)
         return await self.save_metadata(tenant, saved, filename, purpose, life_s)
 
     async def save_content(

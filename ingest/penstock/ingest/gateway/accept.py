@@ -31,7 +31,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJ
 
 from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
 from penstock.grammar.tools import TOOLS_PATH
-from penstock.ingest.admission import Ticket
+from penstock.ingest.admission import FULL_WAIT_S, Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body
@@ -47,7 +47,6 @@ from penstock.ingest.openai.endpoint import (
 )
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.streaming.answers import settle_after_end
-from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, EncodedRequest, RequestId, Usage, encode_request, now_s
 from penstock.names import Pipeline
@@ -300,7 +299,8 @@ async def _publish_requests(
     """Do steps 6 and 7. `places` gets the place of each request that is durable, also if another one is refused."""
     client = gateway.get_client(meta.pipeline)
     try:
-        await gateway.responses.mark_open(meta)
+        if meta.input_items is not None:
+            await gateway.responses.mark_open(meta)
         sent = await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests), return_exceptions=True)
         places |= {
             encoded.request.id: place

@@ -117,9 +117,8 @@ class ResponseKeeper:
         return self._keep_s > 0
 
     async def mark_open(self, meta: StreamMeta) -> None:
-        """Step 2; nothing is done for a request that is no kept response."""
-        if meta.input_items is not None:
-            await self._write_mark(meta, _Mark(False, meta.created, meta.tenant))
+        """Step 2, for a response that is to be kept."""
+        await self._write_mark(meta, _Mark(False, meta.created, meta.tenant))
 
     async def find_response(self, tenant: str, response_id: str) -> KeptResponse:
         """Return a tenant's response. Raises `ApiError` 404 also if it is another tenant's, or not kept."""

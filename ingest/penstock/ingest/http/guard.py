@@ -9,6 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -96,6 +97,7 @@ def _check_origin(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> Api
     return ApiError(403, message, code="host_not_allowed")
 
 
+@lru_cache(64)
 def is_this_machine(host: str) -> bool:
     """Return whether a name in `Host` or `Origin` can only mean this machine, seen from itself or a container on it."""
     return is_loopback(host.lower()) or host.lower() in HOST_NAMES
@@ -165,7 +167,8 @@ class _GuardedRequest:
             return
         if message["type"] == "http.response.start":
             self._is_answered = True
-            await self._drop_body(DRAIN_S)
+            if not self._is_complete:
+                await self._drop_body(DRAIN_S)
             if not self._is_complete:
                 self._is_closing = True
                 message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}

@@ -19,7 +19,7 @@ import struct
 import termios
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,13 +38,12 @@ MAX_JOINED_BYTES = 32 * 1024
 """The most bytes that a connection holds back until the end of a turn of the event loop."""
 
 
-class JoiningTransport(asyncio.Transport):
+class JoiningTransport:
     """Sends what is written within a turn of the event loop in one call. A system call costs as much as all other
     work for an event. The wrapped transport limits what waits for a client, as before.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
         self._transport, self._loop = transport, loop
         self._waiting: list[bytes | bytearray | memoryview] = []
         self._num_waiting_bytes = 0
@@ -69,38 +68,18 @@ class JoiningTransport(asyncio.Transport):
         self.flush()
         self._transport.write_eof()
 
-    def can_write_eof(self) -> bool:
-        """Return whether `write_eof` is possible."""
-        return self._transport.can_write_eof()
-
     def close(self) -> None:
         """Send what waits, and close the connection."""
         self.flush()
         self._transport.close()
 
-    def abort(self) -> None:
-        """Close the connection at once; what waits is dropped."""
-        self._transport.abort()
-
-    def is_closing(self) -> bool:
-        """Return whether the connection is closed or about to be."""
-        return self._transport.is_closing()
-
-    def pause_reading(self) -> None:
-        """Receive nothing for now."""
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Receive again."""
-        self._transport.resume_reading()
-
     def get_write_buffer_size(self) -> int:
         """Return how many bytes were written that the kernel has not taken yet."""
         return self._num_waiting_bytes + self._transport.get_write_buffer_size()
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return what the wrapped transport says of the connection."""
-        return self._transport.get_extra_info(name, default)
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapped transport has of everything else."""
+        return getattr(self._transport, name)
 
 
 _ABSOLUTE_PATTERN = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
@@ -148,7 +127,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Limit the number of connections: one too many takes the place of an idle one."""
-        super().connection_made(JoiningTransport(transport, self.loop))
+        super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
         if len(self.connections) > self.guard.max_connections and not self._take_idle_place():
             self._refuse_connection(
                 ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"})

@@ -223,11 +223,14 @@ class Body(StrictModel):
         return None
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
-        """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
-        return {
-            "structured_outputs": partial(from_structured_outputs, self.structured_outputs),
-            **{name: partial(from_guided_fields, {name: getattr(self, name)}) for name in GUIDED_FIELDS},
-        }
+        """Return what reads the grammar of each parameter that is given. They raise `InvalidRequest`."""
+        given: dict[str, GrammarReader] = {}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = partial(from_structured_outputs, self.structured_outputs)
+        for name in GUIDED_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                given[name] = partial(from_guided_fields, {name: value})
+        return given
 
     def find_grammar(self) -> tuple[str, GrammarSpec] | None:
         """Return the parameter that has the answer's grammar, and the grammar. Raises `ApiError` 400."""
@@ -288,7 +291,9 @@ class CompletionsBody(Body):
     """The form of the answer: `text`, `json_object`, or `json_schema` with its schema."""
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
-        """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
+        """Return what reads the grammar of each parameter that is given. They raise `InvalidRequest`."""
+        if self.response_format is None:
+            return super().grammar_readers()
         return {"response_format": partial(from_response_format, self.response_format)} | super().grammar_readers()
 
     def request_fields(self) -> RequestFields:

@@ -52,7 +52,7 @@ class SseCursor:
         if not isinstance(event, EndEvent):
             self._resume_point.check_token(index, event)
             sent = self._select_new(index, self._chunks.add_token(index, event))
-            self._resume_point.note_token(index, event)
+            self._resume_point.advance_past(index, event.id)
             return sent
         self._usages[index] = event.usage
         if event.error is not None:
@@ -68,7 +68,8 @@ class SseCursor:
         return [
             SentEvent(event_id, event)
             for event in events
-            if (event_id := self._resume_point.advance_past(index, event)) is not None and self._is_later(event)
+            if (event_id := self._resume_point.advance_past(index, event.position)) is not None
+            and self._is_later(event)
         ]
 
     def _is_later(self, event: SseEvent) -> bool:

@@ -95,27 +95,22 @@ class ResumePoint:
         ):
             raise StreamDiverged(f"token {position} is another one than was seen")
 
-    def note_token(self, index: int, event: TokenEvent) -> None:
-        """Note that all events of a token of a choice are told; it may have none."""
-        self._advance_choice(index, event.id)
-
     def check_end(self, index: int, event: EndEvent) -> None:
         """Note the end of a choice. Raises `StreamDiverged` if the reader has seen a later token."""
         kind, position, _ = self._ranks[index]
         if kind == 1 and event.num_events <= position:
             raise StreamDiverged(f"the stream ended before token {position}, which was seen")
 
-    def advance_past(self, index: int, event: SseEvent) -> str | None:
-        """Return the id of a choice's event, or None if the reader has seen that event."""
-        return ",".join(self._current) if self._advance_choice(index, event.position) else None
-
-    def _advance_choice(self, index: int, position: str) -> bool:
-        """Return whether a position is past what the reader has seen. Positions of a choice come in order."""
+    def advance_past(self, index: int, position: str) -> str | None:
+        """Return the id of an event at a position of a choice, or None if the reader has seen it. Positions of a
+        choice come in order; the last of a token is the token's, which may have no events.
+        """
         if not self._is_past[index]:
             self._is_past[index] = _parse_position(position, "") > self._ranks[index]
-        if self._is_past[index]:
-            self._current[index] = position
-        return self._is_past[index]
+        if not self._is_past[index]:
+            return None
+        self._current[index] = position
+        return ",".join(self._current)
 
 
 def make_token_positions(event_id: str, count: int) -> list[str]:

@@ -93,34 +93,31 @@ class StreamMetaStore:
             found: Any = await self._client.get(stream_meta_key(stream_id))
         return None if found is None else StreamMeta.model_validate_json(found)
 
-    async def find_of_tenant(self, stream_id: str, tenant: str, kind: str = "stream") -> StreamMeta:
+    async def find_of_tenant(self, stream_id: str, tenant: str) -> StreamMeta:
         """Return a tenant's meta data. Raises `ApiError` 404, the same if it is another tenant's."""
         meta = await self.find_meta(stream_id)
         if meta is None or meta.tenant != tenant:
-            raise not_found_error(kind, stream_id[:256])
+            raise not_found_error("stream", stream_id[:256])
         if now_s() > meta.published + self.keep_ms / 1000:  # a record that is not there may have ended and expired
             meta = meta.model_copy(update={"places": {}})
         return self._open.setdefault(meta.id, meta)
 
     async def delete_meta(self, meta: StreamMeta) -> None:
         """Delete meta data, so that its stream cannot be read any more."""
-        self._forget(meta.id)
+        self.stop_renewing(meta)
         with translate_outages():
             await self._client.delete(stream_meta_key(meta.id))
 
     async def note_ended(self, meta: StreamMeta) -> None:
         """Note that the requests have ended: from now on it is kept as long as their records."""
-        self._forget(meta.id)
+        self.stop_renewing(meta)
         with translate_outages():
             await self._client.pexpire(stream_meta_key(meta.id), self.keep_ms)
 
     def stop_renewing(self, meta: StreamMeta) -> None:
-        """Stop renewing, because it is not known whether the requests are durable."""
-        self._forget(meta.id)
-
-    def _forget(self, stream_id: str) -> None:
-        self._open.pop(stream_id, None)
-        self._unwritten.discard(stream_id)
+        """Stop renewing: the requests have ended, or it is not known whether they are durable."""
+        self._open.pop(meta.id, None)
+        self._unwritten.discard(meta.id)
 
     async def renew_forever(self) -> None:
         """Renew the meta data of unfinished requests until cancelled."""
@@ -146,7 +143,7 @@ class StreamMetaStore:
                 found = {one: stages.get(key, b"") for one, key in _list_records(meta)}
                 has_ended = all(stage == b"end" for stage in found.values())
                 if has_ended or not there or now_s() > meta.created + self._pending_s:
-                    self._forget(meta.id)
+                    self.stop_renewing(meta)
                 else:
                     places = meta.places.items()
                     unread[meta.pipeline] |= {one: place for one, place in places if found[one] in (None, b"new")}
