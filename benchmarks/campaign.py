@@ -286,8 +286,8 @@ def _read_weighed(output: str, status: int) -> Told:
 
 def _read_status(output: str, status: int) -> Told:
     # Processes that end later may write behind the summary.
-    summary = (re.findall(r"^.*\d+ (?:passed|failed|skipped).*$", output, re.MULTILINE) or [""])[-1]
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped)", summary)}
+    summary = (re.findall(r"^.*\b\d+ (?:passed|failed|skipped).*$", output, re.MULTILINE) or [""])[-1]
+    counts = {name: int(count) for count, name in re.findall(r"\b(\d+) (passed|failed|skipped)", summary)}
     failed = re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
     return Told(counts, failed or [_last_line(output)] if status else [])
 

@@ -79,6 +79,8 @@ def test_what_a_command_printed_is_read(tmp_path: Path) -> None:
     assert "status 3: worse" in campaign._read_world(7, "bad\nworse\n", 3).findings[0]
     assert campaign._read_flaw("a flaw: 12 lost: r1: gone 4 s\n", 0).seeds == [12]
     assert campaign._read_flaw("a flaw: None  300 s\n", 0).findings
+    checked = "719 passed, 151 deselected in 900.12s\nsanitize: avx512_bf16 passed; left out: none\n"
+    assert campaign._read_status(checked, 0) == Told({"passed": 719}, [])
     assert campaign._read_status("FAILED a\n1 failed, 2 passed in 3 s\n", 1) == Told(
         {"failed": 1, "passed": 2}, ["FAILED a"]
     )
