@@ -1,4 +1,4 @@
-"""What an agent finds of its KV when its tool has worked, among chats of others: with retention, and without.
+"""The KV that an agent finds again when its tool has worked, among chats of others: with retention, and without.
 
 python -m benchmarks.agents [--quick | --smoke] [--json FILE]
 
@@ -145,7 +145,7 @@ class Seen:
         return self.num_found / max(1, self.num_known)
 
 
-def ask(
+def ask_engine(
     engine: ServingEngine, name: str, prompt: list[int], tenant: str, *, ends_in_call: bool
 ) -> tuple[float, Sequence]:
     """Return the seconds until an answer's first token, and the request after its end."""
@@ -174,7 +174,7 @@ def ask(
     return first_s, seq
 
 
-def play(core: Engine, load: Load, seed: int, side: str) -> Seen:
+def play_agents(core: Engine, load: Load, seed: int, side: str) -> Seen:
     """Let all agents take their turns, among others."""
     seen, names, vocabulary = Seen(), name_others(), range(300, core.model.vocab_size)
     prompts: dict[int, list[int]] = {}
@@ -194,10 +194,12 @@ def play(core: Engine, load: Load, seed: int, side: str) -> Seen:
             seen.num_fills += times
             before_s, chance = turn.at_s, Random(f"{seed} {turn.agent} {turn.number}")
             other = draw_tokens(Random(f"other {seed} {number}"), OTHER_TOKENS, vocabulary)
-            seen.other_s.append(ask(engine, f"other-{number}", other, "others", ends_in_call=False)[0])
+            seen.other_s.append(ask_engine(engine, f"other-{number}", other, "others", ends_in_call=False)[0])
             known = prompts.get(turn.agent, [])
             prompt = known + draw_tokens(chance, turn.num_tokens - len(known), vocabulary)
-            first_s, seq = ask(engine, f"{turn.agent}-{turn.number}", prompt, "agents", ends_in_call=not turn.is_last)
+            first_s, seq = ask_engine(
+                engine, f"{turn.agent}-{turn.number}", prompt, "agents", ends_in_call=not turn.is_last
+            )
             if turn.number:
                 seen.turn_s.append(first_s)
                 seen.num_known += (len(known) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -207,7 +209,7 @@ def play(core: Engine, load: Load, seed: int, side: str) -> Seen:
     return seen
 
 
-def play_many(load: Load, seed: int, side: str) -> Seen:
+def play_many_agents(load: Load, seed: int, side: str) -> Seen:
     """Let many agents take their turns over a pool and a tier alone, whose blocks have a few bytes."""
     size, payload, names, seen = MANY_BLOCK_TOKENS, memoryview(bytes(64)), name_others(), Seen()
     num_blocks = load.count_blocks(size)
@@ -240,7 +242,7 @@ def play_many(load: Load, seed: int, side: str) -> Seen:
                 pool.register_block(block, key)
             tier.put([Block(key, payload) for key in keys])
             seconds = 0.0 if turn.is_last else RETENTION_S[side]
-            for one in (change, retentions.replace("agents", name, keys, seconds, turn.num_tokens // size)):
+            for one in (change, retentions.replace_retention("agents", name, keys, seconds, turn.num_tokens // size)):
                 for some, for_s in ((one.retained, one.seconds), (one.released, 0.0)):
                     pool.retain_blocks([key.hash for key in some], for_s)
                     tier.retain_blocks([key.hash for key in some], for_s)
@@ -263,7 +265,7 @@ def run(given: Arguments) -> dict[str, float]:
     core = open_shape(shape, threads=2, pool_mb=pool_mb, max_step_tokens=512)
     core.pool_mapping.wait_until_done()
     for number, side in take_turns([WITH, WITHOUT], given.choose_size(3, 1, 1), "agents"):
-        seen[side].append(play(core, load, number, side))
+        seen[side].append(play_agents(core, load, number, side))
     print_table({f"agents, {side}": [1000 * statistics.median(one.turn_s) for one in found]
                  for side, found in seen.items()}, "ms to a turn's first token, median")  # fmt: skip
     typical = {side: [statistics.median(one.turn_s) for one in found] for side, found in seen.items()}
@@ -275,8 +277,8 @@ def run(given: Arguments) -> dict[str, float]:
         "agent_cached_share_no_retention": shares[WITHOUT],
         "other_ttft_p99_ratio": compute_ratio(tails, WITH, WITHOUT),
         "others_filled_times": statistics.median(one.num_fills for one in seen[WITH]),
-        "agent_cached_share_many": play_many(many, 0, WITH).cached_share,
-        "agent_cached_share_many_no_retention": play_many(many, 0, WITHOUT).cached_share,
+        "agent_cached_share_many": play_many_agents(many, 0, WITH).cached_share,
+        "agent_cached_share_many_no_retention": play_many_agents(many, 0, WITHOUT).cached_share,
     }
 
 

@@ -35,9 +35,9 @@ def make_chat(**fields: Any) -> Request:
 
 
 def write_answer(deltas: Sequence[dict[str, Any]], request: Request | None = None, before: str = "") -> list[Piece]:
-    writer = AnswerWriter(request or make_chat(), ToldAnswer.read(before))
+    writer = AnswerWriter(request or make_chat(), ToldAnswer.parse_log(before))
     pieces = [piece for delta in deltas for piece in writer.add_choice({"delta": delta})]
-    return [*pieces, *writer.end()]
+    return [*pieces, *writer.end_answer()]
 
 
 def parse(text: str) -> AnswerPart:
@@ -132,9 +132,9 @@ def test_reasoning_stands_between_marks_that_no_text_can_have() -> None:
 
 def test_the_text_so_far_says_where_an_answer_goes_on() -> None:
     thought = f"{THINK_OPEN}one"
-    assert ToldAnswer.read(thought) == ("", "one", True, False)
-    assert ToldAnswer.read(f"{thought}{THINK_CLOSE}a\nb{THINK_OPEN}\n") == ("a\nb", "one\n", True, False)
-    assert ToldAnswer.read(f"a{CALL_OPEN}{{}}") == ("a", "", False, True)
+    assert ToldAnswer.parse_log(thought) == ("", "one", True, False)
+    assert ToldAnswer.parse_log(f"{thought}{THINK_CLOSE}a\nb{THINK_OPEN}\n") == ("a\nb", "one\n", True, False)
+    assert ToldAnswer.parse_log(f"a{CALL_OPEN}{{}}") == ("a", "", False, True)
     anew = [piece.text for piece in write_answer([{"reasoning": "two"}, {"content": "a"}], before=thought)]
     assert anew == ["\n\ntwo", f"{THINK_CLOSE}a"]
     closed = f"{thought}{THINK_CLOSE}\n"

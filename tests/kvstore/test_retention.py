@@ -44,42 +44,42 @@ def retentions(clock: Clock) -> Retentions:
 
 
 def sizes(retentions: Retentions) -> object:
-    return retentions.report()["bytes"]
+    return retentions.report_retentions()["bytes"]
 
 
 def test_the_next_prompt_of_an_agent_takes_its_retention_over(retentions: Retentions) -> None:
-    assert retentions.replace("t", "turn 1", keys("system"), 60, 3) == RetentionChange(keys("system"), 60)
+    assert retentions.replace_retention("t", "turn 1", keys("system"), 60, 3) == RetentionChange(keys("system"), 60)
     num_held, change = retentions.take_over("t", "turn 2", keys("systXY"), num_found=4)
     assert num_held == 4
     assert change == RetentionChange(keys("syst"), 60, (*keys("system")[4:],))
     assert sizes(retentions) == {"t": 4 * BLOCK_BYTES}
     # At its end it has one of its own, or none, and then nothing of the agent is retained.
-    assert retentions.replace("t", "turn 2", keys("systXYZ"), 30, 6) == RetentionChange(keys("systXYZ"), 30)
+    assert retentions.replace_retention("t", "turn 2", keys("systXYZ"), 30, 6) == RetentionChange(keys("systXYZ"), 30)
     retentions.take_over("t", "turn 3", keys("systXYZabc"), num_found=0)
-    assert retentions.replace("t", "turn 3", keys("systXYZabc"), 0, 9).released == (*keys("systXYZ"),)
+    assert retentions.replace_retention("t", "turn 3", keys("systXYZabc"), 0, 9).released == (*keys("systXYZ"),)
     assert sizes(retentions) == {}
-    assert retentions.report() == {"bytes": {}, "retained": 6 + 4 + 7 + 7, "found": 4}
+    assert retentions.report_retentions() == {"bytes": {}, "retained": 6 + 4 + 7 + 7, "found": 4}
 
 
 def test_a_prompt_that_only_begins_alike_leaves_an_agent_s_retention(retentions: Retentions) -> None:
-    retentions.replace("t", "agent", keys("system"), 60, 4)
+    retentions.replace_retention("t", "agent", keys("system"), 60, 4)
     assert retentions.take_over("t", "other agent", keys("sysX"), num_found=3) == (3, RetentionChange())
-    assert retentions.replace("t", "other agent", keys("sysX"), 0, 4) == RetentionChange()
+    assert retentions.replace_retention("t", "other agent", keys("sysX"), 0, 4) == RetentionChange()
     assert retentions.take_over("t", "shorter", keys("sys"), num_found=3) == (3, RetentionChange())
     assert sizes(retentions) == {"t": 6 * BLOCK_BYTES}
     assert retentions.take_over("u", "other tenant", keys("system"), num_found=6) == (0, RetentionChange())
 
 
 def test_two_answers_to_one_prompt_share_its_blocks(retentions: Retentions) -> None:
-    retentions.replace("t", "one", keys("sys1"), 60, 3)
-    retentions.replace("t", "two", keys("sys2"), 90, 3)
+    retentions.replace_retention("t", "one", keys("sys1"), 60, 3)
+    retentions.replace_retention("t", "two", keys("sys2"), 90, 3)
     assert sizes(retentions) == {"t": 5 * BLOCK_BYTES}
     _, change = retentions.take_over("t", "next", keys("sys2more"), num_found=4)
     assert change == RetentionChange(keys("sys2"), 90, (*keys("sys1")[3:],))
 
 
 def test_a_retention_ends_by_itself(retentions: Retentions, clock: Clock) -> None:
-    retentions.replace("t", "one", keys("abc"), 60, 2)
+    retentions.replace_retention("t", "one", keys("abc"), 60, 2)
     clock.now_s = 59.0
     assert sizes(retentions) == {"t": 3 * BLOCK_BYTES}
     clock.now_s = 60.0
@@ -90,16 +90,16 @@ def test_a_retention_ends_by_itself(retentions: Retentions, clock: Clock) -> Non
 def test_a_tenant_retains_no_more_than_its_share_and_the_soonest_to_end_make_room(
     retentions: Retentions, clock: Clock
 ) -> None:
-    retentions.replace("t", "long", keys("abcd", "1"), 600, 2)
-    retentions.replace("t", "short", keys("abcd", "2"), 60, 2)
-    retentions.replace("u", "other", keys("abcdefgh", "3"), 60, 2)
-    change = retentions.replace("t", "new", keys("abcd", "4"), 60, 2)
+    retentions.replace_retention("t", "long", keys("abcd", "1"), 600, 2)
+    retentions.replace_retention("t", "short", keys("abcd", "2"), 60, 2)
+    retentions.replace_retention("u", "other", keys("abcdefgh", "3"), 60, 2)
+    change = retentions.replace_retention("t", "new", keys("abcd", "4"), 60, 2)
     assert change == RetentionChange(keys("abcd", "4"), 60, (*keys("abcd", "2"),))
-    change = retentions.replace("t", "longer than all", keys("abcdefghijkl", "5"), 60, 2)
+    change = retentions.replace_retention("t", "longer than all", keys("abcdefghijkl", "5"), 60, 2)
     assert change.retained == keys("abcdefghijkl", "5")[:10], "of what does not fit the beginning is retained"
     assert set(change.released) == {*keys("abcd", "1"), *keys("abcd", "4")}
     assert sizes(retentions) == {"t": 10 * BLOCK_BYTES, "u": 8 * BLOCK_BYTES}
-    assert not Retentions(BLOCK_BYTES - 1, BLOCK_BYTES).replace("t", "none", keys("ab"), 60, 2).retained
+    assert not Retentions(BLOCK_BYTES - 1, BLOCK_BYTES).replace_retention("t", "none", keys("ab"), 60, 2).retained
 
 
 def test_the_share_is_of_the_pool_or_the_largest_tier(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ _TOKEN = re.compile(
 )
 _SYNTAX = set("^$.*+?()[]{}|/-")
 _DOT = re.compile(r"(\\.|\[(?:\\.|[^\]\\])*\])|\.")
-"""What keeps a dot as it is, or a dot."""
+"""Matches an escape or a set, in which a dot stays as it is, or else a dot."""
 
 
 def write_lark_as_pattern(source: str) -> str:

@@ -56,7 +56,7 @@ class ConstrainedTool:
     name: str
     parameters: dict[str, Any] | None
     is_loose: bool = False
-    """Whether what cannot be enforced of the schema may be left out. That was done before the grammar is sent."""
+    """Whether the gateway may leave out keywords of the schema that no grammar can enforce, before it sends it."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def leave_schemas(calls: ConstrainedCalls, num_offered: int) -> ConstrainedCalls
     nothing is.
     """
     is_free = not calls.is_required and calls.is_parallel and calls.answer is None and len(calls.tools) == num_offered
-    return None if is_free else replace(calls, tools=tuple(ConstrainedTool(one.name, None) for one in calls.tools))
+    return None if is_free else calls.free_tools({one.name for one in calls.tools})
 
 
 def begin_in_answer(spec: GrammarSpec, start: str) -> GrammarSpec:

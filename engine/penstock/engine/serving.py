@@ -241,7 +241,7 @@ class ServingEngine:
         if self.store.layout.has_separate_answer_keys:  # a prompt has no use for those of the answer
             num_full = min(num_full, seq.blocks.num_full_blocks)
         keys, num_prompt = seq.blocks.hasher.keys[:num_full], seq.blocks.num_full_blocks
-        change = self._retentions.replace(seq.tenant, seq.id, keys, seconds, num_prompt)
+        change = self._retentions.replace_retention(seq.tenant, seq.id, keys, seconds, num_prompt)
         seq.num_retained_blocks = len(change.retained)
         # The pool may lose next what the tiers have lost.
         lost = [
@@ -407,7 +407,7 @@ class ServingEngine:
             "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
             "slow_products": len(core.slow_products),
             "kv": self.store.collect_stats(),
-            "retention": self._retentions.report(),
+            "retention": self._retentions.report_retentions(),
             "resident_bytes": count_resident_bytes(),
         }
 

@@ -73,7 +73,7 @@ class Retentions:
             taken = [*older, request_id]
             return num_held, self._replace(tenant, taken, request_id, keys[:num_shared], seconds, num_shared)
 
-    def replace(
+    def replace_retention(
         self, tenant: str, request_id: str, keys: Sequence[BlockKey], seconds: float, num_prompt_blocks: int
     ) -> RetentionChange:
         """Let a request retain these blocks for so long, in place of those that it retains.
@@ -85,7 +85,7 @@ class Retentions:
             self._drop_ended(tenant)
             return self._replace(tenant, [request_id], request_id, keys, seconds, num_prompt_blocks)
 
-    def report(self) -> dict[str, object]:
+    def report_retentions(self) -> dict[str, object]:
         """Return the bytes that each tenant retains now; how many blocks a retention was given to, each time; and how
         many retained blocks prompts have found.
         """
@@ -107,12 +107,12 @@ class Retentions:
         dropped = [key for name in older for key in self._drop(tenant, name)]
         keys = keys[: self.max_blocks] if seconds else ()
         if keys:
-            sessions, held = self._tenants.setdefault(tenant, {}), self._held.setdefault(tenant, Counter())
+            requests, held = self._tenants.setdefault(tenant, {}), self._held.setdefault(tenant, Counter())
             num_prompt_blocks = min(num_prompt_blocks, len(keys))
-            sessions[request_id] = Retention(keys, num_prompt_blocks, seconds, self._clock() + seconds)
+            requests[request_id] = Retention(keys, num_prompt_blocks, seconds, self._clock() + seconds)
             held.update(keys)
             self._num_retained += len(keys)
-            others = sorted(sessions.keys() - {request_id}, key=lambda name: sessions[name].ends_s)
+            others = sorted(requests.keys() - {request_id}, key=lambda name: requests[name].ends_s)
             while len(held) > self.max_blocks:
                 dropped += self._drop(tenant, others.pop(0))
         left = self._held.get(tenant, ())

@@ -46,7 +46,7 @@ class ToldAnswer(NamedTuple):
     """Whether it has calls, which are written when the endpoint's answer has ended."""
 
     @classmethod
-    def read(cls, text: str) -> Self:
+    def parse_log(cls, text: str) -> Self:
         """Return the parts of a log's text."""
         content, *calls = _THOUGHT.sub("", text).split(CALL_OPEN)
         is_thinking = text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE)
@@ -84,7 +84,7 @@ class _Call:
         call_id = _get_text(delta, "id")
         return call_id == self.id if call_id and self.id else self.index is not None
 
-    def write(self, *, has_tools: bool) -> str:
+    def write_call(self, *, has_tools: bool) -> str:
         """Return the call between its marks. One that is not valid is content, as it is with our own engine."""
         name, arguments = json.dumps(self.name, ensure_ascii=False), self.arguments.strip() or "{}"
         is_named = 0 < len(self.name) <= MAX_NAME_CHARS and name == f'"{self.name}"'
@@ -134,11 +134,11 @@ class AnswerWriter:
             raise ModelError(f"the endpoint's calls are more than {MAX_CALLS}, or {MAX_HELD_CHARS:,} characters")
         return ()
 
-    def end(self) -> Sequence[Piece]:
+    def end_answer(self) -> Sequence[Piece]:
         """Return what was held back. The first piece has all calls, so the log has all of them or none."""
         if not self._calls:
             return ()
-        calls = "".join(call.write(has_tools=self._is_marked and self._has_tools) for call in self._calls)
+        calls = "".join(call.write_call(has_tools=self._is_marked and self._has_tools) for call in self._calls)
         text = "".join(piece.text for piece in self._held)
         return _make_pieces(self._before_calls + calls + text, [one.logprobs for one in self._held if one.logprobs])
 

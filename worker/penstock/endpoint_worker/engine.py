@@ -279,7 +279,7 @@ class EndpointEngine:
             with confine_error(seq.id, partial(self._end_with_error, seq)):
                 text = "".join(seq.pieces)
                 question = self._build_question(seq, text)
-                writer = AnswerWriter(seq.request, ToldAnswer.read(text))
+                writer = AnswerWriter(seq.request, ToldAnswer.parse_log(text))
                 seq.num_pieces_before = len(seq.pieces)
                 seq.asked_s, seq.was_crowded = self.endpoints.clock(), bool(endpoint.under_way)
                 answer = EndpointReply(

@@ -65,7 +65,7 @@ def build_question(request: Request, model: str, text: str = "", num_pieces: int
     Each piece counts as a token of `max_tokens`. A chat that has told no content yet is asked for anew. Raises
     `AnswerInterrupted` if no endpoint can continue the text.
     """
-    told = ToldAnswer.read(text)
+    told = ToldAnswer.parse_log(text)
     is_chat = request.messages is not None
     is_continued = bool(told.content.strip() if is_chat else text)
     if is_continued:

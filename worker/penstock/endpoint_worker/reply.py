@@ -219,7 +219,7 @@ class EndpointReply:
                 stop = replace_surrogates(told) if isinstance(told := choice.get("stop_reason"), str) else stop
         if reason is None:
             raise _FailedError(Failed("lost", "the answer was cut", is_lost=True))
-        self._report_pieces(self._writer.end())
+        self._report_pieces(self._writer.end_answer())
         return Finished(reason, usage, stop)
 
     def _write_choice(self, choice: Mapping[str, Any]) -> Sequence[Piece]:

@@ -116,7 +116,7 @@ class EndpointRole(Role):
         if task.claim.attempts > 1 and self.engine.settings.interrupted == "fail":
             raise AnswerInterrupted("its worker was lost, and may have asked for it")
         text = "".join(event.text for event in task.log_events)
-        is_whole = ToldAnswer.read(text).is_calling
+        is_whole = ToldAnswer.parse_log(text).is_calling
         if is_whole or len(task.log_events) >= request.sampling.max_tokens:
             task.outcome = Outcome("stop" if is_whole and text.endswith(CALL_CLOSE) else "length")
             return False

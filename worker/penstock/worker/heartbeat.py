@@ -49,7 +49,7 @@ class Heartbeat:
     one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`, `draining`),
     reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
     arithmetic (how a worker with a model of its own rounds, see `declare_arithmetic`), pool and kv (blocks), retention
-    (see `Retentions.report`), resident_bytes (of a process with a model), recent (see `penstock.telemetry.recent`),
+    (see `report_retentions`), resident_bytes (of a process with a model), recent (see `penstock.telemetry.recent`),
     since (seconds since the epoch by the clock of Redis, as hosts' clocks may be changed), lease_ms (for how long it
     was written: with the key's time to live this says how old it is, by one clock).
     """

@@ -93,7 +93,7 @@ TextContent = Annotated[list[TextParam], BeforeValidator(_make_blocks, json_sche
 class WrittenBlock(StrictModel):
     """A block that becomes text: between two marks with its type and what names it."""
 
-    def write(self) -> str:
+    def write_text(self) -> str:
         """Return the text."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class DocumentParam(WrittenBlock):
     title: str | None = None
     context: str | None = None
 
-    def write(self) -> str:
+    def write_text(self) -> str:
         """Return the text."""
         text = self.source.data if isinstance(self.source, PlainTextSource) else _join_texts(self.source.content)
         return self._write_between("document", text, title=self.title, context=self.context)
@@ -142,7 +142,7 @@ class SearchResultParam(WrittenBlock):
     title: str
     content: list[TextParam]
 
-    def write(self) -> str:
+    def write_text(self) -> str:
         """Return the text."""
         return self._write_between("search_result", _join_texts(self.content), source=self.source, title=self.title)
 
@@ -153,7 +153,7 @@ class ToolReferenceParam(WrittenBlock):
     type: Literal["tool_reference"]
     tool_name: str
 
-    def write(self) -> str:
+    def write_text(self) -> str:
         """Return the text."""
         return self._write_between("tool_reference", self.tool_name)
 
@@ -167,7 +167,7 @@ class ServerToolUseParam(WrittenBlock):
     server_name: str | None = None
     input: dict[str, Any]
 
-    def write(self) -> str:
+    def write_text(self) -> str:
         """Return the text."""
         return self._write_between(self.type, _describe(self.input), server_name=self.server_name, name=self.name)
 
@@ -188,7 +188,7 @@ class ServerToolResultParam(WrittenBlock):
     tool_use_id: ShortText
     content: str | list[Any] | dict[str, Any] = ""
 
-    def write(self) -> str:
+    def write_text(self) -> str:
         """Return the text."""
         return self._write_between(self.type, _describe(self.content))
 
@@ -436,7 +436,7 @@ def _join_texts(blocks: Sequence[StrictModel]) -> str:
 
 def _read_text(block: StrictModel) -> str:
     if isinstance(block, WrittenBlock):
-        return block.write()
+        return block.write_text()
     return block.text if isinstance(block, TextParam) else ""
 
 

@@ -46,7 +46,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, fields = get_gateway(request), read_json(await request.body())
         body, (_, ignored) = endpoint.parse_body(fields), strip_ignored_fields(endpoint.path, fields)
-        retain_s, heeded = find_retention(fields)
+        # Each field that asks for a retention is in the list of those that are ignored where they name no time.
+        retain_s, heeded = find_retention(fields) if ignored else (None, set[str]())
         ignored = [name for name in ignored if name not in heeded]
         arrived_s = request.scope[ARRIVAL_KEY]
         with tracing.start_server_span(request.headers, endpoint.path, arrived_s) as span:
