@@ -289,7 +289,8 @@ def _read_status(output: str, status: int) -> Told:
     summary = (re.findall(r"^.*\b\d+ (?:passed|failed|skipped).*$", output, re.MULTILINE) or [""])[-1]
     counts = {name: int(count) for count, name in re.findall(r"\b(\d+) (passed|failed|skipped)", summary)}
     failed = re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
-    return Told(counts, failed or [_last_line(output)] if status else [])
+    newest = tuple(re.findall(r"^newest: (.*)$", output, re.MULTILINE))
+    return Told(counts, failed or [_last_line(output)] if status else [], told=newest)
 
 
 def _read_templates(seed: int, output: str, status: int) -> Told:
@@ -337,6 +338,10 @@ PARTS = (
         _make_whole("products", "make", "test-all", TEST_WHOLE_PRODUCTS="1"), 1500,
     ),
     Part("clients", "SDKs and frameworks of others", _make_whole("clients", "make", "test-clients"), 600),
+    Part(
+        "agents", "Coding agents of others at their newest versions, while workers and gateways are killed",
+        _make_whole("agents", "make", "test-agents"), 900,
+    ),
     Part("vllm", "The engine's contract on vLLM", _make_whole("vllm", "make", "test-vllm"), 1200),
 )  # fmt: skip
 

@@ -51,6 +51,8 @@ class CountingEndpoint:
         self.gate = threading.Event()
         """Pieces are sent while it is set."""
         self.gate.set()
+        self.pass_piece: Callable[[dict[str, Any], int], object] = lambda _, __: self.gate.wait()
+        """Called with the question before each piece of the answer, which is counted from 0: it may wait."""
         self.models, self.models_status = [MODEL], 200
         self.with_usage = True
         self.stream_headers = {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}
@@ -165,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is not None and index == fault.after:
                 self._fail(fault)
                 return []
-            endpoint.gate.wait()
+            endpoint.pass_piece(body, index)
             time.sleep(endpoint.pause_s)
             delta = choice["delta"] | (endpoint.delta_fields if index == 0 else {})
             told = {"index": 0, **choice, "delta": delta} if is_chat else {"text": delta["content"]}

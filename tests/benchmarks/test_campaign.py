@@ -84,6 +84,7 @@ def test_what_a_command_printed_is_read(tmp_path: Path) -> None:
     assert campaign._read_status("FAILED a\n1 failed, 2 passed in 3 s\n", 1) == Told(
         {"failed": 1, "passed": 2}, ["FAILED a"]
     )
+    assert campaign._read_status("newest: codex 0.2\n1 passed in 3 s\n", 0).told == ("codex 0.2",)
 
 
 def test_commands_of_a_piece_run_side_by_side_and_tell_what_they_printed() -> None:

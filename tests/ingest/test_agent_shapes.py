@@ -25,9 +25,14 @@ from tests.ingest.answers import TEMPLATE
 FOLDER = Path(__file__).with_name("agents")
 RECORDER = Path(__file__).parents[2] / "examples" / "record_agent.py"
 IGNORED = {
+    "claude-code-2.1.332": {
+        "context_management", "messages.*.content.*.cache_control", "messages.*.content.*.caller",
+        "messages.*.content.*.is_error", "output_config.effort", "system.*.cache_control", "thinking.display",
+        "tools.*.defer_loading",
+    },
     "codex-0.171.0": {"client_metadata", "reasoning.summary", "tools[web_search]"},
     "opencode-1.18.33": {"reasoning.summary"},
-}
+}  # fmt: skip
 """By the agent and its version: what is ignored of all that it sends."""
 SHAPES = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in IGNORED}
 
