@@ -6,7 +6,6 @@ says their turns (`sim/scripted.py`): an engine in `auto` workers, or a server b
 
 import os
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import pytest
 from penstock.bus.connect import connect_bus
 from penstock.cli.up import build_endpoint_environment
 from penstock.config.settings import BusSettings
-from penstock.local.processes import find_free_port
+from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import ProcessSlot, Stack
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
@@ -172,22 +171,20 @@ def run_agent(
 ) -> tuple[int, str]:
     """Run an agent in a folder, while somebody is killed in turns that are held. Return its exit status and output."""
     left, out = list(held), work.with_name("out")
-    with out.open("w") as writing, subprocess.Popen(
-        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=writing, stderr=subprocess.STDOUT
-    ) as process:  # fmt: skip
+    agent = start_child(command, name="agent", log=out, environment=environment, directory=work)
 
-        def has_ended() -> bool:
-            if left and site.script.find_holder(left[0]) is not None:
-                site.kill(left.pop(0), victim)
-            site.stack.restart_dead()
-            return process.poll() is not None
+    def has_ended() -> bool:
+        if left and site.script.find_holder(left[0]) is not None:
+            site.kill(left.pop(0), victim)
+        site.stack.restart_dead()
+        return not agent.is_alive()
 
-        try:
-            wait_for(has_ended, "the agent ends")
-        finally:
-            process.kill()
+    try:
+        wait_for(has_ended, "the agent ends")
+    finally:
+        status = agent.kill()
     assert not left, f"nobody was killed in turns {left}: {out.read_text()}"
-    return process.returncode, out.read_text()
+    return status, out.read_text()
 
 
 def place_in(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
