@@ -77,8 +77,11 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(BIN)/python $(FORKED) -m "not proof and not clients"
 
-# SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own.
-CLIENTS := .venv-clients
+# SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own; with NEWEST=1
+# their newest releases, which are looked for each time.
+CLIENTS := .venv-clients$(if $(NEWEST),-newest)
+test-clients: export NEWEST := $(NEWEST)
+.PHONY: $(if $(NEWEST),$(CLIENTS)/installed)
 
 test-clients: $(CLIENTS)/installed
 	$(CLIENTS)/bin/python $(FORKED) -m clients tests/ingest
@@ -132,5 +135,5 @@ lint: install
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf .venv .venv-clients .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+	rm -rf .venv .venv-clients .venv-clients-newest .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
 endif

@@ -337,6 +337,9 @@ PARTS = (
         _make_whole("products", "make", "test-all", TEST_WHOLE_PRODUCTS="1"), 1500,
     ),
     Part("clients", "SDKs and frameworks of others", _make_whole("clients", "make", "test-clients"), 600),
+    Part(
+        "newest", "The same at their newest releases", _make_whole("newest", "make", "test-clients", NEWEST="1"), 900
+    ),
     Part("vllm", "The engine's contract on vLLM", _make_whole("vllm", "make", "test-vllm"), 1200),
 )  # fmt: skip
 

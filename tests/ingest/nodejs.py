@@ -42,6 +42,19 @@ def _place(package: Path) -> Path:
     return CACHE / hashlib.sha256(package.read_bytes()).hexdigest()[:16]
 
 
+def find_newest(name: str) -> str:
+    """Return the newest version of a package. Raises `DependencyMissing` where npm fails."""
+    return _run_npm("view", name, "version", cwd=Path.cwd()).strip()
+
+
+def _run_npm(*words: str, cwd: Path) -> str:
+    environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([NODE, NPM, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DependencyMissing(f"npm {words[0]} fails: {(done.stdout + done.stderr)[-1500:]}")
+    return done.stdout
+
+
 def install(package: Path) -> None:
     """Install the packages of a package.json. Raises `DependencyMissing` where npm fails."""
     installed = _place(package)
@@ -52,11 +65,6 @@ def install(package: Path) -> None:
         place = Path(scratch, "project")
         place.mkdir()
         shutil.copy(package, place)
-        environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(
-            [NODE, NPM, *INSTALL], cwd=place, env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            raise DependencyMissing(f"npm install fails: {(done.stdout + done.stderr)[-1500:]}")
+        _run_npm(*INSTALL, cwd=place)
         with suppress(OSError):  # whoever comes second finds it there: the same packages
             place.rename(installed)
