@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | test-all | test-clients | test-agents | test-vllm | sanitize | campaign | gpu-check | install | format | lint
+# make demo | demo-kafka | test | test-all | test-clients | test-vllm | sanitize | campaign | gpu-check | install | format | lint
 ifneq ($(shell test -w . && echo yes),yes)
 # A checkout that this user cannot write is copied below the user's cache, and made there. Without a cache the copy is removed at the end.
 .PHONY: copy $(or $(MAKECMDGOALS),install)
@@ -24,7 +24,7 @@ ifneq ($(shell test -w ~ && echo yes),yes)
 export HOME := $(CURDIR)/.cache/home
 $(shell mkdir -p .cache/home)
 endif
-.PHONY: install demo demo-kafka test test-all test-clients test-agents test-vllm sanitize campaign gpu-check format lint clean
+.PHONY: install demo demo-kafka test test-all test-clients test-vllm sanitize campaign gpu-check format lint clean
 
 # make_environment: an environment with uv, and INSTALL with torch's own index where that can be reached: torch without CUDA is 1 GB instead of 5.
 define make_environment
@@ -66,7 +66,7 @@ demo-kafka: .venv/installed
 	@$(BIN)/python -m sim.kafka_server $(BIN)/penstock demo --kafka --since $(STARTED)
 
 # Collected once, and run in processes that are forked from that one. The simulated world needs these hashes of strings.
-test test-all test-clients test-agents: export PYTHONHASHSEED := 0
+test test-all test-clients: export PYTHONHASHSEED := 0
 FORKED := -m pytest -p tests.forking --workers 4
 
 # More processes than `test-all` has: its tests wait for servers more than they compute.
@@ -77,16 +77,14 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(BIN)/python $(FORKED) -m "not proof and not clients"
 
-# SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own.
-CLIENTS := .venv-clients
+# SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own; with NEWEST=1
+# their newest releases, which are looked for each time.
+CLIENTS := .venv-clients$(if $(NEWEST),-newest)
+test-clients: export NEWEST := $(NEWEST)
+.PHONY: $(if $(NEWEST),$(CLIENTS)/installed)
 
 test-clients: $(CLIENTS)/installed
 	$(CLIENTS)/bin/python $(FORKED) -m clients tests/ingest
-
-# Coding agents at their newest versions, three runs each.
-test-agents: $(CLIENTS)/installed
-	$(CLIENTS)/bin/python -m tests.ingest.clients newest
-	TEST_NEWEST_AGENTS=1 TEST_AGENT_RUNS=3 $(CLIENTS)/bin/python $(FORKED) tests/ingest/test_agents.py
 
 $(CLIENTS)/installed: BIN := $(CLIENTS)/bin
 $(CLIENTS)/installed: EXTRAS := worker,gateway,top,embedded,dev,clients
@@ -137,5 +135,5 @@ lint: install
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf .venv .venv-clients .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+	rm -rf .venv .venv-clients .venv-clients-newest .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
 endif

@@ -339,8 +339,8 @@ PARTS = (
     ),
     Part("clients", "SDKs and frameworks of others", _make_whole("clients", "make", "test-clients"), 600),
     Part(
-        "agents", "Coding agents of others at their newest versions, while workers and gateways are killed",
-        _make_whole("agents", "make", "test-agents"), 900,
+        "newest", "The same at their newest releases, coding agents three times each",
+        _make_whole("newest", "make", "test-clients", NEWEST="1", TEST_AGENT_RUNS="3"), 1500,
     ),
     Part("vllm", "The engine's contract on vLLM", _make_whole("vllm", "make", "test-vllm"), 1200),
 )  # fmt: skip

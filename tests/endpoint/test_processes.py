@@ -17,7 +17,8 @@ from penstock.names import Pipeline
 from sim.endpoint import MODEL, NUM_TOLD, write_arguments, write_numbers
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S
-from tests.gateways import EventSource
+from sim.workload import TOOL_MODEL
+from tests.gateways import EventSource, open_stack
 
 
 def start_endpoint(port: int, pause_s: float = 0.01) -> Child:
@@ -120,3 +121,67 @@ def test_endpoint_and_workers_are_killed_in_the_middle_of_calls(
         assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use", "tool_use"]
         assert [block["input"] for block in answer["content"][2:]] == [json.loads(text) for _, text in CALLS]
     endpoint.stop()
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Get the weather of a city.", "parameters": CITY}
+ASKED: dict[str, Any] = {
+    "model": TOOL_MODEL.name, "messages": [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}],
+    "tools": [{"type": "function", "function": WEATHER}], "temperature": 0, "max_tokens": 80,
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+
+
+def test_a_pipeline_stands_before_another_one(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
+    """Each API answers as that of the pipeline behind it: calls, their results, reasoning, schemas, and streams."""
+    with open_stack(tmp_path / "behind", TOOL_MODEL, pipeline=f"{pipeline.name}-behind", redis=redis_url) as behind:
+        before = ForkedStack(
+            tmp_path / "before", pipeline=pipeline.name, redis=redis_url, prefill=0, decode=0, endpoint=1,
+            gateway=find_free_port(), environment=build_endpoint_environment([behind.gateway_url]),
+        )  # fmt: skip
+        with before:
+            before.wait_until_ready(PATIENCE_S)
+            urls = [f"{stack.gateway_url}/v1" for stack in (behind, before)]
+            found = [ask_all(url) for url in urls]
+    assert found[1] == found[0]
+    assert [len(calls) for calls in found[0]["calls"]] == [2, 2, 2, 2]
+
+
+def ask_all(url: str) -> dict[str, Any]:
+    """Return what an API answers, without ids."""
+
+    def post(path: str, **body: Any) -> Any:
+        answer = httpx.post(f"{url}/{path}", json={"model": TOOL_MODEL.name, "temperature": 0, **body}, timeout=None)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    with openai.OpenAI(base_url=url, api_key="none", timeout=None, max_retries=0) as sdk:
+        with sdk.chat.completions.stream(**ASKED) as stream:
+            streamed = stream.until_done().get_final_completion().choices[0]
+        whole = sdk.chat.completions.create(**ASKED).choices[0]
+        asked = {**ASKED, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+        named = sdk.chat.completions.create(**asked).choices[0]
+        results = [{"role": "tool", "tool_call_id": one.id, "content": "red"} for one in whole.message.tool_calls or ()]
+        turns = [*ASKED["messages"], whole.message.model_dump(exclude_none=True), *results]
+        last = sdk.chat.completions.create(**{**ASKED, "messages": turns}).choices[0]
+    flat = {"tools": [{"type": "function", **WEATHER}], "input": ASKED["messages"], "max_output_tokens": 80}
+    response = post("responses", **flat)
+    tools = [{"name": "get_weather", "input_schema": CITY, "description": WEATHER["description"]}]
+    message = post("messages", messages=ASKED["messages"], tools=tools, max_tokens=80)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    thinking = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "max_tokens": 60}
+    thought = post("chat/completions", **thinking, reasoning_effort="low")["choices"][0]["message"]
+    calls = [
+        [(one.function.name, json.loads(one.function.arguments)) for one in choice.message.tool_calls or ()]
+        for choice in (streamed, whole)
+    ]
+    calls.append([(one["name"], json.loads(one["arguments"])) for one in response["output"]])
+    calls.append([(one["name"], one["input"]) for one in message["content"]])
+    return {
+        "calls": calls, "reasons": [streamed.finish_reason, whole.finish_reason, named.finish_reason],
+        "named": [one.function.name for one in named.message.tool_calls or ()], "last": last.message.content,
+        "thought": {name: thought[name] for name in ("content", "reasoning_content")},
+        "json": post("chat/completions", **thinking, response_format=form)["choices"][0]["message"]["content"],
+        "text": post("completions", prompt="What is", max_tokens=8)["choices"][0]["text"],
+        "usage": message["usage"]["output_tokens"],
+    }  # fmt: skip

@@ -18,6 +18,32 @@ STRICT = (
 )
 
 
+NO_TURNS_ALIKE = (
+    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{% endfor %}"
+)
+WRITTEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+LIKE = {
+    # One system turn at most, at the begin.
+    "qwen": STRICT,
+    # The first system turn stands in the header, and all others are turns as well.
+    "llama": WRITTEN,
+    # One system turn, then the user and the assistant by turns.
+    "mistral": NO_TURNS_ALIKE + STRICT,
+    # No system turn at all, and the others by turns.
+    "gemma": (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + NO_TURNS_ALIKE + WRITTEN
+    ),
+}  # fmt: skip
+AGENT = [
+    "system: You are an agent.", "system: Rules.", "user: Where you are.", "user: Hello", "assistant: Hi", "user: b",
+]  # fmt: skip
+"""As Codex begins a chat."""
+SYSTEM, USER = "You are an agent.\n\nRules.", "Where you are.\n\nHello"
+END = "[assistant]Hi[user]b"
+
+
 def read_turns(*lines: str) -> list[ChatMessage]:
     return [ChatMessage(role=role, content=text) for role, _, text in (line.partition(": ") for line in lines)]  # type: ignore[arg-type]
 
@@ -45,6 +71,29 @@ def test_else_it_stands_marked_in_the_turn_before_it(template: str) -> None:
     text = render(tokenizer, *CHAT)
     assert MARKED in text
     assert text.startswith(render(tokenizer, *CHAT[:3], generation_prompt=False)), "the begin of a chat stays the same"
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama", f"[system]You are an agent.[system]Rules.[user]Where you are.[user]Hello{END}"),
+        ("qwen", f"[system]{SYSTEM}[user]Where you are.[user]Hello{END}"),
+        ("mistral", f"[system]{SYSTEM}[user]{USER}{END}"),
+        ("gemma", f"[user]{SYSTEM}\n\n{USER}{END}"),
+    ],
+)
+def test_what_a_template_refuses_of_an_agents_turns_is_one_turn(family: str, text: str) -> None:
+    tokenizer = make_chat_tokenizer("granite", "bytes")
+    tokenizer.chat_template = LIKE[family]
+    assert render(tokenizer, *AGENT) == text
+    assert text.startswith(render(tokenizer, *AGENT[:4])), "the begin of a chat stays the same"
+
+
+def test_a_refusal_is_told_as_the_template_says_it_first() -> None:
+    tokenizer = make_chat_tokenizer("granite", "bytes")
+    tokenizer.chat_template = LIKE["gemma"]
+    with pytest.raises(InvalidRequest, match="System role not supported"):
+        render(tokenizer, "system: a", "assistant: b", "user: c")
 
 
 def test_what_a_template_refuses_besides_is_refused() -> None:

@@ -28,9 +28,10 @@ from sim.endpoint import CountingEndpoint
 from sim.scripted import Script, ScriptedStack, Turn, count_results, write_turn
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import TOOL_MODEL
-from tests.ingest import nodejs
+from tests.ingest import clients, nodejs
 
 pytestmark = pytest.mark.clients
+AGENT_FOLDER = Path(__file__).with_name("agent_programs")
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
 URL, MODEL = "http://127.0.0.1:8000", "coder"
 """The gateway and the model of that page."""
@@ -210,7 +211,11 @@ def test_an_agent_does_its_task(site: Site, name: str, victim: Victim, run: int,
     site.script.write([*turns, Turn(TEXTS[-1])], held)
     num_before = len(site.list_texts())
 
-    command = [str(nodejs.find_agents() / agent.program), *agent.words, TASK]
+    command = [
+        str(nodejs.find_modules(clients.find_place(AGENT_FOLDER) / "package.json") / agent.program),
+        *agent.words,
+        TASK,
+    ]
     status, told = run_agent(site, command, environment, work, victim, held)
     assert (status, TEXTS[-1] in told) == (0, True), told
 

@@ -1,10 +1,19 @@
 """Calls and reasoning are told from text, in its order: however it is cut, and whatever a model writes."""
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece, CallsForm
+from penstock.ingest.openai.answer_parser import (
+    AnswerParser,
+    AnswerPart,
+    AnswerPiece,
+    CallsForm,
+    import_response_parser,
+)
 from tests.ingest.answers import TEMPLATE
 
 NOT_JSON = '{"name": "f", "arguments": {"a": NaN}}'
@@ -97,3 +106,30 @@ def test_the_same_is_told_of_held_calls_wherever_the_text_is_cut(end: int, cuts:
 def test_the_same_is_told_wherever_the_text_is_cut(pieces: list[str], cuts: list[int]) -> None:
     text = "".join(pieces)
     assert parse(text, cuts) == parse(text, [])
+
+
+@pytest.mark.parametrize("calls", ["free", "held"])
+def test_the_work_of_a_call_grows_as_its_text_does(calls: CallsForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece costs transformers a copy of all before."""
+    given, work = dict[int, int](), [0]
+    feed = import_response_parser().feed
+
+    def count(self: Any, text: str) -> Any:
+        given[id(self)] = given.get(id(self), 0) + len(text)
+        work[0] += given[id(self)]
+        return feed(self, text)
+
+    monkeypatch.setattr(import_response_parser(), "feed", count)
+    found = list[int]()
+    for size in (1000, 2000, 4000):
+        work[0], text = 0, "<b> </tool </tool_call" * size
+        arguments = json.dumps({"a": text})
+        parser, told = AnswerParser(TEMPLATE, [TOOL], calls), AnswerPart()
+        answer = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> So.'
+        for begin in range(0, len(answer), 4):
+            part = parser.add_text(answer[begin : begin + 4])
+            told.pieces += part.pieces
+        told.pieces += parser.end("").pieces
+        assert "".join(piece.text for piece in told.pieces) == f"{arguments} So."
+        found.append(work[0])
+    assert found[2] <= 2.2 * found[1] <= 2.2 * 2.2 * found[0]

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.local.stack import Stack
 from sim.workload import TOOL_MODEL
-from tests.ingest import nodejs
+from tests.ingest import clients, nodejs
 from tests.ingest.test_tools import WEATHER
 
 pytestmark = pytest.mark.clients
@@ -234,14 +234,14 @@ def test_a_framework_that_needs_other_packages_does_what_its_script_demands(tool
     """Each script names its packages, which `make test-clients` installs for it alone: not into this environment."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(Path(sys.executable).parent / "uv"), "run", "--offline", "--quiet", "--python", sys.executable]
-    command += ["--script", str(script), tool_url, MODEL]
+    command += ["--script", str(clients.find_place(script)), tool_url, MODEL]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nodejs.project(Path(__file__).parent / "node", tmp_path_factory.mktemp("sdk"))
+    return nodejs.project(clients.find_place(Path(__file__).parent / "node"), tmp_path_factory.mktemp("sdk"))
 
 
 @pytest.mark.parametrize(

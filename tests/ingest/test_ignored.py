@@ -26,7 +26,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "stream_options": {}},
     "/v1/chat/completions": {"messages": [TURN, {"role": "assistant", "tool_calls": [CALL]}], "stream_options": {}},
     "/v1/responses": {
-        "input": [TURN, {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}],
+        "input": [
+            TURN, {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+            {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "g"}]},
+        ],
         "reasoning": {}, "stream_options": {}, "text": {},
         "tools": [
             {"type": "function"} | FUNCTION,
@@ -61,12 +64,12 @@ FIELDS = [(path, field) for path, fields in IGNORED_FIELDS.items() for field in 
 def put_value(place: Any, parts: list[str], value: object) -> None:
     """Set a field at each place that `*` stands for; put an entry of a type before the others."""
     name, is_of_type, kind = parts[0].partition("[")
-    if is_of_type:
+    if is_of_type and name in place:
         place[name] = [{"type": kind.removesuffix("]"), "any": value}, *place[name]]
     elif parts[0] == "*":
         for one in place:
             put_value(one, parts[1:], value)
-    elif isinstance(place, dict) and len(parts) == 1:
+    elif isinstance(place, dict) and len(parts) == 1 and not is_of_type:
         place[parts[0]] = value
     elif isinstance(place, dict) and isinstance(below := place.get(parts[0]), dict | list):
         put_value(below, parts[1:], value)

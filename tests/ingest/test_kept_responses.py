@@ -268,6 +268,53 @@ async def test_a_chain_of_any_length_is_read_by_its_last_response(counted: Kept)
     assert [item["content"][0]["text"] for item in page["data"]] == ["turn 29"], "its own input alone"
 
 
+@pytest.mark.proof
+async def test_items_of_kept_responses_stand_for_themselves(counted: Kept) -> None:
+    """As the AI SDK sends them: all earlier turns in each request, the model's by reference."""
+    kept, sent, found, names = counted, list[Any](), list[int](), list[str]()
+    for number in range(12):
+        sent.append({"role": "user", "content": f"turn {number}"})
+        asked = list[Any]()
+        token = ASKED.set(asked)
+        body = RESPONSES.parse_body({"model": "m", "input": sent})
+        try:
+            body, *_ = await routes.prepare_response(kept.gateways[0], kept.tenant, body)
+        finally:
+            ASKED.reset(token)
+        found.append(len(asked))
+        turns = [(turn["role"], turn["content"]) for turn in body.make_turns()]
+        assert turns[::2] == [("user", f"turn {n}") for n in range(number + 1)]
+        assert set(turns[1::2]) <= {("assistant", "<0><1><2>")}
+        names.append(await kept.answered("", input=sent))
+        (item,) = (await kept.get(names[-1]))["output"]
+        sent.append({"type": "item_reference", "id": item["id"]})
+    assert found == [0, *[found[1]] * 11], "the last response knows what was before it"
+    first = (await kept.get(f"{names[0]}/input_items"))["data"][0]["id"]
+    asked_first = await kept.ask("", input=[{"type": "item_reference", "id": first}])
+    (request,) = [one for one in kept.scripted.read_requests() if one.id == asked_first["id"]]
+    assert [(turn.role, turn.content) for turn in request.messages or ()] == [("user", "turn 0")]
+    await kept.move(*names)
+    assert (await kept.ask("", input=sent))["status"] == "queued"
+    kept.patch.setattr(routes, "MAX_REQUEST_BYTES", 100)
+    assert (await kept.ask("", input=sent))["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("item_id", ["msg_0123_0", "msg_none", "fc_0123_in_1", "x"])
+async def test_an_item_that_nobody_kept_is_named(kept: Kept, item_id: str) -> None:
+    reference = {"type": "item_reference", "id": item_id}
+    refused = await kept.clients[0].post("/v1/responses", json={"model": kept.scripted.model, "input": [reference]})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (404, "input", "item_not_found")
+    assert error["message"].startswith(f"Item with id '{item_id}' not found. Items are kept with")
+
+
+async def test_an_item_of_another_tenant_is_not_found(kept: Kept) -> None:
+    (item,) = (await kept.get(await kept.answered("mine")))["output"]
+    body = RESPONSES.parse_body({"model": "m", "input": [{"type": "item_reference", "id": item["id"]}]})
+    with pytest.raises(ApiError, match="not found"):
+        await routes.prepare_response(kept.gateways[0], "somebody", body)
+
+
 async def test_a_chain_that_an_earlier_version_kept_is_gone_on_from(counted: Kept) -> None:
     kept, names = counted, list[str]()
     for number in range(4):

@@ -325,10 +325,10 @@ def test_an_answer_has_its_blocks_in_order() -> None:
     answer = answer_whole(f"<think>I see</think>\n\nNow {FIRST}\n{SECOND} and").model_dump()
     assert answer["content"] == [
         {"type": "thinking", "thinking": "I see", "signature": ""},
-        text_block("\n\nNow "),
+        text_block("\n\nNow ") | {"citations": []},
         {"type": "tool_use", "id": "toolu_1_2", "name": "f", "input": {"a": 'x"y'}, "caller": {"type": "direct"}},
         {"type": "tool_use", "id": "toolu_1_3", "name": "g", "input": {}, "caller": {"type": "direct"}},
-        text_block(" and"),
+        text_block(" and") | {"citations": []},
     ]
     assert (answer["id"], answer["role"], answer["stop_reason"]) == ("msg_1", "assistant", "tool_use")
     assert {name: num for name, num in answer["usage"].items() if isinstance(num, int)} == {
@@ -364,7 +364,7 @@ def test_an_answer_of_white_space_has_no_blocks() -> None:
 def test_without_a_response_template_an_answer_is_text() -> None:
     whole = answer_whole(f"<think>{FIRST}", has_template=False).model_dump()
     assert (whole["content"], whole["stop_reason"]) == (
-        [text_block(f"<think>{FIRST}")],
+        [text_block(f"<think>{FIRST}") | {"citations": []}],
         "end_turn",
     )
     assert accumulate(list_events(["<think>", FIRST], has_template=False))["content"] == whole["content"]

@@ -17,6 +17,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import RESPONSES, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent
 from penstock.ingest.openai.endpoint import use_response_template
+from penstock.ingest.openai.response_items import OutputClientCall
 from penstock.ingest.openai.responses import Response, describe_input_items
 from penstock.messages import FinishReason
 from tests.ingest.answers import TEMPLATE, make_log, read_stream
@@ -49,6 +50,8 @@ def describe_items(response: Response) -> list[tuple[str, str, str]]:
     for item in response.output:
         if item.type == "custom_tool_call":
             text = item.input
+        elif isinstance(item, OutputClientCall):
+            text = str(item.action or item.operation)
         else:
             text = f"{item.name}({item.arguments})" if item.type == "function_call" else item.content[0].text
         found.append((item.type, text, item.status))
@@ -228,7 +231,9 @@ def test_what_the_model_said_in_one_go_is_one_turn() -> None:
         ([USER, result("a")], "input", "No tool call found for function call output with call_id a."),
         ([USER, result("a"), call("a")], "input", "No tool call found"),
         ([USER, call("a"), result("a", [{"type": "input_image", "image_url": "x"}])], "input.2.output.0", "only text"),
-        ([USER, {"type": "item_reference", "id": "fc_1"}], "input.1", "items of the types message, reasoning, fun"),
+        ([USER, {"type": "computer_call", "id": "cu_1"}], "input.1", "items of the types message, reasoning, fun"),
+        ([USER, {"type": "item_reference", "id": "fc_1"}], "input.1", "send the item itself"),
+        ([{"type": "additional_tools", "role": "developer", "tools": [TOOL]}], "input", "an empty input"),
         ([USER, {"type": "function_call", "call_id": "a", "name": "f"}], "input.1.arguments", "Missing"),
         ([USER, call("a") | {"namespace": "n" * 255}], "input.1", "at most 255 characters together"),
         ([USER, {"type": "local_shell_call_output", "id": "a", "output": "x"}], "input", "No tool call found"),
@@ -270,6 +275,74 @@ def test_what_agents_send_besides_becomes_turns() -> None:
         calls[2], {"role": "tool", "content": "{}", "tool_call_id": "c"},
         {"role": "user", "content": "/root/b: It works."}, {"role": "user", "content": "Good."},
     ]  # fmt: skip
+
+
+SHELL, PATCH = {"type": "shell", "environment": {"type": "local"}}, {"type": "apply_patch"}
+COMMANDS, CHANGE = {"commands": ["ls", "pwd"]}, {"type": "update_file", "path": "a", "diff": "@@\n-ä\n+b"}
+
+
+def write_call(name: str, arguments: Any) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+
+def test_tools_that_the_client_runs_are_functions_whose_calls_are_items_of_their_own() -> None:
+    required = {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "shell"}, PATCH]}}
+    deletion = {"type": "delete_file", "path": "b", "diff": ""}
+    said = [("shell", COMMANDS), ("apply_patch", CHANGE), ("apply_patch", deletion)]
+    for more in ({}, required):
+        meta = make_meta(tools=[TOOL, SHELL, PATCH], **more)
+        assert meta.calls == ("held" if more else "free")
+        log = make_log(cut_text("".join(write_call(*one) for one in said), 5))
+        whole = make_whole(meta, log)
+        check_as_openai(read_stream(RESPONSES, meta, log), whole)
+        items = whole.model_dump(mode="json")["output"]
+        assert [item["type"] for item in items] == ["shell_call", "apply_patch_call", "apply_patch_call"]
+        assert (items[0]["action"], items[0]["environment"]) == (COMMANDS, {"type": "local"})
+        assert [item["operation"] for item in items[1:]] == [CHANGE, {"type": "delete_file", "path": "b"}]
+        assert len({item["call_id"] for item in items}) == 3
+        ended = {"stdout": "a\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
+        results = [
+            {"type": "shell_call_output", "call_id": items[0]["call_id"], "output": [ended], "max_output_length": 9},
+            {"type": "apply_patch_call_output", "call_id": items[1]["call_id"], "status": "failed", "output": "no a"},
+            {"type": "apply_patch_call_output", "call_id": items[2]["call_id"], "status": "completed"},
+        ]
+        _, answer, *told = make_turns(USER, *items, *results)
+        functions = [
+            (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in answer["tool_calls"]
+        ]
+        assert functions == [("shell", COMMANDS), ("apply_patch", CHANGE), ("apply_patch", items[2]["operation"])]
+        assert [turn["content"] for turn in told] == [json.dumps([ended]), "failed: no a", "completed"]
+
+
+def test_a_call_with_arguments_that_such_a_tool_does_not_have_is_a_functions() -> None:
+    meta = make_meta(tools=[SHELL, PATCH])
+    log = make_log(cut_text(write_call("shell", {"command": "ls"}) + write_call("apply_patch", {"path": "a"}), 7))
+    whole = make_whole(meta, log)
+    check_as_openai(read_stream(RESPONSES, meta, log), whole)
+    assert describe_items(whole) == [
+        ("function_call", 'shell({"command": "ls"})', "completed"),
+        ("function_call", 'apply_patch({"path": "a"})', "completed"),
+    ]
+    held = make_meta(tools=[SHELL], tool_choice={"type": "shell"})
+    log = make_log(cut_text(write_call("shell", COMMANDS)[:-20], 7), reason="length")
+    ((kind, text, status),) = describe_items(make_whole(held, log))
+    assert (kind, text[:20], status) == ("function_call", 'shell({"commands": [', "incomplete")
+    with pytest.raises(ApiError, match="has no containers"):
+        make_meta(tools=[{"type": "shell", "environment": {"type": "container_auto"}}])
+
+
+def test_an_item_may_add_tools() -> None:
+    added = {"type": "additional_tools", "role": "developer", "tools": [
+        TOOL, SHELL, {"type": "web_search"}, {"type": "custom", "name": "patch"},
+    ]}  # fmt: skip
+    body = RESPONSES.parse_body({"model": "m", "input": [added, USER], "tools": [TOOL]})
+    assert body.make_turns() == [USER]
+    assert [tool.name for tool in body.offered_tools] == ["f", "shell", "patch"]
+    meta = make_stream_meta(RESPONSES, body, "resp_1", form=use_response_template(RESPONSES, body, [], TEMPLATE))
+    whole = make_whole(meta, make_log([write_call("shell", COMMANDS), write_call("patch", {"input": "x"})]))
+    assert [item.type for item in whole.output] == ["shell_call", "custom_tool_call"]
+    later = RESPONSES.parse_body({"model": "m", "input": "go on"}).add_history(body.make_items())
+    assert [tool.name for tool in later.offered_tools] == ["f", "shell", "patch"], "an earlier turn's too"
 
 
 NAMESPACE = {"type": "namespace", "name": "notes", "description": "Notes.", "tools": [TOOL, TOOL | {"name": "g"}]}

@@ -36,6 +36,7 @@ HOSTED_TOOLS: Mapping[str, str] = {
     "image_generation": "openai 3.54",
     "local_shell": "openai 3.54",
     "mcp": "openai 3.54",
+    "programmatic_tool_calling": "openai 3.54",
     "tool_search": "openai 3.54",
     "web_search": "Codex 0.171",
     "web_search_2025_08_26": "openai 3.54",
@@ -54,6 +55,8 @@ _OTHER_SERVERS_ITEMS: Mapping[str, str] = {
     "mcp_approval_response": "openai 3.54",
     "mcp_call": "openai 3.54",
     "mcp_list_tools": "openai 3.54",
+    "program": "openai 3.54",
+    "program_output": "openai 3.54",
     "tool_search_call": "openai 3.54",
     "tool_search_output": "openai 3.54",
     "web_search_call": "openai 3.54",
@@ -80,6 +83,7 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
     | {
         **{f"tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
         **{f"tool_choice.tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
+        **{f"input.*.tools[{kind}]": client for kind, client in HOSTED_TOOLS.items()},
         **{f"input[{kind}]": client for kind, client in _OTHER_SERVERS_ITEMS.items()},
         "background_options": "openai 3.54",
         "client_metadata": "Codex 0.171",
@@ -96,6 +100,8 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         # Where tools are searched for, which is nowhere here, these are left out until they are found.
         "tools.*.defer_loading": "openai 3.54",
         "tools.*.tools.*.defer_loading": "openai 3.54",
+        # Only the model itself calls.
+        "tools.*.allowed_callers": "openai 3.54",
         # The schema of a result, which no model here is told.
         "tools.*.output_schema": "openai 3.54",
         "tools.*.tools.*.output_schema": "openai 3.54",
@@ -190,6 +196,6 @@ def _strip(value: Any, tree: Tree, found: dict[str, None]) -> Any:
         below = tree.get(name)
         if not isinstance(below, str):
             rest[name] = one if below is None else _strip(one, below, found)
-        elif one is not None:
+        elif one not in (None, []):
             found[below] = None
     return rest

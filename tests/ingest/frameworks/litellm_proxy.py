@@ -70,8 +70,9 @@ def ask_messages(proxy: str) -> None:
     tool: Any = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": SCHEMA}
     with anthropic.Anthropic(base_url=proxy, api_key=KEY) as client:
         answer = client.messages.create(
-            model=model, max_tokens=80, temperature=0, tools=[tool], messages=[{"role": "user", "content": QUESTION}]
-        )
+            model=model, max_tokens=80, tools=[tool], messages=[{"role": "user", "content": QUESTION}],
+            extra_body={"temperature": 0},  # newer releases have no parameter for it
+        )  # fmt: skip
     used = [block.input for block in answer.content if block.type == "tool_use"]
     assert used == [{"city": "Lisbon"}, {"city": "Porto"}], answer
 

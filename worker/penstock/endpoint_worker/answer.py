@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from penstock.errors import ModelError
@@ -60,7 +60,10 @@ class _Call:
     index: object
     id: str = ""
     name: str = ""
-    arguments: str = ""
+    arguments: list[str] = field(default_factory=list)
+    """The text of the arguments in pieces: as one text it would be copied for each delta."""
+    num_chars: int = 0
+    """How many characters the arguments have."""
 
     def add_delta(self, delta: Mapping[str, Any]) -> None:
         """Add what a delta has. A name that is sent again is ignored."""
@@ -71,7 +74,9 @@ class _Call:
             self.name += name
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        self.arguments += clean_text(arguments)
+        if text := clean_text(arguments):
+            self.arguments.append(text)
+            self.num_chars += len(text)
 
     def is_continued_by(self, delta: Mapping[str, Any]) -> bool:
         """Return whether a delta with this call's index, or without any, belongs to this call.
@@ -86,7 +91,7 @@ class _Call:
 
     def write_call(self, *, has_tools: bool) -> str:
         """Return the call between its marks. One that is not valid is content, as it is with our own engine."""
-        name, arguments = json.dumps(self.name, ensure_ascii=False), self.arguments.strip() or "{}"
+        name, arguments = json.dumps(self.name, ensure_ascii=False), "".join(self.arguments).strip() or "{}"
         is_named = 0 < len(self.name) <= MAX_NAME_CHARS and name == f'"{self.name}"'
         if has_tools and is_named and _is_object(arguments):
             return f'{CALL_OPEN}{{"name": {name}, "arguments": {arguments}}}{CALL_CLOSE}'
@@ -129,7 +134,7 @@ class AnswerWriter:
             return pieces
         self._held += pieces
         self._num_held_chars += len(text)
-        num_chars = self._num_held_chars + sum(len(call.arguments) for call in self._calls)
+        num_chars = self._num_held_chars + sum(call.num_chars for call in self._calls)
         if num_chars > MAX_HELD_CHARS or len(self._calls) > MAX_CALLS:
             raise ModelError(f"the endpoint's calls are more than {MAX_CALLS}, or {MAX_HELD_CHARS:,} characters")
         return ()

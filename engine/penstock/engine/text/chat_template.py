@@ -65,9 +65,10 @@ class ChatTokenizer:
         """Return the text of a chat, which ends with the beginning of the model's turn if `generation_prompt`.
 
         `variables` are given to the template beside the turns. Where it refuses or leaves out a system turn that is not
-        the first turn, it gets `move_system_turns`. Raises `InvalidRequest` if there is no template, or if
-        it lacks one of the variables, refuses the conversation, or takes too much time or memory for it. Without
-        `may_wait` what takes time raises `TakesTime`.
+        the first turn, it gets `move_system_turns`; where it refuses that, `join_user_turns`, and those without any
+        system turn at last. Raises `InvalidRequest` if there is no template, or if it lacks one of the variables,
+        refuses the conversation, or takes too much time or memory for it. Without `may_wait` what takes time raises
+        `TakesTime`.
         """
         tokenizer = self._tokenizer
         if not tokenizer.chat_template:
@@ -76,12 +77,20 @@ class ChatTokenizer:
         if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
             raise InvalidRequest(f"chat_template_kwargs: the chat template of {self._model!r} has no {unknown[0]!r}")
         how = {"generation_prompt": generation_prompt, "is_in_child": self._is_in_child, "may_wait": may_wait}
-        described = [turn.describe() for turn in turns]
-        found = _render(tokenizer, self._pattern.pattern, described, variables, **how)
+
+        def render(some: Sequence[ChatMessage]) -> dict[str, str]:
+            described = [turn.describe() for turn in some]
+            return _render(tokenizer, self._pattern.pattern, described, variables, **how)
+
+        found = render(turns)
         later = [turn.content.strip() for turn in turns[1:] if turn.role == "system"]
         if later and ("refused" in found or not _has_texts(found, later)):
-            described = [turn.describe() for turn in move_system_turns(turns)]
-            found = _render(tokenizer, self._pattern.pattern, described, variables, **how)
+            turns = move_system_turns(turns)
+            found = render(turns)
+        for simplify in (join_user_turns, give_system_to_user):
+            if "refused" in found and (simplified := simplify(turns)) != turns:
+                turns, told = simplified, render(simplified)
+                found = found if "refused" in told else told
         if "over" in found:
             raise InvalidRequest(
                 f"the chat template of {self._model!r} takes too much for these messages: {found['over']}"
@@ -151,6 +160,27 @@ def move_system_turns(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
             else:
                 waiting = f"{waiting}\n\n{marked}" if waiting else marked
     return [*moved, ChatMessage(role="user", content=waiting)] if waiting else moved
+
+
+def join_user_turns(turns: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return a chat in which turns of the user that follow each other are one: some templates want turns by turns."""
+    joined: list[ChatMessage] = []
+    for turn in turns:
+        if joined and turn.role == joined[-1].role == "user":
+            joined[-1] = _add_text(joined[-1], turn.content)
+        else:
+            joined.append(turn)
+    return joined if len(joined) < len(turns) else turns
+
+
+def give_system_to_user(turns: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return a chat whose first turn, if it is a system turn, stands in front of the user's turn behind it.
+
+    So the templates of Gemma 3 write it. Those of Gemma 2 and of the first Mistrals refuse it.
+    """
+    if [turn.role for turn in turns[:2]] != ["system", "user"]:
+        return turns
+    return [_add_text(turns[1].model_copy(update={"content": turns[0].content}), turns[1].content), *turns[2:]]
 
 
 def _add_text(turn: ChatMessage, text: str) -> ChatMessage:

@@ -519,6 +519,8 @@ class TextBlock(BaseModel):
 
     type: Literal["text"] = "text"
     text: str
+    citations: list[None] = []
+    """Always empty: Anthropic's schema demands the field, and the AI SDK's provider 3 refuses null."""
 
 
 class ThinkingBlock(BaseModel):

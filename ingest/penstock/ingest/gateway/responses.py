@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -16,10 +17,12 @@ from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.openai.body import unsupported_value
 from penstock.ingest.openai.endpoint import EarlierTurns
+from penstock.ingest.openai.response_items import find_response_id
 from penstock.ingest.openai.responses import (
     Response,
     ResponseBody,
     describe_input_items,
+    identify_input_items,
     make_response,
     make_unfinished_response,
 )
@@ -178,11 +181,49 @@ async def prepare_response(
     for param in ("store", "background"):
         if getattr(body, param) and not is_on:
             raise unsupported_value(param, "this server keeps no responses.")
+    if not isinstance(body.input, str) and (references := body.references):
+        body = body.replace_references(await _read_named_items(gateway, tenant, references))
     input_items = body.make_items() if is_on and body.store is not False else None
     if body.previous_response_id is not None:
         earlier = await _read_earlier(gateway, tenant, body.previous_response_id)
         return body.add_history(earlier.items), input_items, earlier
     return body, input_items, None
+
+
+async def _read_named_items(gateway: Gateway, tenant: str, item_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the items with these ids. Raises `ApiError` 404.
+
+    An item's id names the response that it is of, and a response has copies of the items before it. So from the last
+    item on, one or two responses are read, however many the items are of.
+    """
+    named: dict[str, dict[str, Any]] = {}
+    known: dict[str, dict[str, Any]] = {}
+    for item_id in reversed(item_ids):
+        if item_id not in known:
+            known = await _read_items(gateway, tenant, find_response_id(item_id)) | known
+        if item_id not in known:
+            what = f"Item with id {item_id!r} not found. Items are kept with their response, unless 'store' is false:"
+            message = f"{what} send the item itself, or leave it out."
+            raise ApiError(404, message, param="input", code="item_not_found")
+        named[item_id] = known[item_id]
+    if len(json.dumps([named[item_id] for item_id in item_ids])) > MAX_REQUEST_BYTES:
+        raise RequestTooLarge(f"the items that 'input' names have more than {MAX_REQUEST_BYTES:,} bytes")
+    return named
+
+
+async def _read_items(gateway: Gateway, tenant: str, response_id: str | None) -> dict[str, dict[str, Any]]:
+    """Return the items of a response, of what it was asked and of the turns before it, by their ids."""
+    if response_id is None:
+        return {}
+    try:
+        found = await gateway.responses.find_response(tenant, response_id)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return {}
+    output = [_make_input_of_output(item) for item in (await describe_response(gateway, found)).output]
+    earlier = [] if found.meta.earlier is None else found.meta.earlier.items
+    return {item["id"]: item for item in [*earlier, *identify_input_items(found.meta), *output] if item.get("id")}
 
 
 async def _read_earlier(gateway: Gateway, tenant: str, response_id: str) -> EarlierTurns:

@@ -105,6 +105,14 @@ class AnswerParser:
             fields[CALLS_FIELD] = {name: one for name, one in fields[CALLS_FIELD].items() if name != "transform"}
             fields[CALLS_FIELD]["content"] = "text"
         self._template: dict[str, Any] = {**template, "fields": fields}
+        close = fields.get(CALLS_FIELD, {}).get("close")
+        self._close = close if isinstance(close, str) and calls == "free" else ""
+        """What ends a call, where the text of a call waits here until it has ended: each piece that transformers is
+        given costs it a copy of all before."""
+        self._waiting: list[str] = []
+        """The text of the open call that transformers was not given yet."""
+        self._tail = ""
+        """The end of all pieces, in which a call's end may have begun."""
         self._tools: list[Any] = list(tools)
         self._mark = template["fields"][CALLS_FIELD]["close"][0] if calls != "free" else ""
         """The first character of what ends a call, if that may stand in a text inside of it."""
@@ -118,9 +126,9 @@ class AnswerParser:
 
     def _begin_anew(self) -> None:
         self._parser = import_response_parser()(self._template, prefix="", tools=self._tools)
-        self._text = ""
-        """All that this parser was given."""
-        self._body = ""
+        self._texts: list[str] = []
+        """All that this parser was given, but for the arguments of held calls."""
+        self._body: list[str] = []
         """The text of the open region, if it is a call's."""
         self._is_in_call = False
         """Whether the open region is a call's."""
@@ -137,11 +145,11 @@ class AnswerParser:
 
     def end(self, text: str) -> AnswerPart:
         """Return what the last piece of text adds, with all that was held back. Nothing may be added afterwards."""
-        told = self.add_text(text)
+        told = self.add_text(text) + self._feed_waiting()
         try:
             last = self._take_events(self._parser.finalize()[1])
         except Exception:  # a call that is cut
-            text = self._text
+            text = "".join(self._texts)
             self._begin_anew()
             self._take_events(self._parser.feed(text + NO_MARK))
             last = _make_text_part("content", self._read_body().removesuffix(NO_MARK))
@@ -153,9 +161,13 @@ class AnswerParser:
             return self._begin_answer(piece)
         if self._is_json:
             return _make_text_part("content", piece)
-        if not self._mark or self._mark not in piece:
-            return self._feed_piece(piece)
         told = AnswerPart()
+        if self._held.is_open:
+            part = self._held.add_text(piece)
+            assert part is not None, "its arguments go on"
+            told, piece = AnswerPart([part]), piece[len(part.text) :]
+        if not self._mark or self._mark not in piece:
+            return told + self._feed_piece(piece) if piece else told
         for character in piece:
             is_text = character == self._mark and self._held.is_in_text
             told += self._feed_piece(NO_MARK if is_text else character)
@@ -175,22 +187,36 @@ class AnswerParser:
 
     def _read_body(self) -> str:
         """Return the call's text as the model wrote it."""
-        return self._body.replace(NO_MARK, self._mark) if self._mark else self._body
+        body = "".join(self._body)
+        return body.replace(NO_MARK, self._mark) if self._mark else body
 
     def _feed_piece(self, piece: str) -> AnswerPart:
+        if self._close:
+            end = self._tail + piece
+            self._tail = end[max(0, len(end) - len(self._close) + 1) :]
+            if self._is_in_call and self._close not in end:
+                self._waiting.append(piece)
+                return AnswerPart()
+        return self._feed_waiting() + self._feed_now(piece)
+
+    def _feed_waiting(self) -> AnswerPart:
+        waiting, self._waiting = "".join(self._waiting), []
+        return self._feed_now(waiting) if waiting else AnswerPart()
+
+    def _feed_now(self, piece: str) -> AnswerPart:
         try:
             events = self._parser.feed(piece)
         except Exception:
             return self._add_characters(piece)
-        self._text += piece
+        self._texts.append(piece)
         return self._take_events(events)
 
     def _add_characters(self, piece: str) -> AnswerPart:
         """Return what a piece adds in which a call ends that cannot be parsed: the call's text is content."""
-        told, text, body = AnswerPart(), self._text, self._body
+        told, texts, body = AnswerPart(), self._texts, self._body
         self._begin_anew()
-        self._parser.feed(text)  # its events were taken before
-        self._text, self._body = text, body
+        self._parser.feed("".join(texts))  # its events were taken before
+        self._texts, self._body = texts, body
         for character in piece:
             try:
                 events = self._parser.feed(character)
@@ -198,7 +224,7 @@ class AnswerParser:
                 told += _make_text_part("content", self._read_body())
                 self._begin_anew()
                 continue
-            self._text += character
+            self._texts.append(character)
             told += self._take_events(events)
         return told
 
@@ -208,9 +234,9 @@ class AnswerParser:
             is_call = event["field"] == CALLS_FIELD
             match event["type"]:
                 case "region_open":
-                    self._is_in_call, self._body, self._held = is_call, "", HeldCall()
+                    self._is_in_call, self._body, self._held = is_call, [], HeldCall()
                 case "region_chunk" if is_call:
-                    self._body += event["text"]
+                    self._body.append(event["text"])
                     told += self._follow_call(event["text"])
                 case "region_chunk" if event["field"] in REASONING_FIELDS:
                     told += _make_text_part("reasoning", event["text"])
@@ -220,7 +246,7 @@ class AnswerParser:
                     if not self._held.is_told:
                         calls = _list_calls(event["value"]) if self._tools else None
                         told += _make_text_part("content", self._read_body()) if calls is None else AnswerPart(calls)
-                    self._body, self._is_in_call = "", False
+                    self._body, self._is_in_call = [], False
         return told
 
     def _follow_call(self, text: str) -> AnswerPart:
@@ -245,6 +271,11 @@ class HeldCall:
         """Whether a part of the arguments was told."""
         self._is_whole = False
         """Whether all of them were."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its arguments have begun and not ended: what comes next is theirs, whatever it looks like."""
+        return self.is_told and not self._is_whole
 
     def add_text(self, text: str) -> AnswerPiece | None:
         """Return the part of the arguments that a piece of the call adds; None where it adds none."""

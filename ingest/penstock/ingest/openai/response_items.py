@@ -1,18 +1,31 @@
 """The items of `/v1/responses`: those of `input` as the turns of a chat, and those of the answer, token by token."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, TypeAdapter, model_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.answer_parser import MAX_NAME_CHARS, AnswerPiece
-from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
+from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema, unsupported_value
+from penstock.ingest.openai.client_tools import CLIENT_TOOLS, FILE_OPERATION, LEFT_OUT, FileOperation, ShellAction
 from penstock.ingest.openai.custom_tools import TextReader, list_custom_names, write_arguments
 from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.response_tools import OfferedTool
 from penstock.ingest.openai.tokens import TokenLogprobs
 from penstock.ingest.openai.tools import (
+    MAX_TOOLS,
     NAMESPACE,
     NAMESPACE_END,
     ROLES,
@@ -28,9 +41,12 @@ REASONING_PART_TYPE = "reasoning_text"
 ITEM_ID_PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "local_shell_call": "lsh",
-    "local_shell_call_output": "lsho", "agent_message": "amsg", "agent_reasoning": "ars",
+    "local_shell_call_output": "lsho", "shell_call": "sh", "shell_call_output": "sho", "apply_patch_call": "apc",
+    "apply_patch_call_output": "apco", "agent_message": "amsg", "agent_reasoning": "ars", "additional_tools": "at",
+    "item_reference": "ref",
 }  # fmt: skip
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]+)_(?:in_)?[0-9]+")
 
 
 class InputMessage(StrictModel):
@@ -93,20 +109,26 @@ class InputCustomCall(NamedCall):
         return {"name": self.qualified_name, "arguments": write_arguments(self.input)}
 
 
-class InputShellCall(StrictModel):
-    """A command of an earlier turn; the model sees it as a call of `local_shell`."""
+class InputClientCall(StrictModel):
+    """A call of an earlier turn of a tool that the client runs; the model sees it under the tool's name."""
 
-    type: Literal["local_shell_call"]
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
     call_id: CallId
-    action: dict[str, Any]
-    """The arguments of the call."""
+    action: dict[str, Any] | None = None
+    """The arguments of the call, for a shell."""
+    operation: dict[str, Any] | None = None
+    """The arguments of the call, for `apply_patch`."""
+    environment: dict[str, Any] | None = None
+    """Where commands were run; the model is not told."""
     id: str | None = None
     status: str | None = None
+    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
 
     @property
     def function(self) -> dict[str, str]:
         """The call as the model sees it."""
-        return {"name": "local_shell", "arguments": json.dumps(self.action, ensure_ascii=False)}
+        arguments = {key: value for key, value in (self.action or self.operation or {}).items() if value is not None}
+        return {"name": self.type.removesuffix("_call"), "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 class InputCallOutput(StrictModel):
@@ -119,6 +141,28 @@ class InputCallOutput(StrictModel):
     id: str | None = None
     status: str | None = None
     caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+
+class InputClientOutput(StrictModel):
+    """The result of a `shell_call` or `apply_patch_call` that stands before it."""
+
+    type: Literal["shell_call_output", "apply_patch_call_output"]
+    call_id: CallId
+    output: str | list[dict[str, Any]] | None = None
+    """What each command wrote and how it ended, which the model sees as JSON; or a text."""
+    max_output_length: int | None = None
+    """Accepted; does nothing: the client has cut the output."""
+    id: str | None = None
+    status: str | None = None
+    """Whether a patch was applied: the model sees it in front of the text."""
+    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+    @property
+    def text(self) -> str:
+        """The result as the model sees it."""
+        if isinstance(self.output, list):
+            return json.dumps(self.output, ensure_ascii=False)
+        return ": ".join(filter(None, (self.status, self.output)))
 
 
 class InputShellOutput(StrictModel):
@@ -134,6 +178,27 @@ class InputShellOutput(StrictModel):
     def call_id(self) -> str:
         """What names the call."""
         return self.id
+
+    @property
+    def text(self) -> str:
+        """The result as the model sees it."""
+        return self.output
+
+
+class InputTools(StrictModel):
+    """Tools that the model may call beside those of `tools`. It is told of them in the same place."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"]
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)]
+    id: str | None = None
+
+
+class InputReference(StrictModel):
+    """An item of a response that is kept, or of what that was asked, by its id."""
+
+    type: Literal["item_reference"]
+    id: CallId
 
 
 class InputAgentMessage(StrictModel):
@@ -192,7 +257,13 @@ InputItem = Annotated[
     | Annotated[InputCallOutput, Tag("tagged-function_call_output")]
     | Annotated[InputCustomCall, Tag("tagged-custom_tool_call")]
     | Annotated[InputCallOutput, Tag("tagged-custom_tool_call_output")]
-    | Annotated[InputShellCall, Tag("tagged-local_shell_call")]
+    | Annotated[InputClientCall, Tag("tagged-local_shell_call")]
+    | Annotated[InputClientCall, Tag("tagged-shell_call")]
+    | Annotated[InputClientCall, Tag("tagged-apply_patch_call")]
+    | Annotated[InputClientOutput, Tag("tagged-shell_call_output")]
+    | Annotated[InputClientOutput, Tag("tagged-apply_patch_call_output")]
+    | Annotated[InputTools, Tag("tagged-additional_tools")]
+    | Annotated[InputReference, Tag("tagged-item_reference")]
     | Annotated[InputShellOutput, Tag("tagged-local_shell_call_output")]
     | Annotated[InputAgentMessage, Tag("tagged-agent_message")]
     | Annotated[InputAgentReasoning, Tag("tagged-agent_reasoning")]
@@ -228,11 +299,16 @@ class ChatTurns:
                 case "reasoning" | "agent_reasoning":
                     param = f"input.{position}.content"
                     self._add_reasoning(join_text_parts(item.content, param, (REASONING_PART_TYPE,)))
-                case "function_call" | "custom_tool_call" | "local_shell_call":
+                case "function_call" | "custom_tool_call" | "local_shell_call" | "shell_call" | "apply_patch_call":
                     self._add_call(item)
-                case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                case "function_call_output" | "custom_tool_call_output":
                     text = join_text_parts(item.output, f"input.{position}.output", TEXT_PART_TYPES)
                     self._add_result(item.call_id, text)
+                case "local_shell_call_output" | "shell_call_output" | "apply_patch_call_output":
+                    self._add_result(item.call_id, item.text)
+                case "item_reference":
+                    what = "items of other responses cannot be named here: send the item itself."
+                    raise unsupported_value(f"input.{position}", what)
                 case "agent_message":
                     text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
                     self._add_message("user", f"{item.author}: {text}" if item.author else text)
@@ -256,7 +332,7 @@ class ChatTurns:
             answer = self._begin_answer()
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
-    def _add_call(self, item: InputCall | InputCustomCall | InputShellCall) -> None:
+    def _add_call(self, item: InputCall | InputCustomCall | InputClientCall) -> None:
         if len(item.function["name"]) > MAX_NAME_CHARS:
             message = f"The namespace and the name of a call may have {MAX_NAME_CHARS} characters together."
             raise ApiError(400, message, param="input", code="invalid_value")
@@ -327,6 +403,21 @@ class OutputCustomCall(BaseModel):
     status: ItemStatus
 
 
+class OutputClientCall(BaseModel):
+    """A call of a tool that the client runs."""
+
+    id: str
+    type: Literal["shell_call", "apply_patch_call"]
+    call_id: str
+    """The id that the item with the result names."""
+    action: Annotated[ShellAction | None, LEFT_OUT] = None
+    """What a `shell_call` runs."""
+    operation: Annotated[FileOperation | None, LEFT_OUT] = None
+    """What an `apply_patch_call` changes."""
+    environment: Annotated[dict[str, str] | None, LEFT_OUT] = None
+    status: ItemStatus
+
+
 class ReasoningText(BaseModel):
     """The text of reasoning."""
 
@@ -345,7 +436,9 @@ class OutputReasoning(BaseModel):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
+WrittenItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
+"""An item that is told as it is written."""
+OutputItem = WrittenItem | OutputClientCall
 ToldEvent = tuple[str, dict[str, Any]]
 """An event of a stream: its name without `response.`, and its fields without type and number."""
 
@@ -353,6 +446,26 @@ ToldEvent = tuple[str, dict[str, Any]]
 def make_item_id(meta: StreamMeta, kind: str, place: int | str) -> str:
     """Return the id of an item of this type: it follows from the response's id and the item's place."""
     return f"{ITEM_ID_PREFIXES[kind]}_{meta.id.removeprefix(ID_PREFIX)}_{place}"
+
+
+def read_client_call(call: OutputCall, meta: StreamMeta, place: int) -> OutputCall | OutputClientCall:
+    """Return the item that a call of `shell` or `apply_patch` is, or the call if its arguments are no such tool's."""
+    try:
+        if call.name == "shell":
+            kind, action = "shell_call", ShellAction.model_validate_json(call.arguments)
+            given: dict[str, Any] = {"type": kind, "action": action, "environment": {"type": "local"}}
+        else:
+            kind, operation = "apply_patch_call", FILE_OPERATION.validate_json(call.arguments)
+            given = {"type": kind, "operation": operation}
+    except ValidationError:
+        return call
+    return OutputClientCall(id=make_item_id(meta, kind, place), call_id=call.call_id, status=call.status, **given)
+
+
+def find_response_id(item_id: str) -> str | None:
+    """Return the id of the response that an item is of, or was asked with; None where the id is not one of ours."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"{ID_PREFIX}{found[1]}"
 
 
 class OutputBuilder:
@@ -368,13 +481,15 @@ class OutputBuilder:
         self._meta, self._parser = meta, make_parser(meta)
         tools = meta.options.get("tools") or ()
         self._namespaces = {tool["name"] for tool in tools if tool.get("type") == NAMESPACE}
+        self._client_names = {tool["type"] for tool in tools if tool["type"] in CLIENT_TOOLS}
+        """Tools whose calls have items of their own, which are told once their arguments are whole."""
         self._custom_names = list_custom_names(meta.options)
         self._reader: TextReader | None = None
         """That of the call under way, if it is a custom tool's."""
         self.items: list[OutputItem] = []
         """Those that are complete."""
         self.num_reasoning_tokens = 0
-        self._open: OutputItem | None = None
+        self._open: WrittenItem | None = None
         """The item that texts go to."""
         self._texts: list[str] = []
         """Those of the open item."""
@@ -448,6 +563,8 @@ class OutputBuilder:
             self.num_reasoning_tokens += num_tokens
             return [("reasoning_text.delta", {**self._fields(), "delta": text})]
         if isinstance(self._open, OutputCall):
+            if self._open.name in self._client_names:
+                return []
             return [("function_call_arguments.delta", {**self._fields(), "delta": text})]
         if isinstance(self._open, OutputCustomCall):
             return [("custom_tool_call_input.delta", {**self._fields(), "delta": text})] if text else []
@@ -463,6 +580,8 @@ class OutputBuilder:
         item.status = status
         if isinstance(item, OutputCall):
             self._open, item.arguments = None, text
+            if item.name in self._client_names:
+                return self._complete_client_call(item)
             return [("function_call_arguments.done", {**fields, "arguments": text}), self._complete_item(item)]
         if isinstance(item, OutputCustomCall):
             self._open, item.input = None, text
@@ -482,7 +601,7 @@ class OutputBuilder:
 
     def _open_call(self, name: str) -> list[ToldEvent]:
         place = len(self.items)
-        number = sum(isinstance(item, (OutputCall, OutputCustomCall)) for item in self.items)
+        number = sum(item.type not in ("message", "reasoning") for item in self.items)
         call_id = make_call_id(self._meta.id.removeprefix(ID_PREFIX), number)
         self._reader = TextReader() if name in self._custom_names else None
         if self._reader is not None:
@@ -499,7 +618,15 @@ class OutputBuilder:
             arguments="",
             status="in_progress",
         )
+        if name in self._client_names:
+            return []
         return [("output_item.added", {"output_index": place, "item": self._open.model_dump()})]
+
+    def _complete_client_call(self, call: OutputCall) -> list[ToldEvent]:
+        """Add a call of a tool that the client runs; as a function's call if its arguments are cut, or others."""
+        place, item = len(self.items), read_client_call(call, self._meta, len(self.items))
+        begun = item.model_dump() | {"status": "in_progress"}
+        return [("output_item.added", {"output_index": place, "item": begun}), self._complete_item(item)]
 
     def _complete_item(self, item: OutputItem) -> ToldEvent:
         self.items.append(item)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.client.core import Answer, Event, build_answer
@@ -25,18 +25,22 @@ from penstock.ingest.openai.body import (
     allow_only,
     unsupported_value,
 )
-from penstock.ingest.openai.custom_tools import CUSTOM, PlainFormat, TextGrammar, make_function
+from penstock.ingest.openai.client_tools import CLIENT_TOOLS
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.response_items import (
     ID_PREFIX,
     ITEMS,
     ChatTurns,
     Input,
+    InputItem,
+    InputReference,
+    InputTools,
     OutputBuilder,
     OutputItem,
     ToldEvent,
     make_item_id,
 )
+from penstock.ingest.openai.response_tools import OfferedTool, ResponseTool, ToolNamespace
 from penstock.ingest.openai.sse import (
     DONE_ID,
     PLACEHOLDER,
@@ -48,14 +52,11 @@ from penstock.ingest.openai.sse import (
 from penstock.ingest.openai.tokens import encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.ingest.openai.tools import (
     MAX_TOOLS,
-    NAMESPACE,
     TOOL_CHOICE,
     CallChoice,
     ChoiceMode,
-    FunctionKind,
     ReasoningEffort,
     TemplateVariables,
-    ToolFunction,
     ToolName,
     check_tool_options,
     constrain_functions,
@@ -67,59 +68,6 @@ from penstock.messages import EndEvent, TokenEvent, Usage
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
-
-
-class ResponseTool(ToolFunction, FunctionKind):
-    """A function that the model may call."""
-
-
-class ToolNamespace(StrictModel):
-    """A group of functions. The model sees each as `namespace.name`."""
-
-    type: Literal["namespace"]
-    name: ToolName
-    description: str | None = None
-    """The model is not told of it."""
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
-
-
-class GrammarFormat(TextGrammar):
-    """A grammar for the text of calls."""
-
-    type: Literal["grammar"]
-
-
-class ResponseCustomTool(StrictModel):
-    """A tool whose calls have a text in place of arguments."""
-
-    type: Literal["custom"]
-    name: ToolName
-    description: str | None = None
-    format: Annotated[PlainFormat | GrammarFormat, Field(discriminator="type")] | None = None
-    """What the text of a call may be: any, or what a grammar allows."""
-
-    def make_function(self) -> ResponseTool:
-        """Return the function that it is to the model."""
-        grammar = self.format if isinstance(self.format, GrammarFormat) else None
-        return ResponseTool(type="function", **make_function(self.name, self.description, grammar))
-
-
-def _find_tool_tag(tool: Any) -> str | None:
-    """Return which model a tool is of; None where it is of none."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
-    return f"tagged-{kind}" if kind in ("function", CUSTOM, NAMESPACE) else None
-
-
-OfferedTool = Annotated[
-    Annotated[ResponseTool, Tag("tagged-function")]
-    | Annotated[ResponseCustomTool, Tag("tagged-custom")]
-    | Annotated[ToolNamespace, Tag("tagged-namespace")],
-    Discriminator(
-        _find_tool_tag,
-        custom_error_type="unknown_tool",
-        custom_error_message="this server has only tools of the types 'function', 'custom' and 'namespace'",
-    ),
-]
 
 
 class NamedResponseTool(StrictModel):
@@ -154,12 +102,20 @@ ToolChoice = Annotated[
 ]
 
 
-def _refuse_hosted_choice(choice: Any) -> Any:
-    """Refuse a choice that demands a hosted tool, or allows no tools but those, which were left out."""
-    if isinstance(choice, dict) and (str(choice.get("type")) in HOSTED_TOOLS or choice.get("tools") == []):
+def _read_choice(choice: Any) -> Any:
+    """Return a choice in which a tool that the client runs is a function of its name.
+
+    A choice that demands a hosted tool, or allows no tools but those, which were left out, is refused.
+    """
+    if not isinstance(choice, dict):
+        return choice
+    if str(choice.get("type")) in HOSTED_TOOLS or choice.get("tools") == []:
         what = "this server has no hosted tools: send 'auto', or a function by its name."
         raise PydanticCustomError(UNSUPPORTED_CODE, what)
-    return choice
+    if isinstance(allowed := choice.get("tools"), list):
+        choice = choice | {"tools": [_read_choice(one) for one in allowed]}
+    is_client_tool = choice.keys() == {"type"} and str(choice["type"]) in CLIENT_TOOLS
+    return {"type": "function", "name": choice["type"]} if is_client_tool else choice
 
 
 class ReasoningConfig(StrictModel):
@@ -206,7 +162,7 @@ class ResponseBody(Body):
     text: TextConfig | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     """The tools that the model may call. It must have a response template, to tell its calls from text."""
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_refuse_hosted_choice)] = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_read_choice)] = None
     """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
     `allowed_tools`: it calls none but these."""
     parallel_tool_calls: bool | None = None
@@ -225,9 +181,17 @@ class ResponseBody(Body):
             raise ValueError(f"'top_logprobs' needs {INCLUDE_LOGPROBS!r} in 'include'")
         if self.background and self.store is False:
             raise ValueError("'background' needs 'store'")
-        names = [tool.name for tool in self.offered_tools]
+        body = self if isinstance(self.input, str) else self._add_tools(self.input)
+        names = [tool.name for tool in body.offered_tools]
         check_tool_options(names, self.call_choice, self.chat_template_kwargs)
-        return self
+        return body
+
+    def _add_tools(self, items: Sequence[InputItem]) -> "ResponseBody":
+        """Return the body with the tools that its items add."""
+        tools = list(self.tools or ())
+        for item in items:
+            tools += [tool for tool in item.tools if tool not in tools] if isinstance(item, InputTools) else []
+        return self if len(tools) == len(self.tools or ()) else self.model_copy(update={"tools": tools})
 
     @property
     def call_choice(self) -> CallChoice:
@@ -252,12 +216,12 @@ class ResponseBody(Body):
         """The tools of which the model is told, under the names by which it knows them."""
         offered = list[ResponseTool]()
         for tool in [] if self.tool_choice == "none" else self.tools or []:
-            if not isinstance(tool, ToolNamespace):
-                offered.append(tool.make_function() if isinstance(tool, ResponseCustomTool) else tool)
-            else:
+            if isinstance(tool, ToolNamespace):
                 offered += [
                     member.model_copy(update={"name": qualify_name(member.name, tool.name)}) for member in tool.tools
                 ]
+            else:
+                offered.append(tool if isinstance(tool, ResponseTool) else tool.make_function())
         return offered
 
     def make_items(self) -> list[dict[str, Any]]:
@@ -279,7 +243,19 @@ class ResponseBody(Body):
     def add_history(self, history: Sequence[dict[str, Any]]) -> "ResponseBody":
         """Return the body with these items, inputs and outputs of earlier responses, before its own."""
         own = ITEMS.validate_python(self.make_items()) if isinstance(self.input, str) else self.input
-        return self.model_copy(update={"input": [*ITEMS.validate_python(history), *own]})
+        earlier = ITEMS.validate_python(history)
+        return self._add_tools(earlier).model_copy(update={"input": [*earlier, *own]})
+
+    @property
+    def references(self) -> list[str]:
+        """The ids of the items of earlier responses that `input` names."""
+        return [item.id for item in self.input if isinstance(item, InputReference)]
+
+    def replace_references(self, items: Mapping[str, dict[str, Any]]) -> "ResponseBody":
+        """Return the body with the items that have these ids in place of what names them."""
+        found = dict(zip(items, ITEMS.validate_python(list(items.values())), strict=True))
+        own = [found[item.id] if isinstance(item, InputReference) else item for item in self.input]
+        return self._add_tools(list(found.values())).model_copy(update={"input": own})
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
@@ -468,14 +444,21 @@ def read_final_status(end: EndEvent) -> Literal["completed", "incomplete", "canc
 def describe_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
     """Return what a response was asked, as it is listed: each item has an id, and a message's text lies in parts."""
     items = []
-    for number, given in enumerate(meta.input_items or ()):
-        item_id = given.get("id") or make_item_id(meta, given.get("type") or "message", f"in_{number}")
+    for given in identify_input_items(meta):
         item = {"type": "message", "status": "completed"} | {k: v for k, v in given.items() if v is not None}
         if isinstance(item.get("content"), str):
             kind = "output_text" if item.get("role") == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": item["content"]}]
-        items.append(item | {"id": item_id})
+        items.append(item)
     return items
+
+
+def identify_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
+    """Return what a response was asked, each item with its id."""
+    return [
+        given | {"id": given.get("id") or make_item_id(meta, given.get("type") or "message", f"in_{number}")}
+        for number, given in enumerate(meta.input_items or ())
+    ]
 
 
 def _make_ended_response(meta: StreamMeta, output: OutputBuilder, end: Answer | EndEvent, *, is_cut: bool) -> Response:

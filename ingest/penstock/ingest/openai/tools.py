@@ -10,6 +10,7 @@ from pydantic import BaseModel, Discriminator, Field, StringConstraints
 from penstock.grammar.tools import ConstrainedCalls, ConstrainedTool, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser
 from penstock.ingest.openai.body import Body, StrictModel, invalid_value, unsupported_value
+from penstock.ingest.openai.client_tools import CLIENT_TOOLS
 from penstock.ingest.openai.custom_tools import CUSTOM, make_function
 from penstock.ingest.openai.endpoint import StreamMeta
 
@@ -199,6 +200,8 @@ def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
         elif tool.get("type") == CUSTOM:
             function = make_function(tool.get(CUSTOM, tool)["name"], None, None)
             offered.append({"type": "function", "function": function})
+        elif tool.get("type") in CLIENT_TOOLS:
+            offered.append({"type": "function", "function": CLIENT_TOOLS[tool["type"]]})
         else:
             offered.append(tool)
     return offered
