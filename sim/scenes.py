@@ -9,6 +9,7 @@ is a finding too, so that the mark is taken away with the mend.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from typing import Any
 
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
+from sim.agents import play_line
 from sim.chaos.clients import Load
 from sim.chaos.faults import Bus
 from sim.chaos.history import read_history
@@ -38,7 +41,7 @@ from sim.forked import preload_modules
 
 ROOT = Path(__file__).parents[1]
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-LOADS: tuple[Load, ...] = ("text", "tools", "states", "endpoint")
+LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "endpoint")
 WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 """How many workers of prefill, of decode and of both there may be in a round with kills."""
 KILLS, MAX_KILLS_S = 60, 150.0
@@ -164,6 +167,21 @@ def _poison(bus: Bus) -> Scene:
     return Scene(f"one poisonous request in a hundred, {bus}", must, partial(_play_poison, bus))
 
 
+AGENTS_S = 60.0
+"""How long agents are played in one process: at least once."""
+
+
+def _play_agents(seed: int, directory: Path) -> Played:
+    """Play agents in a pipeline within this process, again and again."""
+    until, played = time.monotonic() + AGENTS_S, Played()
+    for number in itertools.count():
+        requests, findings = play_line(1000 * seed + number, directory / str(number))
+        played = Played(played.requests + requests, 0, findings)
+        if findings or time.monotonic() > until:
+            break
+    return played
+
+
 # Stacks as users start them.
 
 
@@ -242,6 +260,7 @@ def _language(language: str, known: str = "") -> Scene:
 
 
 SCENES = (
+    Scene("an agent's KV in small tiers", "tokens are those of `generate()`, with retention and without", _play_agents),
     *(_kill(bus, load) for load in LOADS for bus in BUSES),
     _kill("kafka", "text", is_replicated=True),
     _undisturbed("Kafka answers 0.2 s late", delays_s={"kafka": 0.2}),
@@ -253,6 +272,7 @@ SCENES = (
     _undisturbed("Redis answers 1 s late", bus="embedded", delays_s={"redis": 1.0}),
     # A worker starts by 40 answers in a row.
     _undisturbed("Redis answers 2 s late", bus="embedded", delays_s={"redis": 2.0}, patience_s=240.0),
+    _undisturbed("agents on slow servers", load="agents", delays_s={"redis": 0.2, "kafka": 0.2}),
     # librdkafka may hang in a transaction, which is given up after 90 to 180 s.
     _undisturbed(
         "one of three brokers stands still for 20 s", is_replicated=True, broker_pauses_s=20.0, seconds=75.0,

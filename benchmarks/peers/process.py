@@ -34,11 +34,15 @@ def is_available(name: str) -> bool:
 class Side:
     """One engine's process group. It runs only while it is asked: an idle runtime may spin, and take others' core."""
 
-    def __init__(self, name: str, log: Path, threads: int, pool_mb: int, *, is_forked: bool = False) -> None:
-        """Start it. One of ours can be forked from a process that has imported what it needs."""
+    def __init__(
+        self, name: str, log: Path, threads: int, pool_mb: int, *, is_forked: bool = False, python: Path | None = None
+    ) -> None:
+        """Start it. One of ours can be forked from a process that has imported what it needs; another one can have a
+        `python` elsewhere than in its environment.
+        """
         self.name = name
         self.log = log
-        python = Path(sys.executable) if name in OWN else environment_python(name)
+        python = python or (Path(sys.executable) if name in OWN else environment_python(name))
         environment = os.environ | find_variables(name, python, threads, pool_mb)
         theirs_in, self._questions = multiprocessing.Pipe(duplex=False)
         self._answers, theirs_out = multiprocessing.Pipe(duplex=False)

@@ -28,7 +28,8 @@ from typing import Any
 
 from penstock.names import START_HASH, parse_event_id, roll_hash
 
-KINDS = ("lost", "duplicated", "diverged", "wrong", "reordered", "stuck")
+KINDS = ("lost", "duplicated", "diverged", "wrong", "reordered", "stuck", "leaked")
+"""A history shows all but the last: what a process or a server keeps though nobody needs it."""
 Entry = dict[str, Any]
 
 

@@ -30,8 +30,10 @@ from penstock.messages import (
     now_s,
 )
 from penstock.names import Pipeline, piece_token
+from penstock.prefill_worker.tokenize import PromptTokenizer
 from sim.chaos.history import History
 from sim.chaos.poison import POISON, name_poison, poison_request
+from sim.chaos.system import RETENTION_S
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
 from sim.endpoint import NUM_TOLD, write_arguments
 from sim.workload import (
@@ -46,6 +48,8 @@ from sim.workload import (
 )
 
 NUM_KNOWN_REQUESTS = 16
+NUM_AGENTS, RESULT_TOKENS = 4, 40
+"""Agents, and the tokens of a tool's result."""
 LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS = 48, 4
 """Tokens of a long answer, and of a short one."""
 RESEND_DELAY_S = 0.2
@@ -57,10 +61,10 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "forms", "states", "endpoint", "poison"]
-"""What is asked: texts of the demo model, calls of the tool model, texts of the demo model that are computed with
-other weights than their prompts, texts of a model whose layers keep states, numbers of servers that count, or texts of
-the demo model where a poisonous request stands in the middle of every second hundred.
+Load = Literal["text", "tools", "agents", "forms", "states", "endpoint", "poison"]
+"""What is asked: texts of the demo model, calls of the tool model, turns of agents that call tools, texts of the demo
+model that are computed with other weights than their prompts, texts of a model whose layers keep states, numbers of
+servers that count, or texts of the demo model where a poisonous request stands in the middle of every second hundred.
 """
 _MODELS: dict[str, ModelLoader] = {
     "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
@@ -77,6 +81,8 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     Every eighth has one token, every third a grammar, and every third asks that its KV is retained; with the load
     `tools` all others offer tools. Of those to servers that count every third offers tools, and none has a grammar.
     """
+    if load == "agents":
+        return _make_agents(max_tokens)
     if load == "endpoint":
         return [_count_numbers(number, max_tokens) for number in range(NUM_KNOWN_REQUESTS)]
     work = (
@@ -85,7 +91,7 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     for number in range(1, NUM_KNOWN_REQUESTS, 3):
         sampling = work[number].sampling.model_copy(update={"grammar": _GRAMMAR, "special_text": None})
         work[number] = work[number].model_copy(update={"sampling": sampling})
-    work[2::3] = [request.model_copy(update={"retain_s": 60.0}) for request in work[2::3]]
+    work[2::3] = [request.model_copy(update={"retain_s": RETENTION_S}) for request in work[2::3]]
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
     answers = compute_answers(work, _MODELS[load])
@@ -126,6 +132,30 @@ def _make_tool_requests(max_tokens: int) -> list[Request]:
     return work
 
 
+def _make_agents(max_tokens: int) -> list[tuple[Request, ExpectedAnswer]]:
+    """Return the turns of agents with their answers, each agent a tenant of its own.
+
+    The first turns are chats that call tools. Each later prompt goes on with the one before, its answer and a tool's
+    result; the last one retains nothing.
+    """
+    reader, found = PromptTokenizer(load_tool_model()), list[tuple[Request, ExpectedAnswer]]()
+    turns = [one.model_copy(update={"tenant": one.id}) for one in _make_tool_requests(max_tokens)[:NUM_AGENTS]]
+    for number in range(1, NUM_KNOWN_REQUESTS // NUM_AGENTS + 1):
+        answers = compute_answers(turns, load_tool_model)
+        found += [(request, answers[request.id]) for request in turns]
+        is_last = number + 1 == NUM_KNOWN_REQUESTS // NUM_AGENTS
+        prompts = [[*reader.tokenize_prompt(one), *answers[one.id].token_ids] for one in turns]
+        turns = [
+            Request(
+                id=f"{request.tenant}-{number}", tenant=request.tenant, token_ids=[*prompt, *prompt[:RESULT_TOKENS]],
+                retain_s=None if is_last else RETENTION_S,
+                sampling=request.sampling.model_copy(update={"special_text": None}),
+            )
+            for request, prompt in zip(turns, prompts, strict=True)
+        ]  # fmt: skip
+    return found
+
+
 @dataclass(frozen=True)
 class ClientTask:
     """A request, and what the client does with it."""
@@ -160,7 +190,7 @@ def make_client_task(seed: int, number: int, load: Load = "text", max_tokens: in
     request, answer = chance.choice(prepare_known_requests(max_tokens, load))
     update: dict[str, object] = {
         "id": f"e{number}",
-        "tenant": f"tenant-{chance.randrange(NUM_TENANTS)}",
+        "tenant": request.tenant if load == "agents" else f"tenant-{chance.randrange(NUM_TENANTS)}",
         "priority_class": chance.choice(["interactive", "interactive", "batch"]),
         "session": f"chat-{number % NUM_SESSIONS}" if chance.random() < 0.5 else None,
     }
@@ -181,7 +211,8 @@ def make_plain_task(
 ) -> ClientTask:
     """Return a task that is sent once and read by at most one reader."""
     request, answer = prepare_known_requests(max_tokens, load)[number % NUM_KNOWN_REQUESTS]
-    named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % NUM_TENANTS}"})
+    tenant = request.tenant if load == "agents" else f"tenant-{number % NUM_TENANTS}"
+    named = request.model_copy(update={"id": request_id, "tenant": tenant})
     return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
 
@@ -335,6 +366,7 @@ class Clients:
             id=request.id,
             tenant=request.tenant,
             session=request.session,
+            retain_s=request.retain_s,
             deadline=request.deadline,
             **fields,
         )

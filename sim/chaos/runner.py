@@ -48,7 +48,7 @@ from sim.chaos.faults import (
 from sim.chaos.history import History, read_history
 from sim.chaos.poison import make_poisoned_model, send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
-from sim.chaos.system import TESTING, ChaosStack, FaultCounts, Servers
+from sim.chaos.system import RETENTION_S, TESTING, ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
 from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
@@ -63,6 +63,13 @@ SILENCE_S = 2.0
 """After this time a server that hangs is left."""
 PIECE_PAUSE_S = 0.02
 """The time that a server takes for each piece of an answer."""
+LEAK_PATIENCE_S = 10.0
+"""How much longer than a retention workers and tiers may say that there is one."""
+SMALL_TIERS = {
+    "PENSTOCK_ENGINE_POOL_MB": "16", "PENSTOCK_KV_STORE_SHARED_MB": "8", "PENSTOCK_KV_STORE_DISK_MB": "16",
+    "PENSTOCK_KV_STORE_REDIS_MB": "16",
+}  # fmt: skip
+"""The blocks of all agents do not fit into the first tier, and those of bursts into none."""
 BURST_REQUESTS = 300
 """Requests in a burst: more than the prefill workers fetch."""
 BURST_PATIENCE_S = 150.0
@@ -158,8 +165,10 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
                 plan.patience_s * stack.machine_slowness + 30.0,
                 lambda line: progress(line, stack.counts.kills.total()),
             )
+        leaks = find_leaks(stack, RETENTION_S + LEAK_PATIENCE_S * stack.machine_slowness)
         record_topics(stack, history)
-    return Outcome(check_history(read_history(path)), stack.counts, len(clients.accepted_ids), path)
+    found = [*check_history(read_history(path)), *leaks]
+    return Outcome(found, stack.counts, len(clients.accepted_ids), path)
 
 
 def make_stack(
@@ -172,7 +181,9 @@ def make_stack(
 
     more = int(plan.with_system_faults)
     settings = SETTINGS | {"PENSTOCK_KV_STORE_DISK_MB": "64", "PENSTOCK_KV_STORE_DISK_DIR": str(directory / "blocks")}
-    if plan.load == "tools":
+    if plan.load == "agents":
+        settings |= SMALL_TIERS
+    if plan.load in ("tools", "agents"):
         settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
     if plan.load == "states":
         settings["PENSTOCK_ENGINE_MODEL"] = str(make_state_model())
@@ -266,6 +277,17 @@ def wait_until_calm(stack: Stack, clients: Clients, patience_s: float, progress:
         progress(f"no more kills, {clients.num_done} of {clients.num_begun} answered")
         time.sleep(POLL_S)
     clients.raise_failure()
+
+
+def find_leaks(stack: ChaosStack, patience_s: float) -> list[Finding]:
+    """Return a finding for each worker and each tier that retains KV after `patience_s`. Nobody sends requests then."""
+    until = time.monotonic() + patience_s
+    while told := stack.list_retained():
+        if time.monotonic() > until:
+            break
+        stack.restart_dead()
+        time.sleep(POLL_S)
+    return [Finding("leaked", "", line) for line in told]
 
 
 def record_topics(stack: Stack, history: History) -> None:

@@ -17,9 +17,10 @@ from typing import Self
 import redis
 
 from penstock.bus.connect import connect_bus
-from penstock.config.settings import BusSettings
+from penstock.config.settings import BusSettings, KVSettings
+from penstock.kvstore.tools import open_tiers
 from penstock.local.processes import Child, find_free_port
-from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
+from penstock.local.stack import SHARED_DIR_VARIABLE, ProcessSlot, Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline, WorkerKind
 from penstock.redis.client import redis_client
@@ -39,6 +40,7 @@ ENVIRONMENT = {
     "PENSTOCK_ENGINE_POOL_MB": "64",
     "PENSTOCK_KV_STORE_SHARED_MB": "64",
     "PENSTOCK_KV_STORE_REDIS_MB": "0",
+    "PENSTOCK_KV_STORE_CALL_RETENTION_S": "6",
     "PENSTOCK_RECORD_MAX_ATTEMPTS": "1000",
     "PENSTOCK_TESTING": json.dumps(TESTING),
 }
@@ -51,6 +53,8 @@ much later: otherwise no worker of a busy machine would live for long enough to 
 """
 LOAD_FACTORS = (1.0, 1.0, 0.01, 100.0)
 """How many times its load a worker may tell in its heartbeat."""
+RETENTION_S = 6.0
+"""For how long KV is retained, at most."""
 PlanKill = Callable[[WorkerSlot, int], KillPlan]
 
 
@@ -81,6 +85,10 @@ class FaultCounts:
     """For each worker that ended by itself, its name and the last line of its log."""
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
     """All other faults, by (target, fault)."""
+
+
+def ignore_line(line: str) -> None:
+    """Do nothing with a line that tells why a tier is left out."""
 
 
 class Servers:
@@ -208,6 +216,26 @@ class ChaosStack(Stack):
     def is_ready(self, worker: WorkerSlot) -> bool:
         """Return whether the worker's current process has reported the state `ready`."""
         return worker.name in self._lives and self._lives[worker.name].ready_at > 0
+
+    def list_retained(self) -> list[str]:
+        """Return what the living workers say that they retain, and what each tier does, in words; empty if nothing."""
+        living = [worker for worker in self.workers if worker.child is not None and worker.child.is_alive()]
+        keys = [Pipeline(PIPELINE).worker_key(worker.stage, worker.name) for worker in living]
+        statuses = [json.loads(text) if text else {} for text in (self._redis.mget(keys) if keys else [])]
+        told = [
+            f"{worker.name} retains {retained}"
+            for worker, status in zip(living, statuses, strict=True)
+            if (retained := status.get("retention", {}).get("bytes"))
+        ]
+        given = self._environment
+        settings = KVSettings(
+            shared_dir=given.get(SHARED_DIR_VARIABLE, ""), disk_mb=int(given["PENSTOCK_KV_STORE_DISK_MB"]),
+            disk_dir=given["PENSTOCK_KV_STORE_DISK_DIR"], redis_mb=int(given["PENSTOCK_KV_STORE_REDIS_MB"]),
+        )  # fmt: skip
+        with contextlib.ExitStack() as exits:
+            tiers = open_tiers(settings, [self._servers.stream_url], exits, None, ignore_line)
+            counts = [(tier.name, tier.read_usage().retained) for tier in tiers]
+        return [*told, *(f"the tier {name} retains {count} blocks" for name, count in counts if count)]
 
     def freeze_all(self, wait: Callable[[], object]) -> None:
         """Stop all workers and servers at once, call `wait`, and continue them. Kill plans are put off by that time."""

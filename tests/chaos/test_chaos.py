@@ -38,6 +38,7 @@ def needs(bus: Bus) -> None:
         ("embedded", "forms", 12, 3),
         ("embedded", "states", 12, 3),
         ("embedded", "endpoint", 12, 3),
+        ("embedded", "agents", 12, 3),
         # The slowest bus, and all that a request of text does.
         pytest.param("kafka", "tools", 4, 2, marks=pytest.mark.proof),
     ],

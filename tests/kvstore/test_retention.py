@@ -54,7 +54,7 @@ def test_the_next_prompt_of_an_agent_takes_its_retention_over(retentions: Retent
     assert change == RetentionChange(keys("syst"), 60, (*keys("system")[4:],))
     assert sizes(retentions) == {"t": 4 * BLOCK_BYTES}
     # At its end it has one of its own, or none, and then nothing of the agent is retained.
-    assert retentions.replace_retention("t", "turn 2", keys("systXYZ"), 30, 6) == RetentionChange(keys("systXYZ"), 30)
+    assert retentions.replace_retention("t", "turn 2", keys("systXYZ"), 90, 6) == RetentionChange(keys("systXYZ"), 90)
     retentions.take_over("t", "turn 3", keys("systXYZabc"), num_found=0)
     assert retentions.replace_retention("t", "turn 3", keys("systXYZabc"), 0, 9).released == (*keys("systXYZ"),)
     assert sizes(retentions) == {}
@@ -100,6 +100,62 @@ def test_a_tenant_retains_no_more_than_its_share_and_the_soonest_to_end_make_roo
     assert set(change.released) == {*keys("abcd", "1"), *keys("abcd", "4")}
     assert sizes(retentions) == {"t": 10 * BLOCK_BYTES, "u": 8 * BLOCK_BYTES}
     assert not Retentions(BLOCK_BYTES - 1, BLOCK_BYTES).replace_retention("t", "none", keys("ab"), 60, 2).retained
+
+
+def test_what_was_retained_for_long_counts_for_as_long_though_a_later_prompt_asks_for_less(
+    retentions: Retentions, clock: Clock
+) -> None:
+    retentions.replace_retention("t", "one", keys("abc"), 3600, 2)
+    clock.now_s = 10.0
+    retentions.take_over("t", "two", keys("abc"), num_found=3)
+    retained, seconds, _ = retentions.replace_retention("t", "two", keys("abc"), 1, 3)
+    assert (retained, seconds) == (keys("abc"), 3600.0), "the tiers keep the longer time"
+    clock.now_s = 12.0
+    assert sizes(retentions) == {"t": 3 * BLOCK_BYTES}
+    assert retentions.take_over("t", "three", keys("abcd"), num_found=3)[1].seconds == 3600.0
+    assert retentions.replace_retention("t", "three", keys("abcd"), 0, 4).released == (*keys("abc"),)
+    assert sizes(retentions) == {}
+
+
+def test_blocks_of_a_dropped_retention_that_others_have_for_less_count_until_its_end(
+    retentions: Retentions, clock: Clock
+) -> None:
+    """The tiers know no owners: there they stay for as long, so that a tenant could have more than its share."""
+    retentions.replace_retention("t", "long", keys("systX"), 3600, 5)
+    retentions.replace_retention("t", "short", keys("systY"), 60, 5)
+    retentions.take_over("t", "its next", keys("systX1"), num_found=5)
+    change = retentions.replace_retention("t", "its next", keys("systX1"), 0, 6)
+    assert change == RetentionChange(released=(*keys("systX")[4:],))
+    clock.now_s = 61.0
+    assert sizes(retentions) == {"t": 4 * BLOCK_BYTES}
+    change = retentions.replace_retention("t", "much", keys("abcdefgh", "2"), 60, 8)
+    assert change.released == (*keys("syst"),), "they make room as others do"
+    retentions.replace_retention("t", "again", keys("systZ"), 60, 5)
+    assert sizes(retentions) == {"t": 5 * BLOCK_BYTES}
+    clock.now_s = 3601.0
+    assert sizes(retentions) == {}
+
+
+def test_prompts_that_share_blocks_name_them_a_few_times_at_most(retentions: Retentions) -> None:
+    for number in range(100):
+        prompt = [*keys("systems"), *keys(chr(97 + number), "systems")]
+        retentions.replace_retention("t", f"agent {number}", prompt, 3600, 8)
+        retentions.replace_retention("t", f"same {number}", keys("systems"), 3600 + number, 7)
+    kept = retentions._tenants["t"]
+    assert sum(len(one.keys) for one in kept.values()) <= 40
+    assert "same 99" in kept
+
+
+def test_nothing_is_kept_of_a_tenant_whose_retentions_have_ended(retentions: Retentions, clock: Clock) -> None:
+    for number in range(20):
+        retentions.replace_retention(f"tenant {number}", "one", keys("abc"), 60, 3)
+        retentions.take_over(f"stranger {number}", "two", keys("abc"), num_found=3)
+        retentions.replace_retention(f"stranger {number}", "two", keys("abc"), 0, 3)
+    assert len(retentions._tenants) == len(retentions._held) == 20
+    clock.now_s = 60.0
+    assert sizes(retentions) == {}
+    assert not retentions._tenants
+    assert not retentions._held
 
 
 def test_the_share_is_of_the_pool_or_the_largest_tier(tmp_path: Path) -> None:

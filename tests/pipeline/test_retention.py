@@ -1,112 +1,35 @@
 """An agent's KV while its tool works: small pools and tiers, filled by others, and the tokens of `generate()`."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.config.settings import KVSettings
-from penstock.messages import Request, Result, Sampling
+from sim.agents import NUM_PLAYED, RETAIN_S, SMALL_ENGINE, find_wrong, make_small_tiers, play_agents
 from sim.conversations import make_chat_bodies, make_chat_request
 from sim.line import InProcessPipeline, serving_engine
 from sim.waiting import wait_for
-from sim.workload import ENGINE_SETTINGS, compute_answers, load_tool_model, make_requests
+from sim.workload import ENGINE_SETTINGS, load_tool_model, make_requests
 from tests.draws import draw_cases
 
 BLOCK = ENGINE_SETTINGS.block_size
-NUM_AGENTS, NUM_TURNS = 3, 3
-FIRST_TOKENS, TURN_TOKENS = 240, 40
-"""Tokens of an agent's first prompt, and of what a tool's result adds."""
-NUM_OTHERS = 9
-"""Requests of others between two turns: they fill the pool and both tiers."""
-NUM_ROUNDS = -(-1000 // (NUM_TURNS * (NUM_AGENTS + NUM_OTHERS)))
+NUM_ROUNDS = -(-1000 // NUM_PLAYED)
 """A thousand requests, where whole products are run."""
-GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
 MakeLine = Callable[..., InProcessPipeline]
 
 
 @pytest.fixture
 def line(make_line: MakeLine, tmp_path: Path) -> InProcessPipeline:
-    """Room for 3 long prompts in the pool, 80 blocks in shared memory and 160 on disk."""
-    tiers = KVSettings(
-        shared_mb=8, shared_dir=str(tmp_path), disk_mb=16, disk_dir=str(tmp_path / "disk"), redis_mb=0,
-        retained_share=1.0,
-    )  # fmt: skip
-    engine = ENGINE_SETTINGS.model_copy(update={"pool_mb": 12})
-    return make_line(kv=tiers, engine=engine)
-
-
-class Agents:
-    """Agents whose prompts go on with their answers, beside requests that fill the pool and the tiers."""
-
-    def __init__(self, line: InProcessPipeline, number: int, tag: str) -> None:
-        self._line, self._chance, self._tag = line, random.Random(number), f"{tag}-{number}"
-        self._words = make_requests(9, tag)[-1].token_ids or []
-        self._prompts = {f"{self._tag}-agent-{agent}": self._draw(FIRST_TOKENS) for agent in range(NUM_AGENTS)}
-        self.asked: list[Request] = []
-        self.results: dict[str, Result] = {}
-        self.cached: list[int] = []
-        """Tokens of each agent's prompt that were found at a later turn."""
-        self.prompt_tokens: list[int] = []
-
-    def _draw(self, count: int) -> list[int]:
-        return self._chance.choices(self._words, k=count)
-
-    def ask(self, requests: list[Request]) -> None:
-        """Send requests, and wait for their results."""
-        self._line.send_requests(*requests)
-        self.asked += requests
-        found = self._line.run_until_results(len(self._line.read_results()) + len(requests))
-        self.results.update({result.id: result for result in found})
-
-    def run_turn(self, turn: int, retain_s: float | None) -> None:
-        """Let each agent ask, then others, who fill the pool and the tiers."""
-        mine = [
-            Request(
-                id=f"{name}-{turn}", token_ids=prompt, tenant=self._tag, retain_s=retain_s, session=name,
-                sampling=GREEDY,
-            )
-            for name, prompt in self._prompts.items()
-        ]  # fmt: skip
-        self.ask(mine)
-        for request, (name, prompt) in zip(mine, list(self._prompts.items()), strict=True):
-            result = self.results[request.id]
-            if turn:
-                self.cached.append(result.usage.cached_tokens)
-                self.prompt_tokens.append(len(prompt))
-            self._prompts[name] = [*prompt, *result.token_ids, *self._draw(TURN_TOKENS)]
-        others = [self._draw(self._chance.randint(200, 600)) for _ in range(NUM_OTHERS)]
-        self.ask([
-            Request(id=f"{self._tag}-other-{turn}-{number}", token_ids=prompt, sampling=GREEDY)
-            for number, prompt in enumerate(others)
-        ])  # fmt: skip
-
-
-def play(line: InProcessPipeline, number: int, retain_s: float | None) -> Agents:
-    agents = Agents(line, number, "agents" if retain_s else "forgotten")
-    for turn in range(NUM_TURNS):
-        agents.run_turn(turn, retain_s)
-    return agents
+    return make_line(kv=make_small_tiers(tmp_path), engine=SMALL_ENGINE)
 
 
 @pytest.mark.in_memory
 @pytest.mark.parametrize("number", draw_cases(range(NUM_ROUNDS), 1))
 def test_agents_find_their_kv_among_others_and_no_token_changes(line: InProcessPipeline, number: int) -> None:
-    retained = play(line, number, 600.0)
-    expected = compute_answers(retained.asked)
-    assert {name: result.token_ids for name, result in retained.results.items()} == {
-        name: answer.token_ids for name, answer in expected.items()
-    }
-    share = sum(retained.cached) / sum(retained.prompt_tokens)
-    assert share > 0.7, "what a turn adds is new, and the last block is computed"
-    assert share > 4 * find_share_without(line, number)
-
-
-def find_share_without(line: InProcessPipeline, number: int) -> float:
-    """Return what the same agents find whose KV is not retained."""
-    forgotten = play(line, number, None)
-    return sum(forgotten.cached) / sum(forgotten.prompt_tokens)
+    retained = play_agents(line, number, RETAIN_S)
+    assert find_wrong(retained) == []
+    assert retained.cached_share > 0.7, "what a turn adds is new, and the last block is computed"
+    assert retained.cached_share > 4 * play_agents(line, number, None).cached_share
 
 
 @pytest.mark.in_memory

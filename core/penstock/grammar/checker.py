@@ -21,7 +21,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from penstock.errors import (
     REQUEST_ERRORS,
@@ -37,6 +37,8 @@ from penstock.messages import ErrorInfo, GrammarSpec, decode_message
 if TYPE_CHECKING:
     from penstock.grammar.engine import GrammarTokenizer
 
+K = TypeVar("K")
+V = TypeVar("V")
 START_TIMEOUT_S = 60.0
 """The longest start of the child in seconds, on a busy machine."""
 CHECK_S = 5.0
@@ -59,6 +61,27 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
 
 
+class _Remembered(Generic[K, V]):
+    """The latest used `MAX_REMEMBERED_GRAMMARS` outcomes of checks."""
+
+    def __init__(self) -> None:
+        self._outcomes: OrderedDict[K, V] = OrderedDict()
+
+    def find(self, key: K) -> V | None:
+        """Return what was kept under a key, which is used now; None if nothing is."""
+        if key in self._outcomes:
+            self._outcomes.move_to_end(key)
+        return self._outcomes.get(key)
+
+    def keep(self, key: K, outcome: V) -> V:
+        """Keep an outcome, and return it."""
+        self._outcomes[key] = outcome
+        self._outcomes.move_to_end(key)
+        while len(self._outcomes) > MAX_REMEMBERED_GRAMMARS:
+            self._outcomes.popitem(last=False)
+        return outcome
+
+
 class GrammarChecker:
     """A child process that checks grammars one after the other. Any thread may use it; it may wait for seconds."""
 
@@ -69,8 +92,8 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
         """Whether the child has said that it is ready."""
-        self._checked: OrderedDict[str, GrammarSpec] = OrderedDict()
-        self._loosened: OrderedDict[tuple[str, frozenset[str]], LoosenedGrammar] = OrderedDict()
+        self._checked = _Remembered[str, GrammarSpec]()
+        self._loosened = _Remembered[tuple[str, frozenset[str]], LoosenedGrammar]()
 
     def __enter__(self) -> Self:
         return self
@@ -85,14 +108,9 @@ class GrammarChecker:
         `InternalError` if the child process does not start.
         """
         with self._lock:
-            if (known := self._checked.get(spec.digest)) is not None:
-                self._checked.move_to_end(spec.digest)
+            if (known := self._checked.find(spec.digest)) is not None:
                 return known
-            checked = self._ask(spec)
-            self._checked[spec.digest] = checked
-            while len(self._checked) > MAX_REMEMBERED_GRAMMARS:
-                self._checked.popitem(last=False)
-            return checked
+            return self._checked.keep(spec.digest, self._ask(spec))
 
     def loosen_grammar(self, spec: GrammarSpec, names: frozenset[str]) -> LoosenedGrammar:
         """Return a grammar that passes `check_grammar`, as the schemas of tools with these names lack what does not.
@@ -101,15 +119,11 @@ class GrammarChecker:
         """
         key = spec.digest, names
         with self._lock:
-            known = self._loosened.get(key)
-        if known is None:
-            known = loosen_grammar(spec, names, self.check_grammar)
+            if (known := self._loosened.find(key)) is not None:
+                return known
+        loosened = loosen_grammar(spec, names, self.check_grammar)
         with self._lock:
-            self._loosened[key] = known
-            self._loosened.move_to_end(key)
-            while len(self._loosened) > MAX_REMEMBERED_GRAMMARS:
-                self._loosened.popitem(last=False)
-        return known
+            return self._loosened.keep(key, loosened)
 
     def start(self) -> None:
         """Start the child process, and do not wait until it is ready. `check_grammar` starts it, too."""

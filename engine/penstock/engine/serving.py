@@ -258,15 +258,21 @@ class ServingEngine:
         for keys, seconds in ((change.retained, change.seconds), (change.released, 0.0)):
             if keys:
                 self.core.retain_blocks([key.hash for key in keys], seconds)
-                self._transfers.submit_retention([*keys, *self._list_state_keys(seq, len(keys), seconds)], seconds)
+                self._transfers.submit_retention([*keys, *self._list_state_keys(seq, keys)], seconds)
 
-    def _list_state_keys(self, seq: Sequence, num_blocks: int, seconds: float) -> list[BlockKey]:
-        """Return the keys of the states within a request's first blocks that are to be retained."""
-        states, end = self.core.states, num_blocks * self.store.layout.block_size
-        if states is None or not seconds:
+    def _list_state_keys(self, seq: Sequence, keys: Items[BlockKey]) -> list[BlockKey]:
+        """Return the keys of a request's states that are kept behind one of these blocks."""
+        states, size, names = self.core.states, self.store.layout.block_size, seq.blocks.hasher.keys
+        if states is None:
             return []
-        kept = (at for at in states.list_positions(seq, end) if states.layout.is_kept_at(at, seq.num_prompt_tokens))
-        return [key for position in kept for key in seq.blocks.make_state_keys(position)]
+        positions, meant = states.list_positions(seq, len(names) * size), {key.hash for key in keys}
+        return [
+            key
+            for position in positions
+            if position >= size and states.layout.is_kept_at(position, seq.num_prompt_tokens)
+            if names[position // size - 1].hash in meant
+            for key in seq.blocks.make_state_keys(position)
+        ]
 
     # The step
 

@@ -40,17 +40,16 @@ class BlockPool:
         self._clock = clock
         self._ends: dict[int, float] = {}
         """When the retentions of blocks end, pinned ones too."""
-        self._retained: dict[int, float] = {}
-        """When the retentions of cached blocks end."""
-        self._next_end = 0.0
-        """Before this time none of them ends."""
+        self._order: list[tuple[float, int]] = []
+        """A heap of those ends, with each cached block that is retained, and ends that were replaced since."""
+        self._num_pinned = 0
         self._staged: set[int] = set()
         """Blocks that were loaded from a store below and that no sequence has found yet."""
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self._free) + len(self._cached) + len(self._retained)
+        return self.num_blocks - self._num_pinned
 
     def count_cached_prefix(self, keys: list[bytes]) -> int:
         """Return how many of the leading `keys` the pool holds. Pins nothing and counts no hits."""
@@ -80,7 +79,7 @@ class BlockPool:
             self.num_misses += len(keys) - num_hits
         for block in blocks:
             self._cached.pop(block, None)
-            self._retained.pop(block, None)
+            self._num_pinned += not self._pins[block]
             self._pins[block] += 1
         return blocks
 
@@ -97,6 +96,7 @@ class BlockPool:
         for block in blocks:
             self._pins[block] = 1
             self.page_tags[block] += 1
+        self._num_pinned += count
         return blocks
 
     def retain_blocks(self, keys: Iterable[bytes], seconds: float) -> None:
@@ -112,28 +112,26 @@ class BlockPool:
                 self._ends.pop(block, None)
             if not self._pins[block]:
                 self._cached.pop(block, None)
-                self._retained.pop(block, None)
                 self._cache_block(block)
 
     def _cache_block(self, block: int) -> None:
         """Put a block that nothing pins into the order of eviction."""
-        if block not in self._ends:
+        if (end := self._ends.get(block)) is None:
             self._cached[block] = None
             return
-        self._retained[block] = end = self._ends[block]
-        self._next_end = min(self._next_end, end) if len(self._retained) > 1 else end
+        heapq.heappush(self._order, (end, block))
+        if len(self._order) > 2 * self.num_blocks:
+            self._order = [(end, one) for one, end in self._ends.items() if not self._pins[one]]
+            heapq.heapify(self._order)
 
     def _end_retentions(self, num_evicted: int) -> None:
         """End the retentions that are over, and before their time as many more as blocks are to be evicted."""
-        num_missing = num_evicted - len(self._cached)
-        if not self._retained or (num_missing <= 0 and self._clock() < self._next_end):
-            return
-        now, ends = self._clock(), self._retained
-        num_over = sum(end <= now for end in ends.values())
-        for block in heapq.nsmallest(max(num_over, num_missing), ends, key=ends.__getitem__):
-            del ends[block], self._ends[block]
-            self._cached[block] = None
-        self._next_end = min(ends.values(), default=0.0)
+        now = self._clock()
+        while self._order and (self._order[0][0] <= now or len(self._cached) < num_evicted):
+            end, block = heapq.heappop(self._order)
+            if self._ends.get(block) == end and not self._pins[block]:
+                del self._ends[block]
+                self._cached[block] = None
 
     def _evict_block(self) -> int:
         block, _ = self._cached.popitem(last=False)
@@ -164,6 +162,7 @@ class BlockPool:
             assert self._pins[block] > 0, f"block {block} is freed too often"
             self._pins[block] -= 1
             if self._pins[block] == 0:
+                self._num_pinned -= 1
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
@@ -175,12 +174,14 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state, and that keys and blocks agree. For tests."""
-        free, cached = set(self._free), {*self._cached, *self._retained}
+        retained = {block for end, block in self._order if self._ends.get(block) == end and not self._pins[block]}
+        free, cached = set(self._free), {*self._cached, *retained}
         pinned = {block for block, pins in enumerate(self._pins) if pins > 0}
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free) + len(cached) + len(pinned) == self.num_blocks, "a block is in two states or in none"
-        assert not self._cached.keys() & self._retained.keys(), "a block is twice in the order of eviction"
-        assert self._retained.items() <= self._ends.items(), "a retained block without its end"
+        assert not self._cached.keys() & retained, "a block is twice in the order of eviction"
+        assert retained == {block for block in self._ends if not self._pins[block]}, "a retained block has no place"
+        assert len(pinned) == self._num_pinned, "the pinned blocks are miscounted"
         assert free | cached | pinned == set(range(self.num_blocks)), "a block is lost"
         assert all(pins >= 0 for pins in self._pins)
         assert all(self._keys[block] is None for block in free), "a free block has a key"
