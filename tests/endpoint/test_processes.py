@@ -135,9 +135,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required
 def test_a_pipeline_stands_before_another_one(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
     """Each API answers as that of the pipeline behind it: calls, their results, reasoning, schemas, and streams."""
     with open_stack(tmp_path / "behind", TOOL_MODEL, pipeline=f"{pipeline.name}-behind", redis=redis_url) as behind:
+        environment = build_endpoint_environment([behind.gateway_url])
+        environment["PENSTOCK_ENDPOINT_MODEL"] = TOOL_MODEL.name  # that gateway lists other tests' models, too
         before = ForkedStack(
             tmp_path / "before", pipeline=pipeline.name, redis=redis_url, prefill=0, decode=0, endpoint=1,
-            gateway=find_free_port(), environment=build_endpoint_environment([behind.gateway_url]),
+            gateway=find_free_port(), environment=environment,
         )  # fmt: skip
         with before:
             before.wait_until_ready(PATIENCE_S)

@@ -472,7 +472,12 @@ class ChatChunks(CompletionChunks):
 
 
 class ParsedChatChunks(ChatChunks):
-    """As `ChatChunks`, with calls and reasoning apart from the text. Calls come in the pieces that the parser tells."""
+    """As `ChatChunks`, with calls and reasoning apart from the text.
+
+    Calls come in the pieces that the parser tells, but no call is whole before the answer's end: the last character of
+    the first call, and the calls behind it, come with the finish reason. Some agents run a call as soon as it is whole,
+    and ask again if the stream breaks before the end: they would run it twice.
+    """
 
     def __init__(self, meta: StreamMeta) -> None:
         super().__init__(meta)
@@ -481,6 +486,8 @@ class ParsedChatChunks(ChatChunks):
         self._custom_names = list_custom_names(meta.options)
         self._readers: list[TextReader | None] = [None for _ in meta.request_ids]
         """By choice: that of the call under way, if it is a custom tool's."""
+        self._held: list[dict[int, dict[str, Any]]] = [{} for _ in meta.request_ids]
+        """By choice: what is told with the end, by the numbers of calls. Empty while no call is whole."""
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """Return what a token tells, with its log probability if that was asked for."""
@@ -495,25 +502,35 @@ class ParsedChatChunks(ChatChunks):
         """Return the finish reason, with what was held back."""
         self._usages[index] = event.usage
         parser = self._parsers[index]
-        delta = self._make_delta(index, parser.end(event.text))
+        delta = self._make_delta(index, parser.end(event.text), is_end=True)
+        if self._held[index]:
+            delta["tool_calls"] = [*delta.get("tool_calls", []), *self._held[index].values()]
         reason = _find_reason(parser, finish_reason(event))
         return [self._make_event("e1", self._make_choice(index, "", finish_reason=reason) | {"delta": delta})]
 
-    def _make_delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
+    def _make_delta(self, index: int, part: AnswerPart, *, is_end: bool = False) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
         pieces = [piece for piece in part.pieces if piece.kind == "call"]
-        number = self._parsers[index].num_calls - len(part.calls) - 1
+        number, held = self._parsers[index].num_calls - len(part.calls) - 1, self._held[index]
         for piece in pieces:
             if piece.name:
                 number += 1
                 self._readers[index] = TextReader() if piece.name in self._custom_names else None
             reader = self._readers[index]
             text = piece.text if reader is None else reader.add_text(piece.text, is_last=piece.is_last)
+            kind, field = ("function", "arguments") if reader is None else ("custom", "input")
+            is_first_whole = piece.is_last and not is_end and not held
+            told: dict[str, Any] = {kind: {field: text[:-1] if is_first_whole else text}}
             if piece.name:
-                told = _make_call(self._meta, index, number, piece.name, text).model_dump()
-            else:
-                told = {"function": {"arguments": text}} if reader is None else {"custom": {"input": text}}
-            delta.setdefault("tool_calls", []).append({"index": number, **told})
+                told = _make_call(self._meta, index, number, piece.name, told[kind][field]).model_dump()
+            if number in held:
+                held[number][kind][field] += text
+            elif held:
+                held[number] = {"index": number, **told}
+            elif piece.name or told[kind][field]:
+                delta.setdefault("tool_calls", []).append({"index": number, **told})
+            if is_first_whole:
+                held[number] = {"index": number, kind: {field: text[-1:]}}
         return delta
