@@ -286,6 +286,12 @@ those that do not exist any more.
 """
 
 
+MODELS_KEY = "penstock:models"
+"""The key of the models that were served: a hash of `PIPELINE:NAME` to what gateways need to accept requests for them,
+as JSON; empty for a model that was forgotten.
+"""
+
+
 def pipeline_of_worker(key: str) -> str:
     """Return the pipeline of a heartbeat key (`Pipeline.worker_key`). Raise `InvalidName` for any other key."""
     match = _WORKER_KEY.fullmatch(key)
