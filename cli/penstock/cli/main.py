@@ -22,7 +22,7 @@ GROUPS = {
     "See what it does": {
         "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
         "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
-        "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
+        "usage": "Requests and tokens of each tenant, and what they cost. A gateway counts them as results come.",
         "explain": "Explain a request: its state, its workers, why it was sent there, and where its time went.",
     },
     "Find out what is wrong": {
