@@ -59,6 +59,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +74,12 @@ Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
 """The stages of a pipeline that computes its answers itself. Where endpoints are asked there is one kind of worker."""
+
+
+def find_key(headers: Mapping[str, str]) -> str:
+    """Return the id of the API key that a message's headers name; empty where there is none, or it can be no id."""
+    key = headers.get(KEY_HEADER, "")
+    return key if len(key) <= MAX_ID_CHARS else ""
 
 
 def find_stages(kind: WorkerKind) -> tuple[Stage, ...]:
@@ -90,6 +97,8 @@ _ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")
 # Message headers.
 VERSION_HEADER = "penstock-version"
 TENANT_HEADER = "penstock-tenant"
+KEY_HEADER = "penstock-key"
+"""The id of the API key that a request came with, for accounts. No process needs it."""
 CLASS_HEADER = "penstock-class"
 DEADLINE_HEADER = "penstock-deadline"
 ATTEMPT_HEADER = "penstock-attempt"
@@ -249,8 +258,15 @@ class Pipeline:
         """The key of the lease of the gateway that moves ended responses to the object store."""
         return f"penstock:{self.name}:responses:lease"
 
+    def seconds_key(self, part: str) -> str:
+        """Return the key of what workers' seconds were spent on, on one day; or of what one worker wrote of it last."""
+        return f"penstock:{self.name}:seconds:{part}"
+
     def meter_key(self, part: str) -> str:
-        """Return a key of the usage meter; `part` is `places`, `seen`, `reader` or `day:<YYYY-MM-DD>`."""
+        """Return a key of the usage meter.
+
+        `part` is `places`, `seen`, `reader`, `day:<YYYY-MM-DD>`, or `detail:<YYYY-MM-DD>`.
+        """
         return f"penstock:meter:{{{self.name}}}:{part}"
 
     def shares_key(self, part: str) -> str:
@@ -283,6 +299,12 @@ def rate_key(tenant: str) -> str:
 WORKERS_KEY = "penstock:workers"
 """The key of the heartbeat keys of all workers of all pipelines. A worker adds its own with each beat; readers remove
 those that do not exist any more.
+"""
+
+
+MODELS_KEY = "penstock:models"
+"""The key of the models that were served: a hash of `PIPELINE:NAME` to what gateways need to accept requests for them,
+as JSON; empty for a model that was forgotten.
 """
 
 

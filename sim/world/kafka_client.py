@@ -260,6 +260,12 @@ class WorldConsumer(Client, Positions):
         end: int = self._ask(lambda: self._broker.find_stable_end(partition), timeout)
         return min(end, self._broker.begins[partition]), end
 
+    def offsets_for_times(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        """Return where partitions end, for whose ends alone it is asked."""
+        wanted = [(place.topic, place.partition) for place in places]
+        ends = self._ask(lambda: [self._broker.find_stable_end(one) for one in wanted], timeout)
+        return [TopicPartition(*one, end) for one, end in zip(wanted, ends, strict=True)]
+
     def consumer_group_metadata(self) -> tuple[str, str, int]:
         """Return who this member is."""
         return self._group, self._name, self._epoch

@@ -26,7 +26,7 @@ from sim.world.network import Link
 from sim.world.runtime import Doubles, Process, SimEvent, World
 
 T = TypeVar("T")
-TURN_S = 0.1
+TURN_S = 0.3
 """In so long the member's poller polls at least once."""
 
 
@@ -218,6 +218,11 @@ class PlayedConsumer(WorldConsumer):
         if (place.topic, place.partition) in self._bus.leaderless and not cached:
             return None
         return super().get_watermark_offsets(place, timeout, cached=cached)
+
+    def offsets_for_times(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        if any((place.topic, place.partition) in self._bus.leaderless for place in places):
+            raise make_failure(KafkaError._UNKNOWN_PARTITION)
+        return super().offsets_for_times(places, timeout)
 
 
 class PlayedProducer(WorldProducer):

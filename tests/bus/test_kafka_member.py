@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import position_lookup, settling
-from penstock.bus.kafka.buffer import PrefetchBuffer
+from penstock.bus.kafka.buffer import ROOM_S, PrefetchBuffer
 from penstock.bus.kafka.member import KafkaMember, _lookup_settings
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
 from penstock.bus.kafka.orphans import format_partition
@@ -32,7 +32,7 @@ from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from sim.waiting import PATIENCE_S, wait_for
 from sim.world.kafka_broker import LEADER_EPOCH
 from tests.bus.buses import CAPACITY
-from tests.bus.kafka_world import PlayedBus, PlayedWorld, played, refusal
+from tests.bus.kafka_world import PlayedBus, PlayedConsumer, PlayedWorld, played, refusal
 
 NAMES = Pipeline("double")
 ONE, OTHER, BATCH = (
@@ -719,4 +719,92 @@ def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
     assert again == [((topic, 0), 2, "")]
     holdings.note_committed(again)
     assert holdings.build_commits() == []
+    holdings.check_integrity()
+
+
+@played
+def test_an_idle_member_asks_for_the_ends_of_its_partitions_in_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice_soon(monkeypatch)
+    asked, single = list[int](), list[str]()
+    ask_together, ask_one = PlayedConsumer.offsets_for_times, PlayedConsumer.get_watermark_offsets
+
+    def note_together(self: PlayedConsumer, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        asked.append(len(places))
+        return ask_together(self, places, timeout)
+
+    def note_one(self: PlayedConsumer, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False) -> Any:
+        single.extend([place.topic] * (not cached))
+        return ask_one(self, place, timeout, cached=cached)
+
+    bus = PlayedBus()
+    with joined(bus) as member:
+        bus.give(ONE, OTHER, BATCH)
+        bus.turn_until(lambda: len(member._holdings.partitions) == 3, "all are begun")
+        monkeypatch.setattr(PlayedConsumer, "offsets_for_times", note_together)
+        monkeypatch.setattr(PlayedConsumer, "get_watermark_offsets", note_one)
+        bus.turn_until(lambda: len(asked) > 3, "it asks again and again")
+    assert {*asked} == {3}
+    assert not single
+
+
+@played
+def test_a_partition_without_a_leader_hides_no_other_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice_soon(monkeypatch)
+    bus = PlayedBus()
+    bus.deaf.add(OTHER)
+    bus.publish(OTHER, b"1")
+    with joined(bus) as member:
+        bus.give(ONE, OTHER)
+        bus.turn_until(lambda: len(member._holdings.partitions) == 2, "both are begun")
+        bus.leaderless.add(ONE)
+        bus.turn_until(lambda: "partition 1" in member.current_problem, "it is noticed")
+        bus.leaderless.clear()
+        bus.deaf.clear()
+        bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it moves again")
+        bus.turn_until(lambda: member._lookup._are_ends_known, "they are asked for together again")
+
+
+@played
+def test_a_poller_waits_long_only_while_there_is_nothing_to_do() -> None:
+    """Offsets are committed, partitions begun and resumed between two polls."""
+    bus = PlayedBus()
+    with joined(bus) as member:
+        assert not member._is_idle(), "it has no partitions yet"
+        bus.give(ONE)
+        bus.turn_until(member._is_idle, "it is begun")
+        bus.publish(ONE, b"1")
+        bus.turn_until(lambda: not member._is_idle(), "a message is here")
+        taken = member.poll(0.0, CAPACITY)
+        assert not member._is_idle(), "it is not settled"
+        member.settle([Settlement(one) for one in taken])
+        bus.turn_until(member._is_idle, "it is committed")
+
+
+def test_a_buffer_has_room_for_what_its_worker_takes_until_the_next_fetch_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a worker that takes more than half a full buffer in that time would stand still."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    holdings = PrefetchBuffer(NAMES, "prefill")
+    holdings.assign_partition(ONE, StartPosition(0, "", None))
+
+    def take(first: int, count: int) -> set[Partition]:
+        """Take messages that were fetched, and return what would have been paused before."""
+        for offset in range(first, first + count):
+            holdings.add_message(Delivery(ONE[0], f"{ONE[1]}:{offset}", b"", None, {}, "interactive", 0.0))
+        paused = holdings.find_partitions_to_pause()
+        holdings.finish_deliveries(holdings.hand_out({"interactive": count}))
+        holdings.find_partitions_to_pause()
+        return paused
+
+    assert take(0, 400) == {ONE}
+    now_s += ROOM_S
+    assert take(400, 400) == {ONE}, "what it takes was not known"
+    assert take(800, 400) == set()
+    now_s += ROOM_S
+    take(1200, 0)
+    now_s += ROOM_S
+    take(1200, 0)
+    assert take(1200, 400) == {ONE}, "it has become slow"
     holdings.check_integrity()

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from penstock.telemetry.catalog import CATALOG
-from tests.docker.files import DOCKER, manifests
+from tests.docker.files import DOCKER
 
 COMMON = {"le", "job", "instance"}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -44,12 +44,6 @@ def dashboard_queries(pipeline: str = "demo", interval: str = "1m") -> list[tupl
         for panel in dashboard()["panels"]
         for target in panel.get("targets", [])
     ]
-
-
-def scaling_queries() -> list[str]:
-    """What KEDA asks for."""
-    found = [one for _, one in manifests() if one["kind"] == "ScaledObject"]
-    return [trigger["metadata"]["query"] for one in found for trigger in one["spec"]["triggers"]]
 
 
 def wrong_names(expression: str) -> set[str]:

@@ -137,6 +137,7 @@ def test_a_real_redis_takes_its_command(service: str, scripts: Path, tmp_path: P
     assert found["save"] == ""
     if service == "redis-stream":
         assert (found["appendonly"], found["appendfsync"]) == ("yes", "everysec")
+        assert found["stream-node-max-bytes"] == "1024"
         assert (int(found["maxmemory"]), found["maxmemory-policy"]) == (2 * 2**30, "noeviction")
         assert SERVICES[service]["volumes"] == ["redis-stream:/data"]
     else:

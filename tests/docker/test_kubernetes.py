@@ -9,13 +9,13 @@ import yaml
 
 from penstock.ingest.gateway.health import router
 from tests.docker.files import DOCKER, check_settings, manifest, manifests, megabytes
-from tests.docker.queries import dashboard_queries, rules, scaling_queries, wrong_names
+from tests.docker.queries import dashboard_queries, rules, wrong_names
 
 FILES = [(file, one) for file, one in manifests() if one["kind"] != "ScaledObject"]
 SCALED = [one for _, one in manifests() if one["kind"] == "ScaledObject"]
 CONFIG: dict[str, str] = manifest("ConfigMap", "penstock")["data"]
 SECRET: dict[str, str] = manifest("Secret", "penstock")["stringData"]
-WORKERS = ("prefill", "decode")
+WORKERS = ("auto", "decode", "prefill")
 DEPLOYED = ("gateway", *WORKERS)
 
 
@@ -38,19 +38,18 @@ def test_it_is_as_kubernetes_wants_it(file: str, one: dict[str, Any]) -> None:
 
 def test_scaling_is_as_keda_wants_it() -> None:
     keda = import_module("cloudcoil.models.keda.v1alpha1")
-    assert len(SCALED) == 2
+    assert len(SCALED) == 3
     for one in SCALED:
         taken = keda.ScaledObject.model_validate(one)
         assert taken.model_dump(mode="json", by_alias=True, exclude_unset=True) == one, "no field is unknown"
 
 
 @pytest.mark.proof
-def test_kustomize_has_all_but_the_template_of_the_secret() -> None:
+def test_kustomize_has_all_but_the_template_of_the_secret_and_the_stages_apart() -> None:
     folder = DOCKER / "kubernetes"
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    assert {*listed["resources"]} == {file.name for file in folder.glob("*.yaml")} - {
-        "kustomization.yaml", "secret.example.yaml",
-    }  # fmt: skip
+    others = {"kustomization.yaml", "secret.example.yaml", "prefill.yaml", "decode.yaml"}
+    assert {*listed["resources"]} == {file.name for file in folder.glob("*.yaml")} - others
     assert {container["image"] for one in pods() for container in one["containers"]} == {listed["images"][0]["name"]}
 
 
@@ -89,15 +88,32 @@ def test_memory_holds_what_is_put_into_it() -> None:
         assert megabytes(container["resources"]["limits"]["memory"]) > megabytes(memory["sizeLimit"]) + pool_mb + 1024
 
 
-def test_workers_are_scaled_by_lag_in_tokens_and_no_further_than_there_are_partitions() -> None:
-    assert [one["spec"]["scaleTargetRef"]["name"] for one in SCALED] == [f"penstock-{stage}" for stage in WORKERS]
-    assert all(one["spec"]["maxReplicaCount"] <= int(CONFIG["PENSTOCK_BUS_PARTITIONS"]) for one in SCALED)
-    assert all("replicas" not in manifest("Deployment", f"penstock-{stage}")["spec"] for stage in WORKERS)
-    assert len(scaling_queries()) == 4
-    for query in scaling_queries():
-        assert "penstock_lag_tokens" in query
-        assert f'pipeline="{CONFIG["PENSTOCK_PIPELINE"]}"' in query
-        assert not wrong_names(query)
+def test_workers_are_scaled_to_what_the_controller_says_and_no_further_than_there_are_partitions() -> None:
+    """KEDA divides the answer by the target, and rounds up: 1 passes it on. It reads a path of names with dots."""
+    (service,) = (one for _, one in FILES if one["kind"] == "Service")
+    namespace = manifest("Namespace", "penstock")["metadata"]["name"]
+    for kind, one in zip(WORKERS, SCALED, strict=True):
+        spec = one["spec"]
+        assert spec["scaleTargetRef"]["name"] == f"penstock-{kind}"
+        assert 0 == spec["minReplicaCount"] < spec["maxReplicaCount"] <= int(CONFIG["PENSTOCK_BUS_PARTITIONS"])
+        assert "replicas" not in manifest("Deployment", f"penstock-{kind}")["spec"]
+        (controller,) = pod("autoscale")["containers"]
+        assert controller["args"][-1] == f"{spec['minReplicaCount']}..{spec['maxReplicaCount']}"
+        (trigger,) = spec["triggers"]
+        assert trigger["type"] == "metrics-api"
+        host = f"{service['metadata']['name']}.{namespace}.svc"
+        assert trigger["metadata"] == {
+            "url": f"http://{host}/v1/penstock/autoscale", "valueLocation": f"workers.{kind}", "targetValue": "1",
+        }  # fmt: skip
+
+
+def test_at_most_one_pod_of_a_kind_is_evicted_at_once_and_a_gateway_stays() -> None:
+    budgets = [one for _, one in FILES if one["kind"] == "PodDisruptionBudget"]
+    assert [one["metadata"]["name"] for one in budgets] == [f"penstock-{one}" for one in sorted(DEPLOYED)]
+    for one in budgets:
+        assert one["spec"]["selector"] == manifest("Deployment", one["metadata"]["name"])["spec"]["selector"]
+        is_gateway = one["metadata"]["name"] == "penstock-gateway"
+        assert one["spec"].get("minAvailable" if is_gateway else "maxUnavailable") == 1
 
 
 def test_every_query_names_a_metric_that_exists() -> None:

@@ -1,14 +1,21 @@
 """The models of `/v1/models`, from heartbeats that workers have written."""
 
+import json
+from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.ingest.errors import ApiError
 from penstock.ingest.models import ServedModels
-from penstock.names import Pipeline
-from penstock.redis.client import async_redis_client
+from penstock.names import MODELS_KEY, Pipeline
+from penstock.redis.client import async_redis_client, redis_client
 from penstock.worker.heartbeat import Heartbeat
+from sim.waiting import PATIENCE_S, wait_for
+from tests.commands import Terminal
+from tests.gateways import open_stack
 
 pytestmark = pytest.mark.proof
 
@@ -74,10 +81,98 @@ async def test_a_list_without_models_is_not_kept(
     async def find_no_workers() -> list[tuple[str, dict[str, Any]]]:
         return []
 
+    async def find_no_notes() -> dict[str, Any]:
+        return {}
+
     async with async_redis_client(redis_url) as client:
         models = ServedModels(client, "")
         with monkeypatch.context() as before:
             before.setattr(models, "_read_heartbeats", find_no_workers)
+            before.setattr(models, "_read_notes", find_no_notes)
             assert await models.list_models() == []
         beat(redis_url, pipeline)
         assert pipeline.name in [model.name for model in await models.list_models()]
+
+
+def stop(redis_url: str, pipeline: Pipeline, name: str = "d-0") -> None:
+    """Take a worker's heartbeat away, as if it had ended."""
+    with redis_client(redis_url) as client:
+        client.delete(pipeline.worker_key("decode", name))
+
+
+async def test_a_model_that_was_served_stays_known_until_it_is_forgotten(
+    redis_url: str, pipeline: Pipeline, terminal: Terminal
+) -> None:
+    """By a gateway that never saw its worker, and with all that accepting a request takes."""
+
+    def run(*words: str) -> "CompletedProcess[str]":
+        return terminal("models", *words, PENSTOCK_STREAM_URL=redis_url)
+
+    template: dict[str, Any] = {"fields": {"content": {}}}
+    beat(redis_url, pipeline, model_source=f"/a/{pipeline.name}", max_model_len=512, response_template=template)
+    async with async_redis_client(redis_url) as client:
+        before = await ServedModels(client, "").find_model(pipeline.name)
+        stop(redis_url, pipeline)
+        models = ServedModels(client, "")
+        assert before == await models.find_model(pipeline.name) == await models.find_model(f"/a/{pipeline.name}")
+        assert (before.max_model_len, before.response_template) == (512, template)
+        assert pipeline.name in run("list").stdout
+        assert run("forget", pipeline.name).returncode == 0
+        with pytest.raises(ApiError, match="does not exist"):
+            await ServedModels(client, "").find_model(pipeline.name)
+        await models.read_names()
+        with pytest.raises(ApiError, match="does not exist"):
+            await models.find_model(pipeline.name)
+        assert f"no model {pipeline.name!r} was served" in run("forget", pipeline.name).stderr
+        beat(redis_url, pipeline)
+        assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len is None
+
+
+async def test_a_model_of_which_redis_lost_the_note_is_noted_again(redis_url: str, pipeline: Pipeline) -> None:
+    beat(redis_url, pipeline)
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, "")
+        await models.find_model(pipeline.name)
+        stop(redis_url, pipeline)
+        await client.hdel(MODELS_KEY, f"{pipeline.name}:{pipeline.name}")
+        await models.read_names()
+        assert (await ServedModels(client, "").find_model(pipeline.name)).pipeline == pipeline.name
+
+
+async def test_workers_that_live_come_before_a_model_of_the_same_name_without_any(
+    redis_url: str, pipeline: Pipeline
+) -> None:
+    """Also before the gateway's own pipeline; once that has workers again it gets the requests."""
+    other = Pipeline(f"{pipeline.name}-other")
+    beat(redis_url, pipeline)
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, pipeline.name)
+        await models.find_model(pipeline.name)
+        stop(redis_url, pipeline)
+        beat(redis_url, other, model=pipeline.name)
+        await models.read_names()
+        assert (await models.find_model(pipeline.name)).pipeline == other.name
+        beat(redis_url, pipeline)
+        await models.read_names()
+        assert (await models.find_model(pipeline.name)).pipeline == pipeline.name
+
+
+def test_at_zero_workers_a_gateway_that_is_restarted_accepts_what_the_next_worker_answers(tmp_path: Path) -> None:
+    with open_stack(tmp_path, pipeline="zero", prefill=0, decode=0, auto=1) as stack:
+        gateway, body = stack.gateway, {"model": "demo", "prompt": "Once", "max_tokens": 4, "temperature": 0}
+        assert gateway is not None
+        assert gateway.child is not None
+        first = httpx.post(f"{stack.gateway_url}/v1/completions", json=body, timeout=None).json()
+        stack.stop_workers()
+        gateway.child.stop(PATIENCE_S)
+        stack._start_slot(gateway)
+        wait_for(stack._is_gateway_answering, "the gateway answers again")
+        assert httpx.get(f"{stack.gateway_url}/v1/models").json()["data"][0]["id"] == "demo"
+        with httpx.stream(
+            "POST", f"{stack.gateway_url}/v1/completions", json=body | {"stream": True}, timeout=None
+        ) as answer:
+            assert answer.status_code == 200, "it is accepted, and waits"
+            assert stack.restart_dead() == []  # starts the worker
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+        text = "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
+        assert text == first["choices"][0]["text"]

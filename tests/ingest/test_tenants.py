@@ -71,7 +71,8 @@ async def test_made_listed_used_and_revoked(ring: Callable[[], Keyring], command
     command("tenant", "acme", "--weight", "3", "--class", "batch", "--requests-per-min", "60", "--tokens-per-min", "9")
     command("tenant", "acme", "--tokens-per-min", "0", "--max-request-tokens", "50")
     gate = ring()
-    expected = Caller("acme", ("batch",), 3.0, requests_per_min=60, tokens_per_min=None, max_request_tokens=50)
+    key_id = key.split("_")[1]
+    expected = Caller("acme", ("batch",), 3.0, 60, tokens_per_min=None, max_request_tokens=50, key=key_id)
     assert await gate.authenticate_caller(f"Bearer {key}") == expected
     assert await gate.authenticate_caller(f"bearer  {key} ") == expected
     listed = json.loads(command("list", "--json"))

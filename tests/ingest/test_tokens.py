@@ -27,7 +27,7 @@ class Models:
     """Models that nobody has to serve."""
 
     def __init__(self, *names: str) -> None:
-        self._served = {name: ServedModel(name, name, "p", 0.0, 0.0, 1024) for name in names}
+        self._served = {name: ServedModel(name, name, "p", 0.0, 1024) for name in names}
 
     async def list_models(self) -> list[ServedModel]:
         return [*self._served.values()]

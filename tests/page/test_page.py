@@ -412,6 +412,15 @@ def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> Non
         tabs.close()
 
 
+def test_with_prices_the_margin_of_today_is_shown(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
+    (prices := tmp_path / "prices.toml").write_text('currency = "EUR"\n[worker_hour]\nprefill = 1.0\ndecode = 1.0\n')
+    expect(tabs.open(line.gateway_url).locator("#account")).to_be_hidden()
+    with GatewayProcess(line.addresses, tmp_path, {"GATEWAY_PRICES": str(prices)}) as gateway:
+        shown = re.compile(r"^Today: tokens \d+\.\d\d EUR, workers .* and idle .*, margin -?\d+\.\d\d EUR$")
+        expect(tabs.open(gateway.url).locator("#account")).to_have_text(shown)
+        tabs.close()
+
+
 def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
     book = tmp_path / "keys.json"
     mine, other = write_keys(book, "acme", "other")

@@ -26,6 +26,7 @@ from penstock.telemetry import catalog, otlp
 from penstock.telemetry.exposition import render_metrics, serve_metrics
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.recent import RecentTotals, estimate_quantile, sum_buckets, summarize_percentiles
+from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
 from sim.waiting import wait_for
 from tests.telemetry.receiver import Receiver, receiving
@@ -146,6 +147,7 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     times = Timings(published=now_s() - 3, first_token=now_s() - 2, finished=now_s())
     end = EndEvent(finish_reason="stop", usage=Usage(prompt_tokens=42, completion_tokens=3), timings=times)
     metrics.record_end("interactive", "chat", end)
+    metrics.seconds.note([(Work("decode", "interactive"), 0.5)])
     return metrics
 
 
@@ -165,6 +167,7 @@ class FixedWatch(LiveWatch):
         return {
             "lag": lag, "workers": [{"stage": "decode", "name": "d-0", "state": "ready"}],
             "lost": [{"stage": "decode", "name": "d-1", "seen_s_ago": 2.0}],
+            "account": {"currency": "EUR", "sold": 3.0, "cost": 1.0, "idle_cost": 0.5, "margin": 1.5},
         }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ GROUPS = {
     "See what it does": {
         "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
         "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
-        "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
+        "usage": "Requests and tokens of each tenant, and what they cost. A gateway counts them as results come.",
         "explain": "Explain a request: its state, its workers, why it was sent there, and where its time went.",
     },
     "Find out what is wrong": {
@@ -39,6 +39,7 @@ GROUPS = {
         "each other.",
         "topics": "Create the pipeline's topics, or record their load.",
         "servers": "List or change the Redis servers that requests are spread over.",
+        "models": "List or forget the models that were served.",
         "keys": "Manage the gateway's keys and tenants, where PENSTOCK_GATEWAY_KEYS says.",
         "weights": "Pack the weights of a model for the kernels.",
     },
@@ -55,7 +56,8 @@ EXAMPLES = (
     "penstock kv evict --tier disk --older-than 7d", "penstock plan --trace trace.jsonl --ttft-s 2",
     "penstock worker auto", "penstock worker prefill", "penstock worker decode --next-name", "penstock worker endpoint",
     "penstock gateway --host 0.0.0.0 --port 8080", "penstock topics create", "penstock topics record trace.jsonl",
-    "penstock servers list", "penstock servers change", "penstock keys create acme", "penstock keys list",
+    "penstock servers list", "penstock servers change", "penstock models list",
+    "penstock models forget Qwen3-0.6B", "penstock keys create acme", "penstock keys list",
     "penstock keys revoke 3fa91c", "penstock keys tenant acme --weight 2",
     "penstock weights pack Qwen/Qwen3-0.6B --weights int8",
 )  # fmt: skip

@@ -122,6 +122,7 @@ class ValkeyServer:
             "appendfsync": "everysec",
             "save": "",
             "maxmemory-policy": "noeviction",
+            "stream-node-max-bytes": "1024",  # the log of a short answer fills a quarter of the default's first node
             "repl-diskless-sync-delay": "0",
             "daemonize": "no",
         }

@@ -74,13 +74,14 @@ class AsyncClient(BaseClient):
         await self.send(encoded, called_s)
         return request_id
 
-    async def send(self, encoded: EncodedRequest, since_s: float | None = None) -> str:
+    async def send(self, encoded: EncodedRequest, since_s: float | None = None, key: str = "") -> str:
         """Send a request as it is, and return the place of its message once it is durable. Raises `BusUnavailable`, as
         `Client.submit`.
 
-        Its trace begins now, or at `since_s` (seconds since the epoch): the time of the caller's own request.
+        Its trace begins now, or at `since_s` (seconds since the epoch): the time of the caller's own request. `key` is
+        the id of the API key that the request came with.
         """
-        span, message = prepare_message(self._pipeline, encoded, since_s)
+        span, message = prepare_message(self._pipeline, encoded, since_s, key)
         with end_span(span):
             place = await self._publish_message(message)
         self._note_place(encoded.request.id, place)

@@ -210,10 +210,12 @@ def check_conflict(request_id: str, body: str, status: RequestStatus | None) -> 
         raise IdConflict(f"{request_id} was used for another request")
 
 
-def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float | None = None) -> tuple[Span, Outgoing]:
+def prepare_message(
+    pipeline: Pipeline, encoded: EncodedRequest, since_s: float | None = None, key: str = ""
+) -> tuple[Span, Outgoing]:
     """Return the message to publish and its span, which the caller ends.
 
-    The span begins now, or at `since_s` (seconds since the epoch).
+    The span begins now, or at `since_s` (seconds since the epoch). `key` is the id of the API key that it came with.
     """
     request, priority_class = encoded.request, encoded.request.priority_class or "interactive"
     context = tracing.with_request(pipeline, request.id)
@@ -228,6 +230,8 @@ def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float 
     headers[names.FORM_HEADER] = names.CANONICAL_FORM
     if request.deadline is not None:
         headers[names.DEADLINE_HEADER] = str(request.deadline)
+    if key:
+        headers[names.KEY_HEADER] = key
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(priority_class)
     explain = partial(span.set_attribute, PLACEMENT_ATTRIBUTE) if span.is_recording() else None

@@ -415,6 +415,9 @@ class GatewaySettings(Settings):
     cancel_unread_s: float = Field(default=0.0, ge=0)
     """A request whose client has closed its connection is cancelled after so many seconds without a reader, unless it
     had an `Idempotency-Key`, a session, `background` or `store`. 0: it goes on, as its client may come back."""
+    prices: str = ""
+    """A TOML file with the prices of tokens and of worker-hours, for `penstock usage --cost`, the page and the metrics.
+    Empty: there are none."""
 
 
 class BatchSettings(Settings):

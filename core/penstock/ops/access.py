@@ -20,6 +20,7 @@ from penstock.names import (
     GATEWAY_SECRET_KEY,
     KEYS_KEY,
     KV_INDEX,
+    MODELS_KEY,
     TENANTS_KEY,
     WEBHOOKS_KEY,
     WORKERS_KEY,
@@ -79,7 +80,8 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
     if role == "gateway":
         own = (
             rate_key("x"), stream_meta_key("x"), batch_lease_key("x"), pipeline.meter_key("x"),
-            pipeline.shares_key("x"), GATEWAY_SECRET_KEY, pipeline.responses_key, WEBHOOKS_KEY, webhook_events_key("x"),
+            pipeline.shares_key("x"), GATEWAY_SECRET_KEY, pipeline.responses_key, MODELS_KEY, WEBHOOKS_KEY,
+            webhook_events_key("x"),
         )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:

@@ -15,6 +15,7 @@ from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, find_stages
+from penstock.ops.account import Prices, TodaysAccount
 from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
 from penstock.ops.status import assess_health, read_heartbeats
@@ -31,11 +32,13 @@ class LiveWatch(PipelineWatch[Json]):
     """Reads the state of the pipeline as one JSON object.
 
     `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`:
-    of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds.
+    of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds. `account`, where there are
+    prices: of today, in UTC.
     """
 
-    def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
+    def __init__(self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None) -> None:
         super().__init__(addresses, settings)
+        self._account = None if prices is None else TodaysAccount(prices)
         self.eviction, self._eviction_asked_at = "", -LOOK_S
         """The stream servers that evict, as of a minute ago at most; empty if none does."""
         self.memory_share: float | None = None
@@ -62,7 +65,14 @@ class LiveWatch(PipelineWatch[Json]):
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
             **build_recent_json(workers),
+            **self._build_account_json(),
         }
+
+    def _build_account_json(self) -> Json:
+        if self._account is None:
+            return {}
+        totals = self._account.read_totals(self._redis, self._pipeline)
+        return {"account": {"currency": self._account.prices.currency, **totals}}
 
     def _list_lost_workers(self, there: set[tuple[str, str]], client: "redis.Redis") -> list[Json]:
         now = time.monotonic()

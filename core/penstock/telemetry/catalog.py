@@ -94,6 +94,11 @@ DRAFTED_TOKENS = Metric(
     "Tokens that decode guessed and computed in the step of the token before them. result: accepted (what was drawn; a "
     "token of the answer, too), rejected.", "worker",
 )  # fmt: skip
+WORKER_SECONDS = Metric(
+    "penstock.worker.busy", "counter", "s", ("pipeline", "stage", "phase", "class"),
+    "A worker's seconds by what it computed. phase: prefill, decode, idle (without a class). Together they are its "
+    "time.", "worker",
+)  # fmt: skip
 RUNNING = Metric(
     "penstock.running", "gauge", "{request}", ("pipeline", "stage", "worker"),
     "Requests that a worker holds.", "worker",
@@ -196,6 +201,12 @@ MESSAGES_LOST = Metric(
     "penstock.messages.lost", "counter", "{message}", ("pipeline", "topic"),
     "Messages of a topic that workers read which were deleted before they were answered, as far as workers found out.",
     "gateway",
+)  # fmt: skip
+
+ACCOUNT = Metric(
+    "penstock.account", "gauge", "{currency}", ("pipeline", "part"),
+    "Amounts of today (UTC), where PENSTOCK_GATEWAY_PRICES is set. part: sold (tokens), cost (workers while they "
+    "computed), idle_cost, margin (what is left).", "gateway",
 )  # fmt: skip
 
 # The gateway itself.

@@ -9,6 +9,7 @@ from penstock.telemetry import catalog
 from penstock.telemetry.catalog import PROVIDER
 from penstock.telemetry.meters import Histogram, Meters, Reading
 from penstock.telemetry.recent import RecentTotals
+from penstock.telemetry.seconds import WorkSeconds
 from penstock.telemetry.tracing import Operation
 
 TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"}
@@ -39,6 +40,7 @@ class StageMetrics:
         self._preprocess = meters.get_histogram(catalog.PREPROCESS, pipeline)
         self._take_overs = meters.get_counter(catalog.TAKE_OVERS, pipeline, stage)
         self._dead_letters = meters.get_counter(catalog.DEAD_LETTERS, pipeline, stage)
+        self.seconds = WorkSeconds()
         self._recent = RecentTotals(self._read_totals)
         meters.add_source(self._read_gauges)
 
@@ -130,6 +132,12 @@ class StageMetrics:
     def _read_gauges(self) -> Iterator[Reading]:
         if self._view is None:
             return
+        seconds = dict[tuple[str, str], float]()
+        for work, spent_s in self.seconds.copy_sums().items():
+            what = str(work.stage or "idle"), str(work.priority_class or "")
+            seconds[what] = seconds.get(what, 0.0) + spent_s
+        for what, spent_s in seconds.items():
+            yield Reading(catalog.WORKER_SECONDS, (self._pipeline, self._stage, *what), spent_s)
         view = self._view()
         mine = self._pipeline, self._stage, self._worker
         yield Reading(catalog.RUNNING, mine, view["running"])

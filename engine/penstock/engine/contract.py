@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from penstock.errors import Cancelled, RequestError
 from penstock.messages import EndEvent, FinishReason, Logprobs, Usage
-from penstock.names import PriorityClass
+from penstock.names import PriorityClass, Stage
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
     from penstock.engine.sequence import Sequence as EngineSequence
@@ -191,6 +191,10 @@ class Ended:
 EngineEvent = Loaded | Stored | Ended
 
 
+StepShare = tuple[SequenceProgress, Stage, float]
+"""A row of a step: its request, the stage whose work it was, and its part of the step's seconds, from 0 to 1."""
+
+
 class TokenSource(Protocol):
     """An engine as a worker's loop sees it. Its role hands it the requests."""
 
@@ -218,6 +222,12 @@ class TokenSource(Protocol):
 
         Raises `SequenceFailed` once it is known that one request makes steps fail; the caller removes that request. The
         others are as if there had been no such step.
+        """
+
+    @property
+    def step_shares(self) -> Sequence[StepShare]:
+        """What each row of the last finished step took of it; all together 1. Empty where the step computed nothing
+        here, as where servers are asked.
         """
 
     def store_full_blocks(self) -> bool:

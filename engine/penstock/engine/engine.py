@@ -48,6 +48,7 @@ from penstock.engine.scheduling.cost import (
     TrialStep,
     measure_cost,
     measure_prefill_rate,
+    share_step,
 )
 from penstock.engine.scheduling.draft_budget import draft_tokens
 from penstock.engine.scheduling.quarantine import Quarantine
@@ -58,7 +59,7 @@ from penstock.engine.steps.step_batch import StepBatch
 from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.kvstore.block import derive_state_hash
 from penstock.messages import Logprobs, Sampling
-from penstock.names import CLASSES, PriorityClass
+from penstock.names import CLASSES, PriorityClass, Stage
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ class Engine:
         """Matrix shapes on which the native kernels are slower than torch, as text."""
         self._plan: Plan = []
         """The step that was begun."""
+        self.step_shares: list[tuple[Sequence, Stage, float]] = []
+        """What each row of the last finished step took of it; all together 1."""
         self._step_begun_s = 0.0
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step ended, and how many tokens it sampled."""
@@ -364,12 +367,13 @@ class Engine:
         step. Raises `SequenceFailed` once it is known; the caller removes that sequence.
         """
         plan = [(seq, num) for seq, num in self._plan if seq.state is State.RUNNING]
-        self._plan = []
+        self._plan, self.step_shares = [], []
         if not plan:
             return []
         if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
+        self.step_shares = share_step(self.scheduler.cost, plan)
         try:
             drawn = self._run_plan(plan)
         except BaseException as error:

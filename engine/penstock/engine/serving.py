@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, Stored
+from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, StepShare, Stored
 from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
@@ -102,6 +102,10 @@ class EngineCore(Pool, Protocol):
         """Finish it. Return the sampled tokens, those of a sequence in their order; they are in the sequence already.
         Raises `SequenceFailed`.
         """
+
+    @property
+    def step_shares(self) -> Items[StepShare]:
+        """What each row of the last finished step took of it; all together 1."""
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
@@ -283,6 +287,11 @@ class ServingEngine:
     def finish_step(self) -> Items[SampledToken]:
         """Finish the step. Returns and raises what the core's `finish_step` does."""
         return self.core.finish_step()
+
+    @property
+    def step_shares(self) -> Items[StepShare]:
+        """What each row of the last finished step took of it; all together 1."""
+        return self.core.step_shares
 
     def store_full_blocks(self) -> bool:
         """Begin to write full blocks that some tier misses, those of answers too, some at once. Returns whether there

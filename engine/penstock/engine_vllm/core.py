@@ -22,12 +22,12 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.limits import check_sequence
 from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import NOT_FINITE, SamplingParams
-from penstock.engine.scheduling.cost import PrefillRate
+from penstock.engine.scheduling.cost import PrefillRate, share_step
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
 from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, TokenLogprob
-from penstock.names import CLASSES, PriorityClass
+from penstock.names import CLASSES, PriorityClass, Stage
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ class VllmCore:
         self._staged: set[StagedVllmBlocks] = set()
         self._spare_buffer: NDArray[np.uint8] | None = None
         self._step: _Step | None = None
+        self.step_shares: list[tuple[Sequence, Stage, float]] = []
+        """What each row of the last computed step took of it, where all tokens count alike; all together 1."""
         self._failed: list[SequenceFailed] = []
         self._rate = PrefillRate()
         self.num_preemptions = 0
@@ -344,6 +346,7 @@ class VllmCore:
                 raise failed
         step = self._step
         if step is None:
+            self.step_shares = []
             return []
         if step.sampled is None:
             self._compute_step(step)
@@ -359,6 +362,8 @@ class VllmCore:
         if step.sampled is not None:
             return
         step.sampled = []
+        plan = [(self._sequences[name], num_tokens) for name, num_tokens in step.output.num_scheduled_tokens.items()]
+        self.step_shares = share_step(None, plan)
         requests = self._core.scheduler.requests
         num_after = {
             request_id: requests[request_id].num_computed_tokens for request_id in step.output.num_scheduled_tokens

@@ -19,6 +19,7 @@ and all results that the topic still keeps are counted again.
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 import uuid
@@ -36,7 +37,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Result, decode_message
-from penstock.names import Pipeline
+from penstock.names import Pipeline, find_key
 from penstock.redis.client import backoff_pauses, is_away, log_outage, redis_client
 from penstock.redis.scripts import RENEW_LEASE, load_script
 
@@ -115,12 +116,15 @@ class UsageMeter:
         """Count the messages of one part. Return False if another meter did."""
         days: dict[str, int] = {}
         arguments: list[Any] = [part, self._offsets.get(part, ""), messages[-1].offset, MAX_SEEN_IDS]
-        for result in _parse_results(messages):
+        for result, key in _parse_results(messages):
             number = days.setdefault(utc_day(result.timings.finished), len(days) + 1)
             usage = result.usage
             computed = usage.prompt_tokens - usage.cached_tokens
-            arguments += [result.id, number, result.tenant, computed, usage.cached_tokens, usage.completion_tokens]
-        keys = [self._pipeline.meter_key(name) for name in ("places", "seen", *(f"day:{day}" for day in days))]
+            whose = json.dumps([result.tenant, key, result.model, result.priority_class])
+            arguments += [result.id, number, result.tenant, whose]
+            arguments += [computed, usage.cached_tokens, usage.completion_tokens]
+        hashes = (f"{what}:{day}" for day in days for what in ("day", "detail"))
+        keys = [self._pipeline.meter_key(name) for name in ("places", "seen", *hashes)]
         is_done = bool(COUNT_RESULTS.run(self._client, keys, arguments))
         self._offsets[part] = messages[-1].offset
         return is_done
@@ -137,8 +141,11 @@ class UsageMeter:
         self._client.close()
 
 
-def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[Result]:
-    """Yield the messages that are valid results. A topic can hold anything, as many may write into it."""
+def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[tuple[Result, str]]:
+    """Yield the messages that are valid results, each with the id of its request's API key.
+
+    A topic can hold anything, as many may write into it.
+    """
     for followed in messages:
         if followed.message is None:
             continue
@@ -152,7 +159,7 @@ def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[Result]:
             0 <= usage.cached_tokens <= usage.prompt_tokens < MAX_TOKENS_PER_REQUEST
             and 0 <= usage.completion_tokens < MAX_TOKENS_PER_REQUEST
         ):
-            yield result
+            yield result, find_key(followed.message.headers)
         else:
             log.warning("%s is no result: %s cannot have been used", followed.offset, usage)
 

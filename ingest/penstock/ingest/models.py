@@ -1,4 +1,9 @@
-"""Which models are served by which pipelines, from the heartbeats of all workers."""
+"""Which models are served by which pipelines, from the heartbeats of all workers, and which were served before.
+
+A gateway notes in Redis what it sees served. Requests for a model are accepted while it has no worker, also by a
+gateway that was started meanwhile, and wait for the next worker. An operator has a model
+forgotten (`penstock models forget`).
+"""
 
 import asyncio
 import json
@@ -12,13 +17,13 @@ import redis.asyncio
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError, unknown_model_error
 from penstock.ingest.openai.answer_parser import import_response_parser
-from penstock.names import WORKERS_KEY, pipeline_of_worker
+from penstock.names import MODELS_KEY, WORKERS_KEY, pipeline_of_worker
 from penstock.redis.client import translate_outages
 
 MODELS_TTL_S = 1.0
 """How long what was read is used."""
-MODEL_MEMORY_S = 3600.0
-"""How long requests for a model are accepted after its last worker is gone: they are answered when one is back."""
+Beat = dict[str, Any]
+"""A heartbeat, or the fields of one by which a model is noted."""
 
 
 @dataclass
@@ -31,12 +36,21 @@ class ServedModel:
     pipeline: str
     since_s: float
     """Since when, as far as its workers know."""
-    seen_at: float
-    """When a worker last reported it, by this process's monotonic clock."""
     max_model_len: int | None = None
     """The most tokens of prompt and answer that all its workers accept; None: not reported."""
     response_template: dict[str, Any] | None = None
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
+
+    @property
+    def note(self) -> Beat:
+        """The note of this model, with the fields of a heartbeat."""
+        return {
+            "model": self.name,
+            "model_source": self.source,
+            "since": self.since_s,
+            "max_model_len": self.max_model_len,
+            "response_template": self.response_template,
+        }
 
 
 class ServedModels:
@@ -46,6 +60,8 @@ class ServedModels:
         self._client, self._preferred = client, preferred
         self._known: dict[str, ServedModel] = {}
         """By what callers may ask for: names, and sources that are no name. Two models of one name differ in source."""
+        self._notes: dict[str, Beat] = {}
+        """The models that were served, by their fields in Redis, which may lose them."""
         self._read_at = -MODELS_TTL_S
         self._refresh_task: asyncio.Task[None] | None = None
 
@@ -95,20 +111,25 @@ class ServedModels:
         now = time.monotonic()
         try:
             with translate_outages():
-                beats = await self._read_heartbeats()
+                beats, told = await self._read_heartbeats(), await self._read_notes()
         except BusUnavailable:
             if not self._known:
                 raise
             return  # what is known is good enough: publishing will tell
+        notes = {field: note for field, note in (self._notes | told).items() if note}
+        beats.sort(key=self._rank_pipeline)
+        live = {_name_field(pipeline, beat["model"]) for pipeline, beat in beats}
+        away = [(field.partition(":")[0], note) for field, note in notes.items() if field not in live]
+        beats += sorted(away, key=self._rank_pipeline)
         found: dict[str, ServedModel] = {}
         templates: dict[str, list[dict[str, Any] | None]] = {}
-        names = {beat.get("model") for _, beat in beats}
-        for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
-            if (name := beat.get("model")) is None:
-                continue
-            source, since_s = beat.get("model_source") or name, float(beat["since"])
+        names = {beat["model"] for _, beat in beats}
+        for pipeline, beat in beats:
+            name = beat["model"]
+            noted = notes.get(_name_field(pipeline, name), beat)
+            source, since_s = beat.get("model_source") or name, min(float(beat["since"]), float(noted["since"]))
             for asked in {name, *({source} - names)}:
-                served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, now))
+                served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
                     lengths = [
@@ -122,15 +143,39 @@ class ServedModels:
             found[asked].response_template = reported[0] if same else None
         if any(one.response_template for one in found.values()):
             await asyncio.to_thread(import_response_parser)  # now, as it would hold up the first answer for a second
-        kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}
-        self._known, self._read_at = kept | found, now
+        self._notes = notes | {_name_field(one.pipeline, one.name): one.note for one in found.values()}
+        await self._write_notes({field: note for field, note in self._notes.items() if told.get(field) != note})
+        self._known, self._read_at = found, now
 
-    async def _read_heartbeats(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return pipeline and last heartbeat of each live worker. Dead workers are taken off the list."""
+    def _rank_pipeline(self, one: tuple[str, Beat]) -> tuple[bool, str]:
+        """Return a key that sorts what this gateway's own pipeline serves before the rest."""
+        return one[0] != self._preferred, one[0]
+
+    async def _read_notes(self) -> dict[str, Beat]:
+        """Return the notes of models in Redis; an empty one for each that was forgotten."""
+        told = cast("dict[bytes, bytes]", await cast(Any, self._client.hgetall(MODELS_KEY)))
+        return {field.decode(): json.loads(note or b"{}") for field, note in told.items()}
+
+    async def _write_notes(self, notes: dict[str, Beat]) -> None:
+        """Write notes into Redis. While that takes no writes this process alone has them, and tries again."""
+        if notes:
+            with suppress(redis.RedisError):
+                words: dict[Any, Any] = {field: json.dumps(note) for field, note in notes.items()}
+                await cast(Any, self._client.hset(MODELS_KEY, mapping=words))
+
+    async def _read_heartbeats(self) -> list[tuple[str, Beat]]:
+        """Return pipeline and last heartbeat of each live worker that reports a model. Dead workers are taken off the
+        list.
+        """
         keys = sorted(cast("set[bytes]", await cast(Any, self._client.smembers(WORKERS_KEY))))
         values = cast("list[bytes | None]", await self._client.mget(keys)) if keys else []
         beats = dict(zip(keys, values, strict=True))
         if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
             await cast(Any, self._client.srem(WORKERS_KEY, *gone))
-        live = {key: value for key, value in beats.items() if value is not None}
-        return [(pipeline_of_worker(key.decode()), json.loads(value)) for key, value in live.items()]
+        live = {key: json.loads(value) for key, value in beats.items() if value is not None}
+        return [(pipeline_of_worker(key.decode()), beat) for key, beat in live.items() if beat.get("model") is not None]
+
+
+def _name_field(pipeline: str, name: str) -> str:
+    """Return the field of a model's note."""
+    return f"{pipeline}:{name}"

@@ -39,6 +39,8 @@ class Caller:
     """The most output tokens that one request may ask for; answers without a limit end there."""
     max_batch_tokens: int | None = None
     """The most tokens, prompt and output together, of all its batches that have not ended."""
+    key: str = ""
+    """The id of its API key; empty where none is needed."""
 
 
 class TenantEntry(BaseModel):
@@ -55,10 +57,10 @@ class TenantEntry(BaseModel):
     webhook_url: str = Field(default="", repr=False)
     """Where its events go; empty: where PENSTOCK_WEBHOOK_URL says."""
 
-    def make_caller(self, tenant: str) -> Caller:
-        """Return the caller that this tenant is."""
+    def make_caller(self, tenant: str, key: str = "") -> Caller:
+        """Return the caller that this tenant is, with a key of this id."""
         return Caller(
-            tenant, **{name: getattr(self, name) for name in type(self).model_fields if name != "webhook_url"}
+            tenant, key=key, **{name: getattr(self, name) for name in type(self).model_fields if name != "webhook_url"}
         )
 
 
@@ -124,7 +126,7 @@ class Keyring:
         is_same = hmac.compare_digest(hash_secret(match[2] if match else ""), entry.hash if entry else _NO_HASH)
         if entry is None or not is_same:
             raise _unauthorized_error("this API key is not valid")
-        return (await self._source.find_tenant(entry.tenant)).make_caller(entry.tenant)
+        return (await self._source.find_tenant(entry.tenant)).make_caller(entry.tenant, match[1] if match else "")
 
 
 def _unauthorized_error(message: str) -> ApiError:

@@ -11,7 +11,6 @@ from penstock.bus.contract import Outgoing
 from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
-from penstock.telemetry.tracing import Operation
 from penstock.worker.task import Task
 
 
@@ -63,13 +62,13 @@ def build_job(task: Task, fingerprint: str) -> Job:
     )
 
 
-def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, context: Context) -> Outgoing:
+def build_job_message(pipeline: Pipeline, job: Job, task: Task, context: Context) -> Outgoing:
     """Return the message for the jobs topic of the job's class."""
-    headers = {
+    headers = task.account_headers | {
         names.VERSION_HEADER: str(job.v),
         names.TENANT_HEADER: job.tenant,
         names.CLASS_HEADER: job.priority_class,
-        names.OPERATION_HEADER: operation,
+        names.OPERATION_HEADER: task.operation,
     }
     trace_headers = (
         tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}

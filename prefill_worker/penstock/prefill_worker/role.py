@@ -245,7 +245,7 @@ class PrefillRole(ModelRole):
             return build_result_of_log(self.pipeline, task, told, self.model_name)
         job = build_job(task, self.engine.model.fingerprint)
         context = tracing.with_span(task.settling_span, task.parent_context)
-        outputs = [build_job_message(self.pipeline, job, task.operation, context)]
+        outputs = [build_job_message(self.pipeline, job, task, context)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
         return StageOutput(outputs, dead_letters, {"job": job.job, "cause": task.leaving_for}, rename_job)
 
@@ -257,7 +257,7 @@ class PrefillRole(ModelRole):
             return build_failed_result(self.pipeline, task.id, task.tenant, task.delivery)
         bare = Task(task.id, task.delivery, None, task.operation, outcome=Outcome.of_error(InternalError(UNWRITABLE)))
         bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
-        return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
+        return build_job_message(self.pipeline, build_job(bare, ""), task, Context())
 
     # For the heartbeat.
 

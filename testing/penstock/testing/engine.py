@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from penstock.engine.contract import EngineLimits, Loaded, Stored
+from penstock.engine.contract import EngineLimits, Loaded, StepShare, Stored
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.engine.weights.files import DEMO_MODEL
@@ -89,6 +89,7 @@ class FormulaEngine:
 
     def __post_init__(self) -> None:
         self._seqs: dict[str, EngineSequence] = {}
+        self.step_shares: list[StepShare] = []
         self._loading: list[tuple[float, EngineSequence]] = []
         self._storing: list[tuple[float, EngineSequence, Future[float]]] = []
         self._wake = threading.Event()
@@ -161,6 +162,9 @@ class FormulaEngine:
     def finish_step(self) -> list[FormulaToken]:
         """Take the time of a step, and return a token of each request."""
         running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
+        self.step_shares = [
+            (seq, "decode" if seq.num_output_tokens else "prefill", 1 / len(running)) for seq in running
+        ]
         time.sleep(self.chance.uniform(*STEP_S))
         self.pass_step()
         sampled = []

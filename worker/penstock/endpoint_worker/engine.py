@@ -25,7 +25,7 @@ from penstock.endpoint_worker.answer import AnswerWriter, Piece, ToldAnswer
 from penstock.endpoint_worker.endpoints import Endpoint, Endpoints, draw_pause_s
 from penstock.endpoint_worker.question import Question, build_question
 from penstock.endpoint_worker.reply import Begun, EndpointReply, Failed, Finished, Refused, ReplyEvent
-from penstock.engine.contract import Ended, Outcome
+from penstock.engine.contract import Ended, Outcome, StepShare
 from penstock.errors import AnswerInterrupted, ModelError, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Logprobs, Request, Usage
@@ -220,6 +220,11 @@ class EndpointEngine:
             by_seq.setdefault(piece.seq, []).append(piece)
         self._pieces = []
         return [piece for pieces in by_seq.values() for piece in pieces]
+
+    @property
+    def step_shares(self) -> Sequence[StepShare]:
+        """Nothing: servers compute the answers."""
+        return ()
 
     def store_full_blocks(self) -> bool:
         """Return False: there is no KV here."""

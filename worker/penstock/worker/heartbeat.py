@@ -23,10 +23,12 @@ from typing import Any, NamedTuple, Self
 import redis
 
 from penstock.errors import ArithmeticDiffers, NameTaken, PenstockError
-from penstock.names import WORKERS_KEY, Pipeline
+from penstock.names import WORKERS_KEY, Pipeline, WorkerKind
 from penstock.record import Session
 from penstock.redis.client import is_away, learn_pace, redis_client
 from penstock.redis.scripts import ScriptCall, load_script
+from penstock.telemetry.seconds import Work
+from penstock.worker.account import SecondsAccount
 from penstock.worker.watch import DEFAULT_STALL_LIMIT_S, LoopWatch
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Heartbeat:
         """How many other workers decode, as of the last beat. Known where this one may hand requests to them."""
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
+        self._account: SecondsAccount | None = None
         self._wake = threading.Event()
         self._due_s = 0.0
         """When the next beat is due, by the monotonic clock."""
@@ -116,6 +119,10 @@ class Heartbeat:
     def set_load_source(self, load: Callable[[], dict[str, object]]) -> None:
         """Call `load` at each beat for fields that change all the time. A ready worker with a `reason` is degraded."""
         self._load = load
+
+    def keep_account(self, kind: WorkerKind, model: str, seconds: Callable[[], dict[Work, float]]) -> None:
+        """Write down what this process's seconds are spent on, from now on; see `SecondsAccount`."""
+        self._account = SecondsAccount(self._pipeline, kind, model, self._token, seconds)
 
     def report_progress(self, what: str, share: float) -> None:
         """Report the progress of a long load to the heartbeat and, every tenth of it, to the log."""
@@ -291,6 +298,7 @@ class Heartbeat:
             due_s = math.inf if self._failure is not None else self._due_s + slack_s
             due_s = due_s if session is None else min(due_s, session.due_s)
             self._wake.wait(min(self.watch.look_interval_s, max(0.0, due_s - time.monotonic())))
+        self._write_account(is_last=True)
         if self._is_written:
             with suppress(redis.RedisError):  # else it runs out
                 BEAT.run(self._redis, self._keys, [self._token, "", int(GOODBYE_TTL_S * 1000), ""])
@@ -310,6 +318,13 @@ class Heartbeat:
                     beat.run(self._redis)
                 if (holder := self._read_holder(beat)) is not None:
                     raise self._build_name_error(holder)
+            self._write_account()
+
+    def _write_account(self, *, is_last: bool = False) -> None:
+        """Write what the seconds were spent on. While Redis is away, it waits for the next time."""
+        if self._account is not None and self._is_written:
+            with suppress(redis.RedisError):
+                self._account.write(self._redis, is_last=is_last)
 
     @contextmanager
     def _handle_errors(self) -> Iterator[None]:

@@ -222,6 +222,7 @@ class WorkerProcess:
         self.beat.update_status(
             doing="joining the group", progress=1.0, model=role.model_name, kafka=self.addresses.kafka, **card
         )
+        self.beat.keep_account(self.kind, role.model_name, metrics.seconds.copy_sums)
         log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
         check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
 

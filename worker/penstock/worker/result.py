@@ -27,7 +27,8 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     result = build_result(job, model, events)
     if result is None:
         return None
-    outputs, dead = [build_result_message(pipeline, result, tracing.inject_headers(task.parent_context))], []
+    headers = task.account_headers | tracing.inject_headers(task.parent_context)
+    outputs, dead = [build_result_message(pipeline, result, headers)], []
     if result.error is not None and job.error is None:  # what ended in prefill has its dead letter
         error = task.error if end is not None and task.error is not None else result.error.to_exception()
         dead = make_dead_letters(pipeline, task.delivery, error, task.claim)
@@ -62,14 +63,14 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
     return None
 
 
-def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict[str, str]) -> Outgoing:
+def build_result_message(pipeline: Pipeline, result: Result, more_headers: dict[str, str]) -> Outgoing:
     """Return the message for the results topic. A result that is too large is truncated."""
     headers = {
         names.VERSION_HEADER: str(result.v),
         names.TENANT_HEADER: result.tenant,
         names.CLASS_HEADER: result.priority_class,
     }
-    message = Outgoing(pipeline.results_topic, result.encode(), key=result.id, headers=headers | trace_headers)
+    message = Outgoing(pipeline.results_topic, result.encode(), key=result.id, headers=headers | more_headers)
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return message
     return replace(message, value=_truncate_result(result).encode())

@@ -14,7 +14,15 @@ from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Job, Result, decode_message
-from penstock.names import CLASS_HEADER, OPERATION_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline, PriorityClass
+from penstock.names import (
+    CLASS_HEADER,
+    KEY_HEADER,
+    OPERATION_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    Pipeline,
+    PriorityClass,
+)
 from penstock.redis.client import backoff_pauses, is_outage
 from penstock.threads import CheckedThread
 from penstock.worker.task import Task
@@ -273,7 +281,7 @@ def _make_error_output(
     pipeline: Pipeline, output: Outgoing, priority_class: PriorityClass, cause: InternalError
 ) -> Outgoing:
     """Return a result, or a job under its name, with an error in place of its content."""
-    kept = (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER, OPERATION_HEADER)
+    kept = (VERSION_HEADER, TENANT_HEADER, KEY_HEADER, CLASS_HEADER, OPERATION_HEADER)
     headers = {name: output.headers[name] for name in kept if name in output.headers}
     tenant, error = headers.get(TENANT_HEADER, "default"), ErrorInfo.from_error(cause)
     message: Result | Job

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from opentelemetry.context import Context
@@ -13,9 +14,10 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import Loaded, Outcome, SampledToken, SequenceProgress, TokenSource
 from penstock.errors import RequestError, RequestTooLarge
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, TokenEvent, now_s
-from penstock.names import PriorityClass, Stage, WorkerKind
+from penstock.names import KEY_HEADER, STAGES, PriorityClass, Stage, WorkerKind, find_key
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
+from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.tracing import Operation
 from penstock.worker.delivery_queue import serialize_delivery
@@ -104,6 +106,18 @@ class Task:
     def tenant(self) -> str:
         """The request's tenant."""
         return "default" if self.message is None else self.message.tenant
+
+    @cached_property
+    def works(self) -> dict[Stage, Work]:
+        """What seconds that are spent on it are told apart by, in each stage."""
+        owner = self.priority_class, self.tenant, find_key(self.delivery.headers)
+        return {stage: Work(stage, *owner) for stage in STAGES}
+
+    @property
+    def account_headers(self) -> dict[str, str]:
+        """The headers by which accounts go on with a request: what follows from it has them, too."""
+        key = find_key(self.delivery.headers)
+        return {KEY_HEADER: key} if key else {}
 
     @property
     def error(self) -> RequestError | None:

@@ -68,6 +68,7 @@ from penstock.record import (
 )
 from penstock.telemetry import tracing
 from penstock.telemetry.meters import Meters
+from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.tracing import build_attributes
 from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
@@ -155,6 +156,8 @@ class Worker:
         """Requests whose hand-off is being settled."""
         self._in_flight: deque[_SentToken] = deque()
         """The tokens that are on their way to their logs."""
+        self._shares: list[tuple[Work, float]] = []
+        """What the last step was computed for, and the part of its seconds."""
         self._preempted: list[Task] = []
         """Requests with tokens that wait since the step was begun: their blocks went to others."""
 
@@ -172,6 +175,7 @@ class Worker:
                 self.check_integrity()
             else:
                 self.engine.wait_for_event()
+        self.metrics.seconds.note(self._shares)
         return bool(num_polled or sampled)
 
     # Events of other threads.
@@ -261,7 +265,10 @@ class Worker:
         move blocks.
         """
         is_waited_for = len(self.settler) > 0 or self.engine.is_moving_blocks()
-        return self.intake.poll_messages(is_idle=is_idle, wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S)
+        found = self.intake.poll_messages(is_idle=is_idle, wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S)
+        if is_idle:
+            self.metrics.seconds.note()
+        return found
 
     def _is_idle(self) -> bool:
         """Return whether there is nothing to do but wait for messages."""
@@ -430,12 +437,18 @@ class Worker:
             if task.last_written_s is not None and task.seq is not None and task.seq.is_waiting
         ]
         if not has_begun:
+            self._shares = []
             return False, [], None
         sampled, failed = list[SampledToken](), None
         try:
             sampled += self.engine.finish_step()
         except SequenceFailed as error:
             failed = error
+        self._shares = [
+            (task.works[stage], share)
+            for seq, stage, share in self.engine.step_shares
+            if (task := self.running.get(seq.id)) is not None
+        ]
         self.watch.note_step(begun_s)
         stage_failpoint(self.role.kind, "prefill.3.stepped", "decode.7.stepped")
         return True, sampled, failed

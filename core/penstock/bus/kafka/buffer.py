@@ -15,6 +15,10 @@ log = logging.getLogger(__name__)
 MAX_BUFFERED_MESSAGES = 64
 MAX_BUFFERED_BYTES = 32 * 2**20
 """A class with this many messages or bytes in its buffer is paused; it is read on when half of that is left."""
+ROOM_S, MAX_ROOM = 0.5, 16 * MAX_BUFFERED_MESSAGES
+"""A worker that takes more messages than the former in this time has room for as many as it takes: half of them last
+until the next fetch, which begins up to `member.FETCH_WAIT_S` after the class is read on.
+"""
 
 MAX_DAMAGED_AT_ONCE = 100
 """How many damaged messages are settled as dead letters in one call."""
@@ -36,6 +40,10 @@ class PrefetchBuffer:
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {priority_class: deque() for priority_class in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
+        self._room: dict[PriorityClass, int] = dict.fromkeys(CLASSES, MAX_BUFFERED_MESSAGES)
+        self._num_taken: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
+        """How many messages were handed out since `_taken_since_s`."""
+        self._taken_since_s = time.monotonic()
         self._handed_out: dict[MessagePosition, Delivery] = {}
         self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
@@ -55,6 +63,11 @@ class PrefetchBuffer:
     def num_handed_out(self) -> int:
         """The number of deliveries that were given to the worker and are not settled."""
         return len(self._handed_out)
+
+    @property
+    def num_messages(self) -> int:
+        """The number of messages that are not settled, handed out or not."""
+        return len(self._handed_out) + sum(map(len, self._buffers.values()))
 
     def assign_partition(self, partition: Partition, start: StartPosition, epoch: int = NO_EPOCH) -> None:
         """Begin a partition at its committed offset. `epoch` is the leader epoch of that commit.
@@ -176,9 +189,20 @@ class PrefetchBuffer:
             while buffer and len(taken) < left:
                 taken.append(buffer.popleft())
                 self._num_bytes[priority_class] -= len(taken[-1].value)
+            self._num_taken[priority_class] += len(taken)
             found += taken
+        self._adapt_room(time.monotonic())
         self._handed_out |= {delivery.offset: delivery for delivery in found}
         return found
+
+    def _adapt_room(self, now_s: float) -> None:
+        """Give each class room for what was taken of it in the last `ROOM_S`."""
+        passed_s = now_s - self._taken_since_s
+        if passed_s >= ROOM_S:
+            for priority_class, count in self._num_taken.items():
+                wanted = int(count * ROOM_S / passed_s)
+                self._room[priority_class] = min(max(wanted, MAX_BUFFERED_MESSAGES), MAX_ROOM)
+            self._num_taken, self._taken_since_s = dict.fromkeys(CLASSES, 0), now_s
 
     def list_buffered(self) -> list[Delivery]:
         """Return the buffered deliveries, interactive first."""
@@ -241,7 +265,7 @@ class PrefetchBuffer:
     def _find_full_topics(self) -> set[str]:
         for priority_class, topic in self._topics.items():
             share = max(
-                len(self._buffers[priority_class]) / MAX_BUFFERED_MESSAGES,
+                len(self._buffers[priority_class]) / self._room[priority_class],
                 self._num_bytes[priority_class] / MAX_BUFFERED_BYTES,
             )
             if share >= 1:

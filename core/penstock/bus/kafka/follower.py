@@ -51,7 +51,6 @@ class KafkaFollower:
                 "isolation.level": "read_committed",
                 # Offsets may be out of range on either side of the log: `_move_into_log` decides where to go on.
                 "auto.offset.reset": "error",
-                "fetch.wait.max.ms": 100,
                 "queued.max.messages.kbytes": 16384,
             }
         )

@@ -44,7 +44,12 @@ from penstock.redis.scripts import ScriptCall
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S, IDLE_POLL_INTERVAL_S = 0.05, 0.25
+"""How long the poller waits for a message at most, while anything is under way, and while nothing is."""
+FETCH_WAIT_S = 0.25
+"""How long a broker holds a fetch back that finds nothing. A message that comes meanwhile answers it at once, but a
+partition that is begun or resumed is not in it, and waits for the next one.
+"""
 MEMBERSHIP_REFRESH_S = 0.02
 COUNT_INTERVAL_S = 0.25
 """How often unread messages are counted, for the heartbeat."""
@@ -277,7 +282,7 @@ class KafkaMember:
                 on_lost=self._on_lost,
             )
             while not self._leaving.is_set():
-                message = self._consumer.poll(POLL_INTERVAL_S)
+                message = self._consumer.poll(IDLE_POLL_INTERVAL_S if self._is_idle() else POLL_INTERVAL_S)
                 self._turned_at = time.monotonic()
                 if message is not None:
                     self._note_message(message)
@@ -296,6 +301,12 @@ class KafkaMember:
             # The consumer has this member's callbacks: without this only the garbage collector frees both, on any
             # thread.
             del self._consumer
+
+    def _is_idle(self) -> bool:
+        """Return whether the member reads partitions, and has no message, no commit and no partition to treat."""
+        with self._state:
+            is_reading = bool(self._holdings.partitions) and not self._holdings.num_messages
+        return is_reading and not (self._starting or self._paused or self._holdings.has_uncommitted)
 
     def _note_message(self, message: Message) -> None:
         """Note what a message, or an error in its place, shows about its partition."""
@@ -551,7 +562,7 @@ def _consumer_settings(group: str, name: str) -> dict[str, Any]:
         "enable.auto.offset.store": False,
         "auto.offset.reset": "earliest",
         "enable.partition.eof": True,  # behind the last message there may be markers: committed too, nothing lags
-        "fetch.wait.max.ms": 50,
+        "fetch.wait.max.ms": int(FETCH_WAIT_S * 1000),
         "fetch.error.backoff.ms": 50,
         "fetch.queue.backoff.ms": 20,
         "queued.min.messages": 64,

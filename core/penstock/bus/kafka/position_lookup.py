@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import redis
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.kafka.client import ask_bounds
 from penstock.bus.kafka.offsets import Partition, StartPosition
@@ -56,6 +56,8 @@ class PositionLookup:
         self._ends: dict[Partition, object] = {}
         self._found_starts: dict[Partition, StartPosition] = {}
         self._found_ends: dict[Partition, int | None] = {}
+        self._are_ends_known = True
+        """Whether the last question for ends was answered. Each partition is asked for by itself where it was not."""
         self._unknown_starts: dict[Partition, tuple[float, str]] = {}
         """The partitions whose last commit the brokers do not tell: since when, and why."""
 
@@ -114,16 +116,16 @@ class PositionLookup:
     def answer_requests(self) -> None:
         """Send the next requests to the brokers, if there are any. Raise `BusUnavailable` if they refuse."""
         with self._lock:
-            starts, ends = dict(self._starts), dict(list(self._ends.items())[:1])
+            starts, ends = dict(self._starts), dict(list(self._ends.items())[: None if self._are_ends_known else 1])
         if starts and not self._ask_starts(starts):
             with self._lock:
                 self._lock.wait(LOOKUP_RETRY_S)
-        for partition, request in ends.items():
-            end = self._ask_end(partition)
-            with self._lock:
-                if self._ends.get(partition) is request:
+        found = self._ask_ends(ends) if ends else {}
+        with self._lock:
+            for partition, request in ends.items():
+                if partition in found and self._ends.get(partition) is request:
                     del self._ends[partition]
-                    self._found_ends[partition] = end
+                    self._found_ends[partition] = found[partition]
 
     def learn_pace(self, topic: str, connect_timeout_s: float) -> None:
         """Find out how late brokers answer now, before anything is made whose limits follow from that. Raise
@@ -193,12 +195,23 @@ class PositionLookup:
     def _ask_bounds(self, partition: Partition) -> tuple[int, int]:
         return ask_bounds(self._consumer, partition, self._pace.stretch(END_TIMEOUT_S))
 
-    def _ask_end(self, partition: Partition) -> int | None:
+    def _ask_ends(self, wanted: Iterable[Partition]) -> dict[Partition, int | None]:
+        """Return the ends of partitions; None for a single one that has no leader, and nothing where one of several
+        has none.
+        """
+        wanted = list(wanted)
         try:
-            return self._ask_bounds(partition)[1]
+            if len(wanted) == 1:  # this also finds a partition that was added later
+                found: dict[Partition, int | None] = {wanted[0]: self._ask_bounds(wanted[0])[1]}
+            else:  # in one question to each broker: an idle member asks for dozens of partitions every few seconds
+                asked = [TopicPartition(*one, OFFSET_END) for one in wanted]
+                places = self._consumer.offsets_for_times(asked, self._pace.stretch(END_TIMEOUT_S))
+                found = {(one.topic, one.partition): one.offset for one in places if not one.error and one.offset >= 0}
+            self._are_ends_known = len(found) == len(wanted)
         except (KafkaException, BusUnavailable) as error:
-            log.debug("Kafka: the end of %s is not known: %s", partition, error)
-            return None
+            log.debug("Kafka: the ends of %s are not known: %s", wanted, error)
+            self._are_ends_known, found = False, dict.fromkeys(wanted if len(wanted) == 1 else ())
+        return found
 
 
 class LookingUp(Protocol):

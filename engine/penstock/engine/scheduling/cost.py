@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Plan, Sequence
+from penstock.names import Stage
 from penstock.running_mean import RunningMean
 
 TRIAL_DECODES, TRIAL_CONTEXT_TOKENS, TRIAL_CHUNK_TOKENS = 16, 240, (16, 64)
@@ -88,6 +89,34 @@ class StepCost:
     def record_outside(self, seconds: float, num_tokens: int) -> None:
         """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
         self.outside_s = min(self.outside_s, seconds / num_tokens)
+
+
+def share_step(cost: StepCost | None, plan: Plan) -> list[tuple[Sequence, Stage, float]]:
+    """Return each row of a step that is about to be computed, with its stage and its part of the step's seconds.
+
+    The formula's constants for the step are divided as its terms for the rows are, those for a first chunk among the
+    prompts. Without the constants all tokens count alike.
+    """
+    row_s = token_s = 1.0
+    context_s = chunk_s = 0.0
+    if cost is not None:
+        row_s, token_s, context_s = cost.row_s + cost.known_outside_s, cost.token_s, cost.context_s
+        chunk_s = cost.chunk_s / max(1, sum(num > 1 for _, num in plan))
+    weights = [
+        (row_s if num == 1 else chunk_s + num * token_s)
+        + num * context_s * seq.num_computed_tokens
+        + (len(seq.draft) * token_s if seq.draft else 0.0)
+        for seq, num in plan
+    ]
+    total = sum(weights)
+    return [
+        (
+            seq,
+            "prefill" if seq.num_computed_tokens < seq.num_prompt_tokens else "decode",
+            weight / total if total else 1 / len(plan),
+        )
+        for (seq, _), weight in zip(plan, weights, strict=True)
+    ]
 
 
 def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_context_tokens: int) -> StepCost:

@@ -165,7 +165,7 @@ async def accept_request(
         return await _join_earlier(gateway, caller, found, meta, submit_args, check)
     places = dict[str, str]()
     try:
-        await _publish_requests(gateway, meta, requests, places, arrived_s, is_keyed=key is not None)
+        await _publish_requests(gateway, caller, meta, requests, places, arrived_s, is_keyed=key is not None)
     except RequestTooLarge:  # the brokers take less than a request may have, and have refused it
         await gateway.stream_metas.delete_meta(meta)
         if places:
@@ -324,13 +324,14 @@ async def _join_earlier(
         unseen = [args for args, seen in zip(submit_args, is_seen, strict=True) if not seen]
         requests = await _make_requests(unseen, measure_prompts(unseen))
         if requests:
-            await _publish_requests(gateway, found, requests, {}, None, is_keyed=True)
+            await _publish_requests(gateway, caller, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
     return Accepted(found.model_copy(update={"options": options}), ignored=ignored)
 
 
 async def _publish_requests(
     gateway: Gateway,
+    caller: Caller,
     meta: StreamMeta,
     requests: Sequence[EncodedRequest],
     places: dict[str, str],
@@ -343,7 +344,8 @@ async def _publish_requests(
     try:
         if meta.input_items is not None:
             await gateway.responses.mark_open(meta)
-        sent = await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests), return_exceptions=True)
+        sending = (client.send(encoded, arrived_s, caller.key) for encoded in requests)
+        sent = await asyncio.gather(*sending, return_exceptions=True)
         places |= {
             encoded.request.id: place
             for encoded, place in zip(requests, sent, strict=True)

@@ -33,7 +33,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz", summary="Whether requests can be taken", responses=error_responses(503))
 async def readyz(request: Request) -> Health:
-    """503 while it stops, while the bus or Redis cannot be reached, and until a worker serves a model."""
+    """503 while it stops, while the bus or Redis cannot be reached, and until a worker has ever served a model."""
     gateway = get_gateway(request)
     if gateway.is_stopping:
         raise ApiError(503, "this gateway stops", code="gateway_stopping")

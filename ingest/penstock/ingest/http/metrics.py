@@ -13,6 +13,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.messages import now_s
 from penstock.names import CLASSES, STAGES
+from penstock.ops.account import Prices
 from penstock.ops.live import Json, LiveWatch
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Meters, Reading
@@ -35,8 +36,10 @@ NO_ROUTE = "none"
 class GatewayMetrics:
     """The metrics of one gateway. Its event loop counts, any thread may read."""
 
-    def __init__(self, meters: Meters, addresses: Addresses, settings: BusSettings) -> None:
-        self.meters = meters
+    def __init__(
+        self, meters: Meters, addresses: Addresses, settings: BusSettings, prices: Prices | None = None
+    ) -> None:
+        self.meters, self._prices = meters, prices
         self.pipelines: set[str] = {addresses.pipeline}
         """The pipelines to report."""
         self._addresses, self._settings = addresses, settings
@@ -52,7 +55,7 @@ class GatewayMetrics:
         with self._lock:
             if pipeline not in self._watches:
                 addresses = self._addresses.model_copy(update={"pipeline": pipeline})
-                self._watches[pipeline] = LiveWatch(addresses, self._settings)
+                self._watches[pipeline] = LiveWatch(addresses, self._settings, self._prices)
             return self._watches[pipeline]
 
     def count_answer(self, scope: Scope, status: int) -> None:
@@ -86,6 +89,9 @@ class GatewayMetrics:
                 for topic, count in self.watch_pipeline(name).lost.items():
                     yield Reading(catalog.MESSAGES_LOST, (name, topic), count)
                 yield from _read_pipeline(name, snapshot)
+                for part, amount in snapshot.get("account", {}).items():
+                    if part != "currency":
+                        yield Reading(catalog.ACCOUNT, (name, part), amount)
 
 
 def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:

@@ -15,6 +15,7 @@ from penstock.ingest.streaming.broadcast import LiveBroadcast
 from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.ingest.streaming.unread import UnreadStreams
 from penstock.names import Pipeline
+from penstock.ops.account import read_prices
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client
 from penstock.redis.servers import Sharded
@@ -28,7 +29,8 @@ class Streams:
         self.settings, self.addresses = settings, addresses
         self.servers = Sharded.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
-        self.metrics = GatewayMetrics(meters, addresses, settings.bus)
+        prices = read_prices(settings.gateway.prices) if settings.gateway.prices else None
+        self.metrics = GatewayMetrics(meters, addresses, settings.bus, prices)
         self.stream_metas = StreamMetaStore(self.servers, settings.record, self._end_lost)
         self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
         self.metrics.count_unread = self.unread.count

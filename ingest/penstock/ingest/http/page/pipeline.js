@@ -73,6 +73,14 @@ export class PipelineView {
     this._rate(snapshot.at, "prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
     this._rate(snapshot.at, "cached", rates.cached_tokens_per_s, []);
     this._rate(snapshot.at, "decode", rates.decode_tokens_per_s, ["decode", "streams"]);
+    this._showAccount(snapshot.account);
+  }
+
+  _showAccount(account) {
+    byId("account").hidden = !account;
+    if (!account) return;
+    const amount = (number) => `${number.toFixed(2)} ${account.currency}`.trim();
+    say(byId("account"), `Today: tokens ${amount(account.sold)}, workers ${amount(account.cost)} and idle ${amount(account.idle_cost)}, margin ${amount(account.margin)}`);
   }
 
   _showWorkers({ workers, lost, at }) {
