@@ -1,19 +1,22 @@
-"""What long prompts do to running streams: workers of both stages, against the stages apart.
+"""What long prompts do to running streams, and whether their gaps stay within the bound that is set for them.
 
 python -m benchmarks.interference [--quick | --smoke] [--json FILE]
 
-One prefill and one decode worker, and two `auto` workers, on Redis Streams, with the demo model in float32 and a thread
-a worker: eight interactive streams, and requests with long prompts that come at regular times, as many as one worker
-can just compute the prompts of (full load), or half as many. Both forms get the same requests, in windows that take
-turns. Reported is how near two `auto` workers come to the better form of each round: the 99th percentile of the gaps
-between the streams' tokens, and all output tokens a second.
+Two `auto` workers on Redis Streams, with the demo model in float32 and a thread a worker: eight interactive streams,
+and requests with long prompts that come at regular times, as many as one worker can just compute the prompts of (full
+load), or half as many. First they run without a bound, with at most 256 prompt tokens a step, in turns with one prefill
+and one decode worker. From what both have as the 99th percentile of the gaps between the streams' tokens follow three
+bounds (`PENSTOCK_SLO_INTERACTIVE_GAP_S`): that of the unbounded workers, two thirds of it, and 1.25 times that of the
+stages apart. Two `auto` workers with each bound then take turns with the unbounded ones. Reported are the percentile
+over the bound, and all output tokens a second, to those without a bound.
 """
 
+import math
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -21,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
-from benchmarks.comparison import measure_in_turns, print_table
+from benchmarks.comparison import measure_in_turns
 from benchmarks.systems import DEMO_ENVIRONMENT, draw_tokens, make_request, open_stack
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
@@ -30,7 +33,10 @@ from penstock.messages import TokenEvent
 NUM_STREAMS, PROMPT_TOKENS, STREAM_NEW = 8, 64, 256
 """Streams, the tokens of their prompts and of their answers. A stream that ends is replaced by another."""
 LONG_PROMPT_TOKENS, LONG_NEW = 960, 16
-FORMS = {"two_stages": {"prefill": 1, "decode": 1}, "auto": {"prefill": 0, "decode": 0, "auto": 2}}
+APART, AUTO = {"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "auto": 2}
+BOUND_VARIABLE = "PENSTOCK_SLO_INTERACTIVE_GAP_S"
+UNBOUNDED = {BOUND_VARIABLE: "1000", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "64"}
+"""A step has at most four times as many tokens, whatever the bound."""
 LOADS = {"half": 0.5, "full": 1.0}
 """The share of one worker's time that the long prompts take."""
 _SETTLE_S = 1.0
@@ -81,9 +87,9 @@ class StackSide:
             taken_s.append(time.perf_counter() - begun_s)
         return statistics.median(taken_s)
 
-    def run_window(self, seconds: float, every_s: float, _: int) -> tuple[float, float]:
-        """Return the 99th percentile of the streams' gaps in milliseconds, and the output tokens a second of a window
-        in which a long prompt comes each `every_s` seconds.
+    def run_window(self, seconds: float, every_s: float, _: int) -> tuple[list[float], float]:
+        """Return the streams' gaps, and the output tokens a second of a window in which a long prompt comes each
+        `every_s` seconds.
         """
         ended, long = threading.Event(), list[str]()
 
@@ -102,7 +108,7 @@ class StackSide:
         for request_id in long:
             self._client.cancel(request_id)
         num_long = sum(map(self._count_tokens, long))
-        return compute_percentile_ms(gaps_s, 99), len(gaps_s) / seconds + num_long / taken_s
+        return gaps_s, len(gaps_s) / seconds + num_long / taken_s
 
     def _submit_request(self, prompt_tokens: int, max_tokens: int) -> str:
         return self._client.submit(**make_request(draw_tokens(chance, prompt_tokens), max_tokens))
@@ -126,26 +132,59 @@ class StackSide:
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Compare the forms, and print; return the figures."""
+    """Compare what each bound gives with what it asks for, and print; return the figures."""
     rounds, seconds = given.choose_size((8, 8.0), (2, 4.0), (1, 0.2))
-    figures, environment = dict[str, float](), DEMO_ENVIRONMENT | {"PENSTOCK_ENGINE_THREADS": "1"}
+    figures = dict[str, float]()
+
+    def open_side(exits: ExitStack, workers: Mapping[str, int], **settings: str) -> StackSide:
+        environment = DEMO_ENVIRONMENT | {"PENSTOCK_ENGINE_THREADS": "1"} | settings
+        stack = exits.enter_context(open_stack(given.choose_stack(), environment, **workers))
+        return StackSide(exits.enter_context(Client(stack.addresses)))
+
     with ExitStack() as exits:
-        stacks = {name: open_stack(given.choose_stack(), environment, **workers) for name, workers in FORMS.items()}
-        opened = {name: exits.enter_context(stack) for name, stack in stacks.items()}
-        sides = {name: StackSide(exits.enter_context(Client(stack.addresses))) for name, stack in opened.items()}
-        prompt_s = sides["two_stages"].measure_prompt_s(given.choose_size(9, 5, 1))
-        print(f"a prompt of {LONG_PROMPT_TOKENS} tokens takes {prompt_s * 1000:.0f} ms")
+        free = open_side(exits, AUTO, **UNBOUNDED)
+        with ExitStack() as parted:
+            sides = {"unbounded": free, "apart": open_side(parted, APART)}
+            prompt_s = sides["apart"].measure_prompt_s(given.choose_size(9, 5, 1))
+            print(f"a prompt of {LONG_PROMPT_TOKENS} tokens takes {prompt_s * 1000:.0f} ms")
+            before = {load: run_sides(sides, rounds, seconds, prompt_s / share) for load, share in LOADS.items()}
         for load, share in LOADS.items():
-            windows = {name: partial(side.run_window, seconds, prompt_s / share) for name, side in sides.items()}
-            seen = measure_in_turns(windows, rounds, f"{load} load")
-            print_table({name: [gap for gap, _ in found] for name, found in seen.items()}, f"ms, ITL p99, {load} load")
-            print_table({name: [rate for _, rate in found] for name, found in seen.items()}, "tokens/s")
-            pairs = list(zip(seen["auto"], seen["two_stages"], strict=True))
-            gaps = [min(auto[0], other[0]) / auto[0] for auto, other in pairs]
-            rates = [auto[1] / max(auto[1], other[1]) for auto, other in pairs]
-            figures[f"interference_auto_itl_p99_vs_best_{load}"] = statistics.median(gaps)
-            figures[f"interference_auto_tokens_vs_best_{load}"] = statistics.median(rates)
+            gaps_ms = {name: join_windows(windows)[0] for name, windows in before[load].items()}
+            today_ms = gaps_ms["unbounded"]
+            bounds_ms = {"today": today_ms, "two_thirds": today_ms / 1.5, "apart": gaps_ms["apart"] * 1.25}
+            with ExitStack() as bound:
+                sides = {
+                    name: open_side(bound, AUTO, **{BOUND_VARIABLE: str(bound_ms / 1000)})
+                    for name, bound_ms in bounds_ms.items()
+                }
+                seen = run_sides({"unbounded": free} | sides, rounds, seconds, prompt_s / share)
+            print(f"{load} load; the stages apart had gaps of {gaps_ms['apart']:.1f} ms (p99)")
+            for name, windows in seen.items():
+                gap_ms, rate = join_windows(windows)
+                bound_ms = bounds_ms.get(name, math.inf)
+                print(f"{name:12} bound {bound_ms:6.1f} ms: gap p99 {gap_ms:6.1f} ms, {rate:6.0f} tokens/s")
+            for name, bound_ms in bounds_ms.items():
+                pairs = zip(seen[name], seen["unbounded"], strict=True)
+                figures[f"gap_p99_over_bound_{name}_{load}"] = join_windows(seen[name])[0] / bound_ms
+                ratios = [mine[1] / theirs[1] for mine, theirs in pairs]
+                figures[f"tokens_vs_unbounded_{name}_{load}"] = statistics.median(ratios)
     return figures
+
+
+Windows = list[tuple[list[float], float]]
+"""The gaps and the tokens a second of each window of a side."""
+
+
+def run_sides(sides: Mapping[str, StackSide], rounds: int, seconds: float, every_s: float) -> dict[str, Windows]:
+    """Let the sides take turns; return their windows."""
+    return measure_in_turns({name: partial(side.run_window, seconds, every_s) for name, side in sides.items()}, rounds)
+
+
+def join_windows(windows: Windows) -> tuple[float, float]:
+    """Return the 99th percentile of the gaps of all windows in milliseconds, and the median of the tokens a second."""
+    return compute_percentile_ms([gap_s for gaps_s, _ in windows for gap_s in gaps_s], 99), statistics.median(
+        rate for _, rate in windows
+    )
 
 
 if __name__ == "__main__":

@@ -191,10 +191,10 @@ def make_stack(
         settings["PENSTOCK_ENGINE_MODEL"] = str(make_poisoned_model())
     if plan.load == "forms":
         settings |= SPLIT_FORMS
-    # Of the answers that an auto worker begins, all that are whole, or the short ones alone, end there.
-    longest = random.Random(f"{plan.seed}/stay").choice([6, 24, 2000])
-    testing = TESTING | {"worker_stay_max_answer_tokens": longest, "endpoint_silence_s": SILENCE_S}
-    settings["PENSTOCK_TESTING"] = json.dumps(testing)
+    # Beside a decode worker an auto worker hands off all that it begins, or what has a long prompt.
+    longest = random.Random(f"{plan.seed}/stay").choice([0, 512])
+    settings["PENSTOCK_WORKER_STAY_MAX_PROMPT_TOKENS"] = str(longest)
+    settings["PENSTOCK_TESTING"] = json.dumps(TESTING | {"endpoint_silence_s": SILENCE_S})
     size: dict[WorkerKind, int] = {"prefill": plan.prefill, "decode": plan.decode, "auto": plan.auto}
     if endpoints:
         settings |= build_endpoint_environment([one.url for one in endpoints]) | ENDPOINT_SETTINGS

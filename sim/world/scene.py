@@ -452,10 +452,8 @@ class Scene:
         if kind == "decode":
             return DecodeRole(self.pipeline, engine), None
         if kind == "auto":
-            limits = StaySettings(
-                max_prompt_tokens=chance.choice([20, 512]), max_answer_tokens=chance.choice([3, 2000])
-            )
-            stays = StayPolicy(limits, lambda: beat.num_decoding > 0)
+            limits = StaySettings(max_prompt_tokens=chance.choice([20, 512]))
+            stays = StayPolicy(limits, lambda: beat.kinds_decoding)
             return StayingRole(self.pipeline, engine, stays), DecodeRole(self.pipeline, engine)
         if self.memory is None:
             return PrefillRole(self.pipeline, engine), None

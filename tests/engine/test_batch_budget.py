@@ -1,6 +1,8 @@
 """Batch work beside interactive work: what it may add to a step, and that it neither disturbs nor starves."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -166,19 +168,30 @@ def _running(count: int, priority_class: PriorityClass) -> list[Sequence]:
 # Cost
 
 
-def _machine(fixed: float, row: float, context: float, chunk: float, token: float) -> Callable[[TrialStep], float]:
+def _machine(
+    fixed: float, row: float, context: float, chunk: float, token: float, prompt_context: float
+) -> Callable[[TrialStep], float]:
     return lambda one: (
         fixed
         + one.num_decodes * (row + context * one.context_tokens)
         + (one.prompt_tokens > 0) * chunk
-        + one.prompt_tokens * token
+        + one.prompt_tokens * (token + prompt_context * one.prompt_context_tokens)
     )
 
 
 def test_the_formula_is_found_again() -> None:
-    cost = measure_cost(_machine(5.0, 0.25, 0.001, 2.0, 0.1), 8, 100)
-    found = [cost.fixed_s, cost.row_s, cost.context_s, cost.chunk_s, cost.token_s]
-    assert found == pytest.approx([5.0, 0.25, 0.001, 2.0, 0.1])
+    cost = measure_cost(_machine(5.0, 0.25, 0.001, 2.0, 0.1, 0.0004), 8, 100)
+    found = [cost.fixed_s, cost.row_s, cost.context_s, cost.chunk_s, cost.token_s, cost.prompt_context_s]
+    assert found == pytest.approx([5.0, 0.25, 0.001, 2.0, 0.1, 0.0004])
+
+
+@pytest.mark.parametrize("prompt_context_s", [None, 0.0, 0.002])
+def test_a_time_has_as_many_prompt_tokens_as_take_it(prompt_context_s: float | None) -> None:
+    cost = replace(COST, context_s=0.001, prompt_context_s=prompt_context_s)
+    for seconds, num_before in product((0.0, 0.4, 7.0, 300.0), (0, 500)):
+        count = cost.count_chunk_tokens(seconds, num_before)
+        assert cost.chunk_seconds(count, num_before) <= seconds + 1e-9 < cost.chunk_seconds(count + 1, num_before)
+    assert cost.count_chunk_tokens(-1.0, 0) == 0
 
 
 def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config.settings import EngineSettings
+from penstock.config.settings import EngineSettings, SloSettings
 from penstock.engine.engine import Engine
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.sampling import sampler
@@ -178,7 +178,7 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
 def _let_steps_grow(engine: Engine) -> None:
     """Have the engine believe that a step of any size is in time."""
     engine.scheduler.cost = StepCost(fixed_s=0.0, row_s=0.0, context_s=0.0, chunk_s=0.0, token_s=1e-9)
-    engine.scheduler.max_step_s = 1e9
+    engine.scheduler.slo = SloSettings(interactive_gap_s=1e9)
 
 
 @pytest.mark.parametrize("limit", [1000, 60])

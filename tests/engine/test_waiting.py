@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from penstock.config.settings import SloSettings
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.memory.tables import FIRST_TOKENS, WINDOW_TOKENS, GrowthEstimate
 from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.scheduling.scheduler import MAX_STEP_S, Scheduler
 from penstock.engine.sequence import Sequence
+from penstock.names import PriorityClass
 from tests.draws import mark_some
 from tests.engine.helpers import make_block_keys, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
@@ -67,11 +69,13 @@ COST = StepCost(fixed_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0
 """A step computes 1,900 prompt tokens in `MAX_STEP_S`, fewer by ten for each decoding row."""
 
 
-def _queue_prompts(lengths: list[int], cost: StepCost | None = COST, num_decodes: int = 0) -> Scheduler:
-    """Return a scheduler with sequences that decode, and prompts that wait."""
+def _queue_prompts(
+    lengths: list[int], cost: StepCost | None = COST, num_decodes: int = 0, priority_class: PriorityClass = "batch"
+) -> Scheduler:
+    """Return a scheduler with sequences that decode, whose gaps no bound has, and prompts that wait."""
     scheduler = Scheduler(BlockPool(10_000, 16))
     for number in range(num_decodes):
-        scheduler.add_sequence(sequence([number], 99))
+        scheduler.add_sequence(sequence([number], 99, priority_class=priority_class))
     if num_decodes:
         _step(scheduler, 256)
     scheduler.cost = cost
@@ -116,7 +120,7 @@ def test_rows_are_timed_only_while_prompts_wait(monkeypatch: pytest.MonkeyPatch)
 
 def test_prompts_that_the_pool_has_make_no_step_larger() -> None:
     scheduler, shared = _queue_prompts([], num_decodes=1), list(range(1000, 1640))
-    first = sequence(shared, 99, block_keys=make_block_keys(shared, 16))
+    first = sequence(shared, 99, block_keys=make_block_keys(shared, 16), priority_class="batch")
     scheduler.add_sequence(first)
     while first.num_pending_tokens > 1:
         for seq, num in _step(scheduler, 256):
@@ -129,7 +133,7 @@ def test_prompts_that_the_pool_has_make_no_step_larger() -> None:
 
 
 def test_a_queue_of_batch_prompts_makes_no_step_larger_beside_interactive_answers() -> None:
-    scheduler = _queue_prompts([], num_decodes=4)
+    scheduler = _queue_prompts([], num_decodes=4, priority_class="interactive")
     scheduler.add_sequence(sequence(list(range(50_000, 58_192)), 4, priority_class="batch"))
     assert scheduler.choose_budget(256) == 256
     for seq in scheduler.running[:]:
@@ -140,6 +144,7 @@ def test_a_queue_of_batch_prompts_makes_no_step_larger_beside_interactive_answer
 def test_a_queue_ends_in_a_third_of_the_steps_and_no_step_takes_too_long() -> None:
     lengths = [900] * 30
     scheduler, num_steps = _queue_prompts(lengths, num_decodes=8), 0
+    scheduler.slo = SloSettings(interactive_gap_s=MAX_STEP_S)
     while any(seq.num_pending_tokens > 1 for seq in scheduler.running) or scheduler.num_waiting:
         plan = _step(scheduler, scheduler.choose_budget(256))
         assert COST.fixed_s + sum(COST.estimate_seconds(seq, num) for seq, num in plan) <= MAX_STEP_S

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,8 +17,10 @@ import transformers
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.engine.loading.loading import load_model
+from penstock.engine.serving import ServingEngine
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.engine_vllm.blocks import RankKV, combine_ranks
+from penstock.engine_vllm.core import VllmCore
 from penstock.errors import ModelLoadError
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
@@ -214,6 +217,35 @@ def test_arguments_of_vllm_are_read_as_it_reads_them() -> None:
     assert parse_vllm_arguments("") == {}
     given = parse_vllm_arguments("--no-enforce-eager -tp 2 --hf-overrides '{\"rope_theta\": 5}'")
     assert given == {"enforce_eager": False, "tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 5}}
+
+
+@pytest.mark.parametrize(("gap_s", "num_tokens"), [(0.05, 500), (0.001, 32), (1.0, 1024)])
+def test_a_step_has_as_many_tokens_as_take_the_longest_gap(gap_s: float, num_tokens: int) -> None:
+    pool = SimpleNamespace(num_gpu_blocks=1001, reset_prefix_cache=lambda: True)
+    scheduler = SimpleNamespace(max_num_scheduled_tokens=1024, kv_cache_manager=SimpleNamespace(block_pool=pool))
+    model: Any = SimpleNamespace(context_length=4096)
+    blocks: Any = None
+    vllm_core = SimpleNamespace(scheduler=scheduler, model_executor=None)
+    core = VllmCore(model, ENGINE_SETTINGS.model_copy(update={"max_batch": 32}), vllm_core, blocks)
+    core._time_prompt = lambda num_tokens: num_tokens / 10_000  # type: ignore[method-assign]
+    core.choose_step_tokens(gap_s)
+    assert core.max_step_tokens == num_tokens
+
+
+@needs_vllm
+def test_steps_that_keep_to_a_short_gap_give_the_same_tokens(tmp_path: Path) -> None:
+    with opened(tmp_path, "one rank") as under_test:
+        assert isinstance(under_test.engine, ServingEngine)
+        core = under_test.engine.core
+        assert isinstance(core, VllmCore)
+        before = core.max_step_tokens
+        core.choose_step_tokens(1e-9)
+        assert core.max_step_tokens == core.settings.max_batch < before
+        caller, work = Caller(under_test.engine), make_work()
+        add_all(caller, work)
+        tokens = caller.run_to_end()
+        core._core.scheduler.max_num_scheduled_tokens = before
+    assert tokens == expect(work)
 
 
 def count_results(stack: Stack) -> int:

@@ -211,7 +211,7 @@ class Exits:
         It is given no jobs: it could take its own.
         """
         self._send("prefill", key, num_failed=num_failed, **fields)
-        stays = StayPolicy(settings or StaySettings(), has_others=lambda: True)
+        stays = StayPolicy(settings or StaySettings(), lambda: {"decode"})
         with closing(self._line.make_auto(f"auto-{key}", stays)) as worker:
             assert isinstance(worker.member, JoinedMember)
             with patch.object(worker.member._jobs, "poll", return_value=[]):
@@ -288,8 +288,7 @@ class Exits:
         self._check_stays("prompt", settings=StaySettings(max_prompt_tokens=1))
 
     def handed_off_later(self) -> None:
-        """Its answer became long, or its blocks went to others."""
-        self._check_stays("long", settings=StaySettings(max_answer_tokens=3))
+        """Its blocks went to others."""
         self._check_stays("preempted", turn_without_blocks)
 
     def handed_off_without_its_message(self) -> None:

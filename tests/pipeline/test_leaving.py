@@ -12,7 +12,7 @@ from penstock.bus.joined import JoinedMember
 from penstock.config.settings import StaySettings
 from penstock.engine.contract import Loaded, Stored
 from penstock.messages import Request, Sampling
-from penstock.prefill_worker.stay import MIN_JUDGED_TOKENS, StayPolicy
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.telemetry import tracing
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, run_until_idle, run_until_running, serving_engine
@@ -58,11 +58,6 @@ def take_blocks(worker: Worker) -> list[int]:
     return core.pool.allocate_blocks(core.num_free_blocks)
 
 
-def let_time_pass(worker: Worker) -> None:
-    turn_until_tokens(worker, "r", 30)
-    worker.running["r"].begun_s -= 3600
-
-
 def without_jobs(worker: Worker) -> Any:
     """Return a context in which a worker is given no jobs: it could take its own."""
     assert isinstance(worker.member, JoinedMember)
@@ -88,8 +83,6 @@ def note_loaded(worker: Worker) -> list[Loaded]:
     ("cause", "settings", "act", "num_blocks"),
     [
         pytest.param("prompt", StaySettings(max_prompt_tokens=1), run_until_running, 3, id="a long prompt"),
-        pytest.param("length", StaySettings(max_answer_tokens=30), run_until_running, 4, id="a long answer"),
-        pytest.param("length", StaySettings(), let_time_pass, 4, id="an answer that lasts"),
         pytest.param("blocks", StaySettings(), take_blocks, 2, id="no blocks"),  # the last two were not stored yet
     ],
 )
@@ -103,7 +96,7 @@ def test_what_leaves_goes_on_with_the_kv_that_it_has(
 ) -> None:
     """Its blocks are leased until the answer is complete, those of the answer too."""
     line.send_requests(request := ask())
-    stays = StayPolicy(settings, has_others=lambda: True)
+    stays = StayPolicy(settings, lambda: {"decode"})
     loaded, (shared,) = note_loaded(line.decode), serving_engine(line.decode).store.tiers
     with closing(line.make_auto("auto", stays)) as worker, without_jobs(worker):
         act(worker)
@@ -119,7 +112,7 @@ def test_what_leaves_goes_on_with_the_kv_that_it_has(
 def test_an_end_behind_another_claim_is_settled_by_a_job(line: InProcessPipeline) -> None:
     """The first worker may have sent the request on, with its message: the second one does not bind that."""
     line.send_requests(request := ask())
-    stays = StayPolicy(StaySettings(), has_others=lambda: False)
+    stays = StayPolicy(StaySettings(), lambda: ())
     with closing(line.make_auto("first", stays)) as first:
         turn_until_tokens(first, "r", 3)
     with closing(line.make_auto("second", stays)) as second, without_jobs(second):
@@ -132,7 +125,7 @@ def test_an_end_behind_another_claim_is_settled_by_a_job(line: InProcessPipeline
 
 def test_where_no_other_decodes_what_is_preempted_waits(line: InProcessPipeline, causes: list[str]) -> None:
     line.send_requests(request := ask())
-    with closing(line.make_auto("auto", StayPolicy(StaySettings(), has_others=lambda: False))) as worker:
+    with closing(line.make_auto("auto", StayPolicy(StaySettings(), lambda: ()))) as worker:
         taken = take_blocks(worker)
         worker.run_once()
         assert not worker.running["r"].is_running
@@ -142,16 +135,10 @@ def test_where_no_other_decodes_what_is_preempted_waits(line: InProcessPipeline,
     assert causes == []
 
 
-def test_what_a_prompt_keeps_too_long_leaves_and_so_does_the_prompt(line: InProcessPipeline, causes: list[str]) -> None:
-    work = [ask("r"), ask("other").model_copy(update={"token_ids": list(range(500, 560))})]
-    line.send_requests(work[0])
-    with (
-        closing(line.make_auto("auto", StayPolicy(StaySettings(), has_others=lambda: True))) as worker,
-        without_jobs(worker),
-        patch.object(worker.engine, "prompt_seconds", return_value=3.0),
-    ):
-        turn_until_tokens(worker, "r", MIN_JUDGED_TOKENS)
-        line.send_requests(work[1])
+def test_where_others_have_prompts_too_a_long_one_stays(line: InProcessPipeline, causes: list[str]) -> None:
+    line.send_requests(request := ask())
+    stays = StayPolicy(StaySettings(max_prompt_tokens=1), lambda: {"auto"})
+    with closing(line.make_auto("auto", stays)) as worker:
         run_until_idle(worker)
-    assert sorted(causes) == ["itl", "prompt"]
-    check_tokens(line.run_until_results(2), work)
+    check_tokens(line.read_results(), [request])
+    assert causes == []

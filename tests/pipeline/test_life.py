@@ -121,7 +121,7 @@ def test_one_hop_changes_no_token_where_prompts_and_answers_have_weights_in_two_
         line = make_line()
         line.send_requests(ask("two-hops", max_tokens=12, tenant="one"))
         (two_hops,) = line.run_until_results(1)
-        with closing(line.make_auto("auto-0", StayPolicy(StaySettings(), lambda: False))) as worker:
+        with closing(line.make_auto("auto-0", StayPolicy(StaySettings(), lambda: ()))) as worker:
             line.send_requests(ask("one-hop", max_tokens=12, tenant="two"))
             run_until_idle(worker)
     _, one_hop = line.read_results()

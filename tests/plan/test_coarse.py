@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.settings import SloSettings
 from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PlanError
 from penstock.names import CLASSES
@@ -23,7 +24,7 @@ from sim.placement.rules import RULES
 from sim.placement.traces import SHAPES, draw_load, list_requests
 
 COST = StepCost(fixed_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.001)
-SPEC = WorkerSpec(COST, num_blocks=64, block_size=16)
+SPEC = WorkerSpec(COST, num_blocks=64, block_size=16, slo=SloSettings(interactive_gap_s=1.0))
 H200 = WorkerSpec(StepCost(0.0267, 0.00094, 2.35e-9, 0.0, 9.6e-5), 3900, 128, max_batch=64, max_step_tokens=1024)
 RATES = WorkerRates("a test", 10_000.0, (DecodeBatch(1, 50.0), DecodeBatch(16, 320.0)), 16, 1000, None)
 
@@ -47,6 +48,15 @@ def test_steps_take_what_they_cost() -> None:
     late = play(1, make_load((0.0, 100, 5, 0, 0), (0.05, 50, 1, 1, 0)))
     assert late.first_s == pytest.approx([0.11, 0.11 + 0.061]), "both share the next step"
     assert late.end_s == pytest.approx([0.171 + 3 * 0.011, 0.171])
+
+
+@pytest.mark.parametrize(("ttft_s", "first_s"), [(4.0, 0.11 + 0.05 + 0.022), (0.1, 0.11 + 0.061)])
+def test_a_prompt_keeps_to_the_gap_of_an_answer_unless_its_own_first_token_were_late(
+    ttft_s: float, first_s: float
+) -> None:
+    spec = replace(SPEC, slo=SloSettings(interactive_gap_s=0.0505, interactive_ttft_s=ttft_s))
+    done = play(1, make_load((0.0, 100, 5, 0, 0), (0.05, 50, 1, 1, 0)), spec)
+    assert done.first_s[1] == pytest.approx(first_s), "39 tokens and then 11; or all at once"
 
 
 def test_a_turn_finds_prompt_and_answer_in_the_pool_of_its_worker_until_others_need_the_place() -> None:

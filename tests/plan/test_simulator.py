@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bus.placement import MAX_SENT_S, Link, PromptChain
+from penstock.config.settings import SloSettings
 from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PlanError
 from penstock.plan.placing import Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec, plan_fetch
@@ -16,7 +17,7 @@ from sim.placement.rules import RULES, compute_imbalance, count_sent_tokens
 from sim.placement.traces import make_placed_request
 
 COST = StepCost(fixed_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.001)
-SPEC = WorkerSpec(COST, num_blocks=64, block_size=16)
+SPEC = WorkerSpec(COST, num_blocks=64, block_size=16, slo=SloSettings(interactive_gap_s=1.0))
 KEYS = tuple(f"block {number}".encode() for number in range(12))
 """Of a text of 192 tokens."""
 FIRST = PlacedRequest("first", 0.0, 64, 33, KEYS[:6])
@@ -57,6 +58,16 @@ def test_what_comes_during_a_step_is_read_behind_it() -> None:
         [requests[0], replace(requests[1], at_s=1.0)]
     )
     assert late.ttft_s == pytest.approx(0.08), "with the way to the worker and back"
+
+
+@pytest.mark.parametrize(("ttft_s", "first_s"), [(4.0, 0.11 + 0.05 + 0.022), (0.1, 0.11 + 0.061)])
+def test_a_prompt_keeps_to_the_gap_of_an_answer_unless_its_own_first_token_were_late(
+    ttft_s: float, first_s: float
+) -> None:
+    spec = replace(SPEC, slo=SloSettings(interactive_gap_s=0.0505, interactive_ttft_s=ttft_s))
+    requests = [PlacedRequest("busy", 0.0, 100, 5), PlacedRequest("late", 0.05, 50, 1)]
+    _, late = Simulation({"auto": (1, spec)}, [RoundRobin()]).run(requests)
+    assert late.first_s == pytest.approx(first_s), "39 tokens and then 11; or all at once"
 
 
 def test_a_turn_finds_prompt_and_answer_in_the_pool_of_its_worker() -> None:

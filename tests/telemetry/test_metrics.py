@@ -129,6 +129,14 @@ def test_who_decodes_tells_of_drafts_and_of_what_it_computed_again(kind: WorkerK
     assert len(found) == 2 * decodes
 
 
+def test_a_gap_of_an_interactive_answer_that_is_too_long_is_counted() -> None:
+    metrics = StageMetrics(meters := Meters(), "p", "auto", "w", "demo", longest_gap_s=0.05)
+    for gap_s in (None, 0.02, 0.05, 0.2):
+        metrics.record_token(gap_s, "interactive")
+        metrics.record_token(gap_s, "batch")
+    assert meters.get_counter(catalog.GAP_MISSED, "p", "auto").value == 1
+
+
 def record_everything(meters: Meters, name: str) -> StageMetrics:
     """A worker's metrics to which all has happened that can."""
     assert name in STAGES

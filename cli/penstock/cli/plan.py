@@ -36,8 +36,9 @@ def plan(
     except ImportError as error:  # the scheduler's own needs
         raise DependencyMissing(f"`penstock plan` needs pip install 'penstock[worker]' ({error})") from None
     arrivals = read_trace(trace)
-    slos = read_slos(load_settings(SloSettings), Slo(batch_ttft_s, batch_itl_s))
-    goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s, slos)
+    slo = load_settings(SloSettings)
+    slos, keep_s = read_slos(slo, Slo(batch_ttft_s, batch_itl_s)), load_settings(RecordSettings).keep_s
+    goals = Goals(ttft_s, itl_s, utilisation, window_s, keep_s, slos, slo.interactive_gap_s)
     settings = load_settings(EngineSettings, **({"model": model} if model else {}))
     if measure:
         from penstock.cli.plan_measure import measure_engine

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bus.placement import HOME_PROMPTS, MEMORY_S
-from penstock.engine.scheduling.scheduler import MAX_STEP_S, WAITING_STEPS
+from penstock.engine.scheduling.cost import MIN_TOKEN_S
+from penstock.engine.scheduling.scheduler import MAX_STEP_S, URGENT_SHARE, WAITING_STEPS
 from penstock.errors import PlanError
 from penstock.plan.placing import WorkerSpec
 
@@ -305,11 +306,12 @@ class CoarseSimulation:
             max_tokens = np.minimum(free_s / max(cost.token_s, 1e-9), WAITING_STEPS * spec.max_step_tokens)
             waiting = pending.sum(axis=1) // WAITING_STEPS
             budget = np.maximum(spec.max_step_tokens, np.minimum(waiting, max_tokens)).astype(np.int64)
+            budget = self._bound_by_gap(mine, budget, seconds[found] + cost.chunk_s, now_s[found])
             given = share_tokens(pending, np.maximum(1, budget - rows[found]))
             seconds[found] += (
                 cost.chunk_s
                 + given.sum(axis=1) * cost.token_s
-                + (given * done).sum(axis=1) * cost.context_s
+                + (given * (done + (given - 1) / 2)).sum(axis=1) * cost.known_prompt_context_s
                 + self._are_jobs * self._num_prompts[mine] * cost.row_s
             )
             # 0 where a prompt ends. Jobs have no pending tokens, and end at once.
@@ -327,6 +329,25 @@ class CoarseSimulation:
         ended = workers[self._next_end[workers] <= self._steps[workers]]
         if len(ended):
             self._end_answers(ended)
+
+    def _bound_by_gap(self, workers: Ints, budget: Ints, seconds: Floats, now_s: Floats) -> Ints:
+        """Return how many tokens the steps of workers with prompts have, whose other costs are `seconds`: those of the
+        longest gap beside answers, and at least `budget` without these or where a first token would be late.
+        """
+        spec, cost, rows = self._spec, self._spec.cost, self._num_rows[workers]
+        width = int(self._num_prompts[workers].max())
+        pending = self._pending[workers, :width]
+        token_s = np.maximum(cost.token_s + cost.known_prompt_context_s * self._done[workers, 0], MIN_TOKEN_S)
+        within = np.clip((spec.slo.interactive_gap_s - seconds) // token_s, 0, WAITING_STEPS * spec.max_step_tokens)
+        step_s = seconds + within * token_s
+        patience_s, token_s = URGENT_SHARE * spec.slo.interactive_ttft_s, step_s / np.maximum(within, MIN_TOKEN_S)
+        first_s, due_s = now_s[:, None] + pending.cumsum(axis=1) * token_s[:, None], self._at_s + patience_s
+        is_late = ((first_s > due_s[self._prompt[workers, :width]]) & (pending > 0)).any(axis=1)
+        heads = self._head[workers]  # of those that wait, the first one counts
+        head_s = now_s + (pending.sum(axis=1) + self._load.prompt_tokens[heads]) * token_s
+        is_late |= (heads >= 0) & (self._at_s[heads] <= now_s) & (head_s > due_s[heads])
+        bounded: Ints = np.where(is_late, np.maximum(within + rows, budget), within + rows).astype(np.int64)
+        return np.where(rows > 0, bounded, budget)
 
     def _end_prompts(self, workers: Ints, width: int) -> None:
         """Note the first tokens of prompts that are computed; they are rows from now on."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.bus.placement import PromptChain
+from penstock.config.settings import SloSettings
 from penstock.engine.scheduling.cost import StepCost
 from penstock.names import PriorityClass
 
@@ -44,6 +45,8 @@ class WorkerSpec:
     block_size: int = 16
     max_batch: int = 32
     max_step_tokens: int = 256
+    slo: SloSettings = field(default_factory=SloSettings)
+    """The longest gap beside prompts, and the time in which first tokens are to come."""
 
     def prompt_seconds(self, num_tokens: int, num_before: int = 0) -> float:
         """Return the seconds that an idle worker takes for `num_tokens` prompt tokens after `num_before` others."""

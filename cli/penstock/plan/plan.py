@@ -49,6 +49,8 @@ class Goals:
     """Seconds for which ended streams can be read."""
     slos: Slos = field(default_factory=lambda: read_slos(SloSettings()))
     """The latency targets of the goodput."""
+    gap_s: float = SloSettings().interactive_gap_s
+    """The longest time between two tokens beside prompts."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Plan:
 def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Plan:
     """Return the plan. Raises `PlanError` where no number of workers would do."""
     batch, size = choose_batch(trace, rates, goals), rates.block_size
+    slo = SloSettings(interactive_ttft_s=goals.slos["interactive"].ttft_s, interactive_gap_s=goals.gap_s)
 
     def blocks(one: Arrival) -> int:
         return math.ceil((one.prompt_tokens + one.output_tokens) / size)
@@ -152,10 +155,10 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
             number += 1 + number // STEPS_TO_DOUBLE
         return number
 
-    num_prefill = find_number(prefill, lambda number: play_trace(trace, rates, batch, number, 0))
-    num_auto = find_number(max(auto, by_blocks), lambda number: play_auto(trace, rates, batch, number))
-    played = play_trace(trace, rates, batch, num_prefill, num_decode)
-    by_auto = play_auto(trace, rates, batch, num_auto)
+    num_prefill = find_number(prefill, lambda number: play_trace(trace, rates, batch, number, 0, slo))
+    num_auto = find_number(max(auto, by_blocks), lambda number: play_auto(trace, rates, batch, number, slo))
+    played = play_trace(trace, rates, batch, num_prefill, num_decode, slo)
+    by_auto = play_auto(trace, rates, batch, num_auto, slo)
 
     seconds = trace[-1].at_s - trace[0].at_s
     mean_rate = len(trace) / (seconds or goals.window_s)
@@ -163,7 +166,7 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     def play_rate(number: int) -> tuple[float, float]:
         factor = GOODPUT_STEP**number
         faster = [one._replace(at_s=one.at_s / factor) for one in trace]
-        outcomes = play_trace(faster, rates, batch, num_prefill, num_decode) if number else played
+        outcomes = play_trace(faster, rates, batch, num_prefill, num_decode, slo) if number else played
         return mean_rate * factor, compute_met_share(outcomes, goals.slos)
 
     return Plan(
@@ -222,15 +225,21 @@ def is_long(trace: Sequence[Arrival]) -> bool:
 
 
 def play_trace(
-    trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
+    trace: Sequence[Arrival],
+    rates: WorkerRates,
+    batch: DecodeBatch,
+    num_prefill: int,
+    num_decode: int,
+    slo: SloSettings | None = None,
 ) -> list[Timing]:
     """Return the latencies of the requests with these numbers of workers, which get them in turn.
 
-    Without decode workers all answers have one token. A long trace is played by the coarse model.
+    Without decode workers all answers have one token. A long trace is played by the coarse model. Without `slo` the
+    workers have its defaults.
     """
     token_s = 1 / rates.prefill_tokens_per_s
-    prefill = _make_spec(rates, batch, StepCost(0.0, token_s, 0.0, 0.0, token_s))
-    decode = _make_spec(rates, batch, rates.fit_cost())
+    prefill = _make_spec(rates, batch, StepCost(0.0, token_s, 0.0, 0.0, token_s), slo)
+    decode = _make_spec(rates, batch, rates.fit_cost(), slo)
     if is_long(trace):
         return play_coarsely(trace, (num_prefill, prefill), (num_decode, decode))
     simulation = Simulation(
@@ -240,9 +249,11 @@ def play_trace(
     return [one.make_timing() for one in simulation.run(_make_requests(trace, None if num_decode else 1))]
 
 
-def play_auto(trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_auto: int) -> list[Timing]:
+def play_auto(
+    trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_auto: int, slo: SloSettings | None = None
+) -> list[Timing]:
     """Return the latencies of the requests with `num_auto` workers of kind `auto`, which get them in turn."""
-    spec = _make_spec(rates, batch, rates.fit_cost())
+    spec = _make_spec(rates, batch, rates.fit_cost(), slo)
     # The rate of prompts includes the fixed cost of a step. A step with answers and prompts has that cost only once.
     token_s = max(0.0, spec.cost.token_s - spec.cost.fixed_s / spec.max_step_tokens)
     spec = replace(spec, cost=replace(spec.cost, token_s=token_s))
@@ -299,8 +310,9 @@ def measure_waits(played: Sequence[Timing]) -> Waits:
     return Waits(*(compute_quantile(values, share) for values in (firsts, tokens) for share in (0.5, 0.99)))
 
 
-def _make_spec(rates: WorkerRates, batch: DecodeBatch, cost: StepCost) -> WorkerSpec:
-    return WorkerSpec(cost, rates.pool_blocks or MAX_POOL_BLOCKS, rates.block_size, batch.size)
+def _make_spec(rates: WorkerRates, batch: DecodeBatch, cost: StepCost, slo: SloSettings | None) -> WorkerSpec:
+    num_blocks = rates.pool_blocks or MAX_POOL_BLOCKS
+    return WorkerSpec(cost, num_blocks, rates.block_size, batch.size, slo=slo or SloSettings())
 
 
 def count_workers(load: float, rate: float, utilisation: float) -> int:

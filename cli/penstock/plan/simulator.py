@@ -72,7 +72,7 @@ class SimulatedWorker:
     def __init__(self, kind: WorkerKind, spec: WorkerSpec, number: int) -> None:
         self.kind, self.spec, self.number = kind, spec, number
         self.scheduler = Scheduler(BlockPool(spec.num_blocks, spec.block_size))
-        self.scheduler.cost = spec.cost
+        self.scheduler.cost, self.scheduler.slo = spec.cost, spec.slo
         self.busy_s = 0.0
         """Seconds in steps."""
         self.link_free_s = 0.0
@@ -89,14 +89,14 @@ class SimulatedWorker:
         self.sequences[seq] = None
         self.scheduler.add_sequence(seq)
 
-    def begin_step(self) -> float:
+    def begin_step(self, now_s: float) -> float:
         """Plan a step; return its seconds, 0 without work. The plan is in `plan`."""
         spec, cost = self.spec, self.spec.cost
         for _ in range(MAX_STANDSTILL_STEPS if self.sequences else 0):
-            self.plan = self.scheduler.schedule(self.scheduler.choose_budget(spec.max_step_tokens), spec.max_batch)
+            budget = self.scheduler.choose_budget(spec.max_step_tokens, at_s=now_s)
+            self.plan = self.scheduler.schedule(budget, spec.max_batch)
             if self.plan:
-                chunk_s = cost.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in self.plan) else 0.0
-                seconds = cost.fixed_s + chunk_s + sum(cost.estimate_seconds(seq, num) for seq, num in self.plan)
+                seconds = cost.step_seconds(self.plan)
                 self.busy_s += seconds
                 return seconds
         assert not self.sequences, "the scheduler stands still"
@@ -250,6 +250,7 @@ class Simulation:
             output_token_ids=[0] if is_job else (),
             block_keys=request.keys[: request.prompt_tokens // size],
             priority_class=request.priority_class,
+            since_s=request.at_s,
             context=(outcome, view),
         )
         if is_job:
@@ -265,7 +266,7 @@ class Simulation:
             self._begin_step(worker)
 
     def _begin_step(self, worker: SimulatedWorker) -> None:
-        seconds = worker.begin_step()
+        seconds = worker.begin_step(self._now_s)
         if worker.plan:
             self._at(self._now_s + seconds, partial(self._end_step, worker))
 

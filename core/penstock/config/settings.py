@@ -59,6 +59,7 @@ _REPLACED = {
     "GATEWAY_MAX_FILE_MB": "PENSTOCK_BATCH_MAX_FILE_BYTES limits uploads",
     "TRACE_FILE": "OTEL_EXPORTER_OTLP_ENDPOINT sends spans to a collector",
     "WORKER_NEXT_NAME": "use `penstock worker … --next-name`",
+    "WORKER_STAY_MAX_ADDED_ITL_MS": "PENSTOCK_SLO_INTERACTIVE_GAP_S bounds what prompts add to a gap",
     "SLO_BATCH_TTFT_S": "use `penstock plan --batch-ttft-s`",
     "SLO_BATCH_ITL_S": "use `penstock plan --batch-itl-s`",
 }
@@ -212,7 +213,9 @@ class EngineSettings(Settings):
     """The most sequences that run at the same time; no more than `PENSTOCK_ENGINE_MAX_STEP_TOKENS`."""
     max_step_tokens: int = Field(default=256, ge=1)
     """The most tokens of one step; longer prompts are prefilled in chunks. While more prompt tokens wait than four
-    steps compute, steps may be up to four times as large, but not longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`."""
+    steps compute, steps may be up to four times as large. Beside interactive answers
+    `PENSTOCK_SLO_INTERACTIVE_GAP_S` decides how many tokens a step has, four times as many at most; with `vllm` it does
+    so once, by the rate of prompts at the start."""
     speculate: Constant[bool] = True
     """Speculative decoding: whether a step may give a sequence several tokens if its next ones can be guessed. The
     tokens are the same either way."""
@@ -302,19 +305,12 @@ class WorkerSettings(Settings):
 
 
 class StaySettings(Settings):
-    """Which requests a worker of kind `auto` decodes itself. If no other worker decodes, all of them."""
+    """Which requests a worker of kind `auto` decodes itself. Without workers of kind `decode`, all that have blocks."""
 
     prefix = "PENSTOCK_WORKER_STAY_"
 
     max_prompt_tokens: int = Field(default=512, ge=0)
-    """A request is handed off to another worker that decodes if more tokens of its prompt had to be computed."""
-    max_added_itl_ms: float = Field(default=50.0, ge=0)
-    """A request is handed off if computing its prompt delays the answers beside it for longer, by the measured cost of
-    steps, or if prompts have delayed its tokens for longer each, on the mean."""
-    max_answer_tokens: Constant[int] = 2000
-    """A request is handed off when its answer gets this long."""
-    max_s: Constant[float] = 60.0
-    """A request is handed off when its answer has lasted for longer."""
+    """A request is handed off to a worker of kind `decode` if more tokens of its prompt had to be computed."""
 
 
 class AdmissionSettings(Settings):
@@ -485,9 +481,7 @@ class WebhookSettings(Settings):
 
 
 class SloSettings(Settings):
-    """When a request is in time. `penstock plan` finds the highest rate at which nine of ten requests of a class are.
-    While prompts wait, the engine makes steps larger, but not longer than `PENSTOCK_SLO_INTERACTIVE_ITL_S`.
-    """
+    """When a request is in time. `penstock plan` finds the highest rate at which nine of ten of a class are."""
 
     prefix = "PENSTOCK_SLO_"
 
@@ -495,6 +489,10 @@ class SloSettings(Settings):
     """The longest time to the first token of an interactive request."""
     interactive_itl_s: float = Field(default=0.2, gt=0)
     """The longest mean time between two tokens of an interactive answer."""
+    interactive_gap_s: float = Field(default=0.05, gt=0)
+    """The longest time between two tokens of an interactive answer: a step computes as many tokens of others' prompts
+    as fit within it, by the measured cost of steps. It computes more only while a first token would be late by that;
+    longer gaps are counted in `penstock_gap_missed_total`."""
 
 
 class FaultSettings(Settings):

@@ -70,6 +70,11 @@ ITL = Metric(
     "penstock.itl", "histogram", "s", ("pipeline",),
     "Time between two tokens of one stream.", "worker", ITL_BOUNDS,
 )  # fmt: skip
+GAP_MISSED = Metric(
+    "penstock.gap.missed", "counter", "{token}", ("pipeline", "stage"),
+    "Tokens of interactive answers that came longer after the one before than PENSTOCK_SLO_INTERACTIVE_GAP_S.",
+    "worker",
+)  # fmt: skip
 QUEUE_WAIT = Metric(
     "penstock.queue.wait", "histogram", "s", ("pipeline", "stage", "class"),
     "From a message's publication until a worker of the stage began with it.", "worker", WAIT_BOUNDS,

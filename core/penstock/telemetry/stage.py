@@ -1,5 +1,6 @@
 """A worker's metrics: counts that its loop records, and values that are read whenever metrics are collected."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,10 +25,20 @@ StatusView = Callable[[], Mapping[str, Any]]
 class StageMetrics:
     """One worker's metrics. Only the loop's thread writes them."""
 
-    def __init__(self, meters: Meters, pipeline: str, stage: WorkerKind, worker: str, model: str) -> None:
+    def __init__(
+        self,
+        meters: Meters,
+        pipeline: str,
+        stage: WorkerKind,
+        worker: str,
+        model: str,
+        longest_gap_s: float = math.inf,
+    ) -> None:
+        """`longest_gap_s`: tokens of interactive answers that come longer after the one before are counted."""
         self._meters, self._pipeline, self._stage, self._worker, self._model = meters, pipeline, stage, worker, model
         self._view: StatusView | None = None
         self._itl = meters.get_histogram(catalog.ITL, pipeline)
+        self._longest_gap_s, self._missed = longest_gap_s, meters.get_counter(catalog.GAP_MISSED, pipeline, stage)
         self._prefill, self._cached, self._decode = (
             meters.get_counter(catalog.TOKENS, pipeline, kind) for kind in ("prefill", "cached", "decode")
         )
@@ -79,11 +90,16 @@ class StageMetrics:
         found.add(max(0.0, now_s() - published_s))
         self._decode.add()
 
-    def record_token(self, gap_s: float | None) -> None:
-        """Record a further token, and the time since the one before if this worker wrote that."""
+    def record_token(self, gap_s: float | None, priority_class: PriorityClass = "batch") -> None:
+        """Record a further token, and the time since the one before if this worker wrote that.
+
+        The times of class `batch`, and of servers' answers, may be of any length.
+        """
         self._decode.add()
         if gap_s is not None:
             self._itl.add(gap_s)
+            if gap_s > self._longest_gap_s and priority_class == "interactive":
+                self._missed.add()
 
     def count_hand_off(self, priority_class: PriorityClass) -> None:
         """Count a request that was handed off."""

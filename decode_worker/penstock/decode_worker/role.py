@@ -115,7 +115,7 @@ class DecodeRole(ModelRole):
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
         """Record that a token is in the log."""
-        metrics.record_token(task.measure_token_gap(written_s))
+        metrics.record_token(task.measure_token_gap(written_s), task.priority_class)
 
     # 8. End.
 

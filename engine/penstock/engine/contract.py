@@ -311,8 +311,3 @@ class InferenceEngine(TokenSource, Protocol):
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
-
-    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
-        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
-        are decoded too; None where that is not known.
-        """

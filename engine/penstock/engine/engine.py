@@ -58,7 +58,7 @@ from penstock.engine.steps.runner import ModelRunner
 from penstock.engine.steps.step_batch import StepBatch
 from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.kvstore.block import derive_state_hash
-from penstock.messages import Logprobs, Sampling
+from penstock.messages import Logprobs, Sampling, now_s
 from penstock.names import CLASSES, PriorityClass, Stage
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,8 @@ class Engine:
         self._step_begun_s = 0.0
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step ended, and how many tokens it sampled."""
+        self._last_sampled: set[Sequence] = set()
+        """The sequences that these are of."""
 
     # Load
 
@@ -186,6 +188,7 @@ class Engine:
         if self.model.stage_forms is not None and self._prompt_runner is None:
             assert seq.max_new_tokens == 1, "this engine has only the weights that compute prompts"
         self.check_sequence(seq)
+        seq.since_s = seq.since_s or now_s()
         self.scheduler.add_sequence(seq)
 
     def check_sequence(self, seq: Sequence, max_new_tokens: int = 0) -> None:
@@ -259,15 +262,6 @@ class Engine:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
 
-    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
-        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
-        are decoded too; None where that is not known.
-        """
-        if (cost := self.scheduler.cost) is not None:
-            return cost.prompt_seconds(num_tokens, num_before, self.settings.max_step_tokens)
-        rate = self._rate.tokens_per_s
-        return None if rate is None else num_tokens / rate
-
     def measure_speed(self) -> None:
         """Measure the speed of prefill and the cost of steps with a few prompts and steps.
 
@@ -279,8 +273,10 @@ class Engine:
         tokens = torch.randint(self.model.vocab_size, (max(1, max_tokens),), generator=generator).tolist()
         self._rate = measure_prefill_rate(lambda num_tokens: self._time_prompt(tokens[:num_tokens]), len(tokens))
         rows = min(TRIAL_DECODES, self.settings.max_batch)
-        context = min(TRIAL_CONTEXT_TOKENS, self.model.context_length - 1, capacity // rows - self.settings.block_size)
-        if rows > 1 and context > 0 and len(tokens) >= TRIAL_CHUNK_TOKENS[-1]:  # else there is little to share
+        chunk, size = TRIAL_CHUNK_TOKENS[-1], self.settings.block_size
+        context = min(TRIAL_CONTEXT_TOKENS, self.model.context_length - 1, capacity - 2 * size) - chunk
+        context = min(context, capacity // rows - size)
+        if rows > 1 and context > 0 and len(tokens) >= chunk:  # else there is little to share
             self.scheduler.cost = measure_cost(partial(self._time_step, tokens), rows, context)
         self._num_last_sampled = 0
 
@@ -320,11 +316,11 @@ class Engine:
         on_cpu = self.model.device.type == "cpu"
         clock, threads = (time.process_time, self.settings.num_threads) if on_cpu else (time.perf_counter, 1)
         plan: Plan = []
-        for num_before, num_tokens in [(trial.context_tokens, 1)] * trial.num_decodes + [(0, trial.prompt_tokens)] * (
-            trial.prompt_tokens > 0
-        ):
+        chunk = (trial.prompt_context_tokens, trial.prompt_tokens)
+        for num_before, num_tokens in [(trial.context_tokens, 1)] * trial.num_decodes + [chunk] * (chunk[1] > 0):
             ids = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
-            num_prompt = num_before or num_tokens  # what is computed behind other tokens is an answer's
+            # A row that is computed behind other tokens is an answer's.
+            num_prompt = num_before if num_before and num_tokens == 1 else len(ids)
             blocks = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
             seq = make_trial_sequence(ids[:num_prompt], ids[num_prompt:], blocks=blocks, num_computed=num_before)
             if self.states is not None:
@@ -352,7 +348,7 @@ class Engine:
         removed before the step is finished.
         """
         self._step_begun_s = time.perf_counter()
-        token_budget = self.scheduler.choose_budget(self._usual_step_tokens, self._rate.tokens_per_s or 0.0)
+        token_budget = self.scheduler.choose_budget(self._usual_step_tokens, self._rate.tokens_per_s or 0.0, now_s())
         token_budget = min(token_budget, self._quarantine.max_tokens)
         self._plan = self.scheduler.schedule(token_budget, self.settings.max_batch)
         self._record_time_outside()
@@ -372,7 +368,7 @@ class Engine:
             return []
         if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
-        before = [seq.num_computed_tokens for seq, _ in plan]
+        before, expected_s = [seq.num_computed_tokens for seq, _ in plan], self._expect_gap(plan)
         self.step_shares = share_step(self.scheduler.cost, plan)
         try:
             drawn = self._run_plan(plan)
@@ -387,7 +383,11 @@ class Engine:
                 self.num_drafted_tokens += len(seq.draft)
                 seq.draft = []
         sampled = self._append_tokens(drawn)
-        self._last_step_ended_s, self._num_last_sampled = time.perf_counter(), len(sampled)
+        ended_s = time.perf_counter()
+        if expected_s:
+            self.scheduler.record_gap(ended_s - self._last_step_ended_s, expected_s)
+        self._last_step_ended_s, self._num_last_sampled = ended_s, len(sampled)
+        self._last_sampled = {one.seq for one in sampled}
         self._quarantine.record_success()
         for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
             self.scheduler.register_blocks(seq, num_computed_tokens)
@@ -397,6 +397,15 @@ class Engine:
             time.perf_counter() - self._step_begun_s,
         )
         return sampled
+
+    def _expect_gap(self, plan: Plan) -> float:
+        """Return how long interactive answers wait for a token of this step by its cost, where prompts are computed
+        beside them; 0 where there is no such answer that the last step had a token of, or the cost is not known.
+        """
+        cost, has_drafts = self.scheduler.cost, any(seq.draft for seq, _ in plan)
+        has_prompt = any(seq.num_pending_tokens > 1 for seq, _ in plan)
+        has_row = any(seq.priority_class == "interactive" and seq in self._last_sampled for seq, _ in plan)
+        return cost.step_seconds(plan) if cost is not None and has_prompt and has_row and not has_drafts else 0.0
 
     def _undo_step(self, plan: Plan, before: list[int]) -> None:
         """Let the sequences of a step have computed the tokens that they had before."""

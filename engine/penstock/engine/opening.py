@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.config.settings import EngineSettings, KVSettings
+from penstock.config.settings import EngineSettings, KVSettings, SloSettings
 from penstock.cores import list_usable_cores
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.products import find_slow_products, list_products
@@ -35,14 +35,14 @@ def open_engine(
     report: Progress = ignore_progress,
     *,
     only_prompts: bool = False,
-    max_step_s: float | None = None,
+    slo: SloSettings | None = None,
 ) -> Engine:
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
     With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs.
-    `max_step_s`: how long a step may take that is larger than usual, if not as the scheduler says. Raises
-    `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for
-    an instruction set that this machine lacks.
+    `slo` bounds the gaps of interactive answers; without it the defaults do. Raises `ModelLoadError`; its
+    `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for an instruction set that
+    this machine lacks.
     """
     model = load_stage_models(settings, report, only_prompts=only_prompts)
     begun_s, pool = time.perf_counter(), choose_pool(model.layout, model.context_length, settings, model.device)
@@ -54,8 +54,7 @@ def open_engine(
     )  # fmt: skip
     settings = settings.model_copy(update={"pool_mb": pool.pool_mb})
     engine = Engine(model, settings)
-    if max_step_s is not None:
-        engine.scheduler.max_step_s = max_step_s
+    engine.scheduler.slo = slo or engine.scheduler.slo
     load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(engine)
     speed = load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S)
     if speed:

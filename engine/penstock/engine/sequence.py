@@ -42,7 +42,8 @@ class Sequence:
     of the prompt's blocks. With a `lease_owner` the prompt is computed for a job: its blocks are stored where all
     workers can read them, and leased to this owner; without, the request is such a job (`was_handed_off`), or is
     answered by the worker that read it. Its blocks are to outlive others for `retain_s` behind its end, which
-    `num_retained_blocks` of them then do. Events return `context` unchanged.
+    `num_retained_blocks` of them then do. It was asked for at `since_s`, in seconds since the epoch; 0: when it comes
+    to the engine. Events return `context` unchanged.
 
     `output_token_ids` are output tokens that this worker or another one generated before: their KV is computed where
     it is missing, but they are never sampled again. `max_new_tokens` counts them too; the longest answer that
@@ -87,9 +88,10 @@ class Sequence:
         lease_owner: str = "",
         was_handed_off: bool = True,
         retain_s: float = 0.0,
+        since_s: float = 0.0,
         context: Any = None,
     ) -> None:
-        self.id, self.priority_class = id, priority_class
+        self.id, self.priority_class, self.since_s = id, priority_class, since_s
         self.sampling, self.seed, self.max_new_tokens = sampling, seed, max_new_tokens
         self.tenant, self.weight = tenant, weight
         """The tenant's share of the tokens where tenants compete."""

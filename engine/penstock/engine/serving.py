@@ -110,11 +110,6 @@ class EngineCore(Pool, Protocol):
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
 
-    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
-        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
-        are decoded too; None where that is not known.
-        """
-
 
 class ServingEngine:
     """An engine's core over a KV store. All methods but those that say so are called by one thread."""
@@ -406,12 +401,6 @@ class ServingEngine:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self.core.prefill_tokens_per_s()
-
-    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
-        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
-        are decoded too; None where that is not known.
-        """
-        return self.core.prompt_seconds(num_tokens, num_before)
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat. Any thread may call it."""

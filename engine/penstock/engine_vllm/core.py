@@ -22,11 +22,11 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.limits import check_sequence
 from penstock.engine.sampling.draw import make_sampling_params
 from penstock.engine.sampling.sampler import NOT_FINITE, SamplingParams
-from penstock.engine.scheduling.cost import PrefillRate, share_step
+from penstock.engine.scheduling.cost import PrefillRate, measure_prefill_rate, share_step
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
 from penstock.errors import ModelError, SequenceFailed, is_failure
-from penstock.messages import Logprobs, TokenLogprob
+from penstock.messages import Logprobs, Sampling, TokenLogprob
 from penstock.names import CLASSES, PriorityClass, Stage
 
 
@@ -146,7 +146,28 @@ class VllmCore:
     @property
     def max_step_tokens(self) -> int:
         """How many tokens a step has at most."""
-        return self.settings.max_step_tokens
+        return int(self._core.scheduler.max_num_scheduled_tokens)
+
+    def choose_step_tokens(self, gap_s: float) -> None:
+        """Measure how fast prompts are computed. Let steps have as many tokens as take so long, which is the longest
+        gap of answers beside prompts; no more than vLLM has memory for, and one for each sequence.
+        """
+        most, capacity = self.max_step_tokens, self.num_blocks * self.settings.block_size
+        self._rate = measure_prefill_rate(self._time_prompt, min(most, self.model.context_length - 1, capacity))
+        self.drop_cache()
+        num_tokens = int(gap_s * (self._rate.tokens_per_s or 0.0))
+        self._core.scheduler.max_num_scheduled_tokens = min(most, max(num_tokens, self.settings.max_batch))
+
+    def _time_prompt(self, num_tokens: int) -> float:
+        """Return the seconds for a prompt, which is forgotten."""
+        prompt = [number % self.model.vocab_size for number in range(num_tokens)]
+        seq = Sequence("measure", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
+        begun_s = time.perf_counter()
+        self.add_sequence(seq)
+        while seq.state is not State.DONE and self.begin_step():
+            self.finish_step()
+        self.remove_sequence(seq)
+        return time.perf_counter() - begun_s
 
     def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
         """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon.
@@ -421,11 +442,6 @@ class VllmCore:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
-
-    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
-        """Return how long `num_tokens` tokens of a prompt take by the rate of late; None where that is not known."""
-        rate = self._rate.tokens_per_s
-        return None if rate is None else num_tokens / rate
 
 
 def _make_block_hasher(seq: Sequence, block_size: int) -> Callable[[Any], list[Any]]:

@@ -24,6 +24,7 @@ from penstock.engine.loading.proof import draw_proof_tokens
 from penstock.engine.loading.windows import find_windows
 from penstock.engine.memory.memory import MIN_POOL_MB, check_memory
 from penstock.engine.model.compare import find_tolerance, measure_error
+from penstock.engine.scheduling.scheduler import WAITING_STEPS
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.response_template import find_response_template
 from penstock.engine.weights.files import Progress, find_model, find_weight_files, ignore_progress
@@ -65,7 +66,7 @@ OWN_ARGUMENTS = {
     "kv_transfer_config": "KV goes through the stores of this project",
     "logits_processors": "tokens are drawn by this project's sampler",
     "max_model_len": "a sequence may have the model's whole context",
-    "max_num_batched_tokens": "set PENSTOCK_ENGINE_MAX_STEP_TOKENS",
+    "max_num_batched_tokens": "set PENSTOCK_SLO_INTERACTIVE_GAP_S, or PENSTOCK_ENGINE_MAX_STEP_TOKENS",
     "max_num_seqs": "set PENSTOCK_ENGINE_MAX_BATCH",
     "model": "set PENSTOCK_ENGINE_MODEL",
     "model_tag": "set PENSTOCK_ENGINE_MODEL",
@@ -91,8 +92,13 @@ PLACING_ARGUMENTS = frozenset({
 """Arguments that say where the model is computed. All others are part of the fingerprint."""
 
 
-def open_vllm_core(settings: EngineSettings, report: Progress = ignore_progress) -> "VllmCore":
-    """Load the model into vLLM. Raises `ModelLoadError`, and `DependencyMissing` where vLLM is not installed."""
+def open_vllm_core(
+    settings: EngineSettings, report: Progress = ignore_progress, *, gap_s: float | None = None
+) -> "VllmCore":
+    """Load the model into vLLM. With `gap_s`, the longest gap of answers, the tokens of a step follow from its rate.
+
+    Raises `ModelLoadError`, and `DependencyMissing` where vLLM is not installed.
+    """
     os.environ |= {"OMP_NUM_THREADS": str(settings.num_threads)} | ENVIRONMENT
     torch.set_num_threads(settings.num_threads)  # vLLM does not let anybody change it afterwards
     try:
@@ -100,7 +106,11 @@ def open_vllm_core(settings: EngineSettings, report: Progress = ignore_progress)
     except ImportError as error:
         raise DependencyMissing(f"PENSTOCK_ENGINE_KIND=vllm needs vLLM ({error})") from None
     with as_load_errors(settings.model):
-        return _open_core(settings, report, vllm.__version__)
+        core = _open_core(settings, report, vllm.__version__, 1 if gap_s is None else WAITING_STEPS)
+        if gap_s is not None:
+            core.choose_step_tokens(gap_s)
+            log.info("%s: a step has up to %d tokens", settings.model, core.max_step_tokens)
+        return core
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,7 +138,7 @@ def parse_vllm_arguments(text: str) -> dict[str, Any]:
     return given
 
 
-def _open_core(settings: EngineSettings, report: Progress, version: str) -> "VllmCore":
+def _open_core(settings: EngineSettings, report: Progress, version: str, num_usual_steps: int) -> "VllmCore":
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
@@ -163,7 +173,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=context_length + 1,
         max_num_seqs=settings.max_batch,
-        max_num_batched_tokens=max(settings.max_step_tokens, settings.max_batch),
+        max_num_batched_tokens=max(num_usual_steps * settings.max_step_tokens, settings.max_batch),
         scheduling_policy="priority",
         block_size=settings.block_size,
         kv_cache_memory_bytes=(settings.pool_mb or MIN_POOL_MB) * 2**20,

@@ -219,7 +219,7 @@ class PrefillRole(ModelRole):
         """Record that a token is in the log."""
         gap_s = task.measure_token_gap(written_s)
         if task.first_token_s or task.claim.num_found_tokens:
-            metrics.record_token(gap_s)
+            metrics.record_token(gap_s, task.priority_class)
         else:
             task.first_token_s = now_s()
             metrics.record_first_token(task.operation, task.delivery.timestamp_s)

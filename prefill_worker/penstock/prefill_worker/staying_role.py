@@ -1,8 +1,8 @@
 """The role of an `auto` worker for requests: it decodes most of them where it read them, and hands off the others.
 
-It is prefill's role, beside which the same worker has decode's for jobs. A request leaves at one of three moments, if
-the `StayPolicy` (`stay.py`) has a cause: once its blocks are loaded, before its first token; behind a later token;
-between two tokens, if its blocks went to others. It goes on as a job then, as each of a prefill worker does.
+It is prefill's role, beside which the same worker has decode's for jobs. A request leaves at one of two moments, if
+the `StayPolicy` (`stay.py`) has a cause: once its blocks are loaded, before its first token; between two tokens, if its
+blocks went to others. It goes on as a job then, as each of a prefill worker does.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,6 @@ from penstock.engine.sequence import Sequence
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
-from penstock.telemetry.stage import StageMetrics
 from penstock.worker.load import WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.task import Task
@@ -27,42 +26,26 @@ class StayingRole(PrefillRole):
         """`stays` decides which requests are decoded here."""
         super().__init__(pipeline, engine, None, served_name)
         self._stays = stays
-        self._kept_s = 0.0
-        """How long prompts have kept answers that were decoded beside them, since the start."""
 
-    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+    def note_loaded(self, task: Task, loaded: Loaded) -> None:
         """Decide whether a request is decoded here, now that it is known how much of its prompt is to be computed."""
         if task.blocks is None or not isinstance(task.seq, Sequence):
             return
         num_prompt, num_blocks = len(task.token_ids), loaded.num_pool_blocks + loaded.num_tier_blocks
         num_found = min(num_prompt, num_blocks * task.blocks.hasher.block_size)
-        delay_s = self.engine.prompt_seconds(num_prompt - num_found, num_found) if are_others_here else None
-        self._kept_s += delay_s or 0.0
-        task.leaving_for = self._stays.judge_prompt(num_prompt - num_found, delay_s or 0.0)
+        task.leaving_for = self._stays.judge_prompt(num_prompt - num_found)
         if task.hands_off:
             self.engine.lease_request(task.id, self.pipeline.lease_owner(task.id))
 
     def leaves_preempted(self, task: Task) -> bool:
-        """Return whether a request leaves whose blocks went to others: where another worker decodes."""
-        self._leave(task, self._stays.judge_preempted())
-        return task.hands_off
-
-    def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
-        """Have the last blocks of a request stored that has ended or leaves. Decide whether one that goes on leaves."""
-        is_storing = super().finish_computed(task, item, metrics)
-        if task.outcome is None and not task.hands_off:
-            if task.last_written_s is None:
-                task.kept_before_s = self._kept_s
-            num_here, kept_s = len(task.log_events) - task.claim.num_found_tokens, self._kept_s - task.kept_before_s
-            self._leave(task, self._stays.judge_answer(len(task.log_events), task.begun_s, num_here, kept_s))
-        return is_storing
-
-    def _leave(self, task: Task, cause: str) -> None:
-        """Have a request go on in another worker, if there is a cause: its blocks are stored for that one."""
-        task.leaving_for = cause
-        if cause:
+        """Return whether a request leaves whose blocks went to others, where another worker decodes: its blocks are
+        stored for that one.
+        """
+        task.leaving_for = self._stays.judge_preempted()
+        if task.hands_off:
             self.engine.lease_request(task.id, self.pipeline.lease_owner(task.id))
             task.blocks_stored = self.engine.finish_request(task.id)
+        return task.hands_off
 
     def count_done(self, sampled: Collection[SampledToken]) -> int:
         """Return how many tokens of answers there were."""

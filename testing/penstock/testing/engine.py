@@ -220,10 +220,6 @@ class FormulaEngine:
         """Return None."""
         return None
 
-    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
-        """Return half a millisecond for each token."""
-        return num_tokens / 2000
-
     def close(self) -> None:
         """Write what jobs wait for, and drop everything else."""
         for _, _, future in self._storing:

@@ -103,7 +103,7 @@ class _Running:
             "auto": StayingRole(bus.pipeline, engine, stays),
         }
         role, member = roles.get(kind, decode), bus.join_group(kind, name)
-        self.decodes = kind != "prefill"
+        self.kind = kind
         job_role = decode if kind == "auto" else None
         self._worker = Worker(role, bus.pipeline, name, record, member, job_role=job_role)
         self._stop = StopSignal()
@@ -177,12 +177,14 @@ class TestPipeline:
         name = name or next(made for number in range(10**6) if (made := f"{kind}-{number}") not in self._workers)
         engine = FormulaEngine(Random(name), choose_token=self._choose_token)
         record = _WorkerRecord(self.records, self._settings)
-        stays = StayPolicy(self._stay, lambda: self._has_other_decoder(name))
+        stays = StayPolicy(self._stay, lambda: self._find_other_kinds(name))
         self._workers[name] = _Running(kind, name, self.bus, record, engine, stays)
         return name
 
-    def _has_other_decoder(self, name: str) -> bool:
-        return any(one.decodes and one.is_alive for other, one in list(self._workers.items()) if other != name)
+    def _find_other_kinds(self, name: str) -> set[WorkerKind]:
+        """Return the kinds of the other workers that decode."""
+        others = [one for other, one in list(self._workers.items()) if other != name]
+        return {one.kind for one in others if one.kind != "prefill" and one.is_alive}
 
     def kill_worker(self, name: str, after_tokens: int = 0) -> None:
         """Kill a worker now, or in the moment at which it has appended `after_tokens` more tokens.

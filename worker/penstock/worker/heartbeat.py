@@ -34,6 +34,7 @@ from penstock.worker.watch import DEFAULT_STALL_LIMIT_S, LoopWatch
 log = logging.getLogger(__name__)
 
 BEAT = load_script("penstock.worker", "beat")
+DECODING_KINDS: tuple[WorkerKind, ...] = ("decode", "auto")
 TAKE_PAUSE_S = 0.1
 """How long a process waits before it tries to take a name again."""
 GOODBYE_TTL_S = 60.0
@@ -75,8 +76,9 @@ class Heartbeat:
         }  # fmt: skip
         self.state = "loading"
         """The state of the last beat, whether it could be written or not."""
-        self.num_decoding = 0
-        """How many other workers decode, as of the last beat. Known where this one may hand requests to them."""
+        self.kinds_decoding: frozenset[WorkerKind] = frozenset()
+        """The kinds of the other workers that decode, as of the last beat. Known where this one may hand requests to
+        them."""
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._account: SecondsAccount | None = None
@@ -242,7 +244,7 @@ class Heartbeat:
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
         self.state = str(status["state"])
-        counted = [self._pipeline.worker_key(kind, "") for kind in ("decode", "auto")] if self._stage == "auto" else []
+        counted = [self._pipeline.worker_key(kind, "") for kind in DECODING_KINDS] if self._stage == "auto" else []
         compared = self._pipeline.worker_prefix if "arithmetic" in status and not self._declared else ""
         is_accepted = int(self._is_mix_accepted)
         args: list[str | int] = [self._token, json.dumps(status), lease_ms, compared, is_accepted, *counted]
@@ -259,9 +261,11 @@ class Heartbeat:
             self._due_s = 0.0  # this beat was not written
             self._answered.set()
             return None
-        self._is_written = isinstance(reply[0], int)
+        self._is_written = isinstance(reply[0], list)
         if self._is_written:
-            self.num_decoding = int(reply[0])
+            self.kinds_decoding = frozenset(
+                kind for kind, count in zip(DECODING_KINDS, reply[0], strict=False) if count
+            )
             if len(reply) > 1:
                 other = json.loads(reply[1])
                 log.warning(

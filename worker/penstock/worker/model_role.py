@@ -83,6 +83,7 @@ class ModelRole(Role):
             lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
             was_handed_off=isinstance(message, Job),
             retain_s=message.retain_s or 0.0,
+            since_s=task.delivery.timestamp_s,
             context=task,
         )
         self.engine.add_request(seq)

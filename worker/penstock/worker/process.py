@@ -66,6 +66,7 @@ class ProcessSettings(NamedTuple):
     traces: TraceSettings
     faults: FaultSettings
     stay: StaySettings
+    slo: SloSettings
 
 
 class WorkerProcess:
@@ -172,21 +173,22 @@ class WorkerProcess:
             if self.settings.engine.kind == "vllm":
                 from penstock.engine_vllm.opening import open_vllm_core
 
-                return open_vllm_core
+                return partial(open_vllm_core, gap_s=None if only_prompts else self.settings.slo.interactive_gap_s)
             from penstock.engine.opening import open_engine
 
-            max_step_s = load_settings(SloSettings).interactive_itl_s
-            return partial(open_engine, only_prompts=only_prompts, max_step_s=max_step_s)
+            return partial(open_engine, only_prompts=only_prompts, slo=self.settings.slo)
 
-    def may_hand_off(self) -> bool:
-        """Return whether an answer may go on in another worker: one decodes, as far as is known, and the bus is not so
-        slow that the answer would rather wait for its job than for prompts that are computed here.
+    def find_kinds_to_hand_to(self) -> frozenset[WorkerKind]:
+        """Return the kinds of the other workers that decode, as far as is known. There are none while the bus is so
+        slow that an answer would rather wait for prompts that are computed here than for its job.
         """
-        return self.beat.num_decoding > 0 and (self.member is None or self.member.slowness == 1)
+        is_slow = self.member is not None and self.member.slowness > 1
+        return frozenset() if is_slow else self.beat.kinds_decoding
 
     def make_metrics(self, model_name: str) -> StageMetrics:
         """Return what a worker of this kind counts and measures."""
-        return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name)
+        longest_gap_s = self.settings.slo.interactive_gap_s
+        return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name, longest_gap_s)
 
     def serve(self, role: Role, metrics: StageMetrics, job_role: Role | None = None, **card: Any) -> None:
         """Join the group, and work until told to stop. `job_role` treats jobs where the worker reads these too.

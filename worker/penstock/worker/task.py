@@ -1,6 +1,5 @@
 """A request in a worker, and what a stage does with it."""
 
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -80,12 +79,8 @@ class Task:
     settling_span: Span = INVALID_SPAN
     """The span of its settlement; a job's, which is a producer's, is the parent of the spans in the next worker."""
     started_s: float = field(default_factory=now_s)
-    begun_s: float = field(default_factory=time.monotonic)
-    """When it came to this worker, by the monotonic clock."""
     read_s: float = 0.0
     """When its message was read, where that takes time; else 0."""
-    kept_before_s: float = 0.0
-    """How long prompts had kept answers in its worker, all in all, before its first token there."""
     is_prompt_counted: bool = False
     """Whether its prompt's tokens are in the metrics of the worker that computed it."""
     first_token_s: float = 0.0
@@ -277,9 +272,9 @@ class Role(Protocol):
 
     # 3 and 6. Load.
 
-    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+    def note_loaded(self, task: Task, loaded: Loaded) -> None:
         """Note that the blocks of a request that were found are loaded, before the rest is computed: set `leaving_for`
-        where it is better decoded elsewhere. `are_others_here`: the worker decodes others.
+        where it is better decoded elsewhere.
         """
         return
 

@@ -418,8 +418,7 @@ class Worker:
             found["retained"] = loaded.num_retained_blocks
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
         if self.running.get(task.id) is task:
-            are_others_here = any(one.last_written_s is not None for one in self.running.values() if one is not task)
-            task.role.note_loaded(task, loaded, are_others_here=are_others_here)
+            task.role.note_loaded(task, loaded)
 
     # 3 and 7. Step.
 

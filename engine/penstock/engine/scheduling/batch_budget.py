@@ -47,8 +47,8 @@ class BatchBudget:
         if seq.num_pending_tokens == 1:
             return 1 if cost.row_seconds(seq) <= self._remaining_s else min_tokens
         chunk_s = cost.chunk_s if self._is_share_limited and not self._has_chunk else 0.0
-        max_tokens = (self._remaining_s - chunk_s) / max(cost.token_seconds(seq), 1e-12)
-        return min(num_tokens, max(min_tokens, math.floor(max_tokens)))
+        max_tokens = cost.count_chunk_tokens(self._remaining_s - chunk_s, seq.num_computed_tokens)
+        return min(num_tokens, max(min_tokens, max_tokens))
 
     @property
     def can_admit(self) -> bool:

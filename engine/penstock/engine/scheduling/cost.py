@@ -2,7 +2,10 @@
 
 The scheduler knows by the time of a step how much longer one more row or chunk makes it:
 
-    fixed + decoding rows * (row + outside + context * tokens before) + (chunk, if it has any) + prompt tokens * token
+    fixed + decoding rows * (row + outside + context * tokens before) + (chunk, if it has any)
+          + prompt tokens * (token + prompt context * tokens before)
+
+A prompt's tokens read those before them many at a time, so that costs less than in a decoding row.
 
 All constants but one are measured at the start, on the device that will run, as medians of some trials. `outside` is
 the time per sampled token between two steps, in the scheduler and in the loop that drives the engine. It is measured
@@ -22,12 +25,15 @@ from penstock.engine.sequence import Plan, Sequence
 from penstock.names import Stage
 from penstock.running_mean import RunningMean
 
-TRIAL_DECODES, TRIAL_CONTEXT_TOKENS, TRIAL_CHUNK_TOKENS = 16, 240, (16, 64)
-"""The trial steps: decoding rows, tokens before each of them, and prompt tokens of a small and a large chunk."""
+TRIAL_DECODES, TRIAL_CONTEXT_TOKENS, TRIAL_CHUNK_TOKENS = 16, 304, (16, 64)
+"""The trial steps: decoding rows, the most tokens of a sequence, and prompt tokens of a small and a large chunk. What
+is left of a sequence is before each row, and before another large chunk."""
 MIN_TRIAL_S, MAX_TRIALS = 0.2, 15
 """How long trials go on; there are at least two rounds after one that warms up."""
 HALF_LIFE_TOKENS = 4096
 """The weight of a step halves with so many further prompt tokens."""
+MIN_TOKEN_S = 1e-9
+"""The least that a prompt token takes: two trials may have taken equally long."""
 WARM_UP_TOKENS = 16
 """Length of the prompt that warms up. The next one is four times as long."""
 MEASURE_S = 0.1
@@ -43,6 +49,8 @@ class TrialStep(NamedTuple):
     """Tokens before each of the decoding tokens."""
     prompt_tokens: int = 0
     """Tokens of a prompt in the same step."""
+    prompt_context_tokens: int = 0
+    """Tokens of the prompt before these."""
 
 
 @dataclass
@@ -56,6 +64,8 @@ class StepCost:
     token_s: float
     outside_s: float = math.inf
     """The minimum per sampled token; infinite before the first measurement."""
+    prompt_context_s: float | None = None
+    """None where it was not measured: as `context_s`."""
 
     @property
     def known_outside_s(self) -> float:
@@ -66,25 +76,45 @@ class StepCost:
         """Return how much one more decoding row adds to the step."""
         return self.row_s + self.known_outside_s + self.context_s * seq.num_computed_tokens
 
-    def token_seconds(self, seq: Sequence) -> float:
-        """Return how much one more prompt token adds to the step."""
-        return self.token_s + self.context_s * seq.num_computed_tokens
+    @property
+    def known_prompt_context_s(self) -> float:
+        """`prompt_context_s`, or `context_s` where it was not measured."""
+        return self.context_s if self.prompt_context_s is None else self.prompt_context_s
+
+    def chunk_seconds(self, num_tokens: int, num_before: int) -> float:
+        """Return how much `num_tokens` prompt tokens behind `num_before` others add, each of which reads all before it,
+        without the constant for a step's first chunk.
+        """
+        num_contexts = num_tokens * num_before + num_tokens * (num_tokens - 1) / 2
+        return num_tokens * self.token_s + num_contexts * self.known_prompt_context_s
+
+    def count_chunk_tokens(self, seconds: float, num_before: int) -> int:
+        """Return how many prompt tokens behind `num_before` others are computed in so many seconds, but for the
+        constant of a step's first chunk.
+        """
+        each_s, more_s = self.token_s + self.known_prompt_context_s * num_before, self.known_prompt_context_s
+        slope_s = max(each_s - more_s / 2, MIN_TOKEN_S)
+        return math.floor(2 * max(0.0, seconds) / (slope_s + math.sqrt(slope_s**2 + 2 * more_s * max(0.0, seconds))))
 
     def estimate_seconds(self, seq: Sequence, num_tokens: int) -> float:
         """Return how much `num_tokens` of the sequence's tokens add, without the constant for a step's first chunk."""
-        return self.row_seconds(seq) if seq.num_pending_tokens == 1 else num_tokens * self.token_seconds(seq)
+        is_row = seq.num_pending_tokens == 1
+        return self.row_seconds(seq) if is_row else self.chunk_seconds(num_tokens, seq.num_computed_tokens)
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Return how long a step takes."""
+        chunk_s = self.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in plan) else 0.0
+        return self.fixed_s + chunk_s + sum(self.estimate_seconds(seq, num) for seq, num in plan)
 
     def prompt_seconds(self, num_tokens: int, num_before: int, max_step_tokens: int) -> float:
         """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to the steps that compute
         them, each at most `max_step_tokens`.
         """
-        num_contexts = num_tokens * num_before + num_tokens * (num_tokens - 1) // 2
-        num_chunks = -(-num_tokens // max_step_tokens)
-        return num_chunks * self.chunk_s + num_tokens * self.token_s + num_contexts * self.context_s
+        return -(-num_tokens // max_step_tokens) * self.chunk_s + self.chunk_seconds(num_tokens, num_before)
 
     def count_prompt_tokens(self, seconds: float) -> int:
         """Return how many prompt tokens a step of so many seconds computes, apart from what comes before them."""
-        return int((seconds - self.fixed_s - self.chunk_s) / max(self.token_s, 1e-9))
+        return int((seconds - self.fixed_s - self.chunk_s) / max(self.token_s, MIN_TOKEN_S))
 
     def record_outside(self, seconds: float, num_tokens: int) -> None:
         """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
@@ -128,13 +158,14 @@ def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_
         TrialStep(max_decodes, max_context_tokens),
         TrialStep(1, prompt_tokens=few),
         TrialStep(1, prompt_tokens=many),
+        TrialStep(1, prompt_tokens=many, prompt_context_tokens=max_context_tokens),
     ]
     for trial in trials:
         time_step(trial)
     rounds, started_s = list[list[float]](), time.perf_counter()
     while len(rounds) < MAX_TRIALS and (len(rounds) < 2 or time.perf_counter() - started_s < MIN_TRIAL_S):
         rounds.append([time_step(trial) for trial in trials])
-    one_s, rows_s, context_s, few_s, many_s = map(statistics.median, zip(*rounds, strict=True))
+    one_s, rows_s, context_s, few_s, many_s, behind_s = map(statistics.median, zip(*rounds, strict=True))
     row_s = max(0.0, rows_s - one_s) / (max_decodes - 1)
     token_s = max(0.0, many_s - few_s) / (many - few)
     return StepCost(
@@ -143,6 +174,7 @@ def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_
         context_s=max(0.0, context_s - rows_s) / (max_decodes * max_context_tokens),
         chunk_s=max(0.0, few_s - one_s - few * token_s),
         token_s=token_s,
+        prompt_context_s=max(0.0, behind_s - many_s) / (many * max_context_tokens),
     )
 
 

@@ -9,6 +9,8 @@ Where one sequence decodes, a step mostly reads weights and rows cost little. Wi
 all but certain are worth their rows.
 """
 
+import math
+
 from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Plan, Sequence
@@ -44,25 +46,30 @@ def draft_tokens(plan: Plan, scheduler: Scheduler, max_tokens: int) -> None:
     if not guesses or room < 1:
         return
     counts = [0] * len(drafts)
-    for number in _choose_guesses(guesses, plan, scheduler.cost)[:room]:
+    has_chunk = any(seq.num_pending_tokens > 1 for seq, _ in plan)
+    max_s = scheduler.max_gap_s if has_interactive and has_chunk else math.inf
+    for number in _choose_guesses(guesses, plan, scheduler.cost, max_s)[:room]:
         counts[number] += 1
     for (seq, draft), count in zip(drafts, counts, strict=True):
         if count:
             seq.draft = draft[: scheduler.reserve_draft_blocks(seq, count)]
 
 
-def _choose_guesses(guesses: list[tuple[float, int]], plan: Plan, cost: StepCost | None) -> list[int]:
-    """Return which sequences get one more drafted token, once for each. `guesses`: probabilities and sequences."""
+def _choose_guesses(guesses: list[tuple[float, int]], plan: Plan, cost: StepCost | None, max_s: float) -> list[int]:
+    """Return which sequences get one more drafted token, once for each, in a step of `max_s` seconds at most.
+
+    `guesses`: probabilities and sequences.
+    """
     guesses.sort(key=lambda guess: -guess[0])
     if cost is None:
         return [number for probability, number in guesses if probability >= MIN_PROBABILITY]
     has_chunk = any(seq.num_pending_tokens > 1 for seq, _ in plan)
-    seconds = cost.fixed_s + sum(cost.estimate_seconds(seq, num) for seq, num in plan) + cost.chunk_s * has_chunk
+    seconds = cost.step_seconds(plan)
     tokens = float(sum(num == seq.num_pending_tokens for seq, num in plan))
     row_s = (cost.token_s if has_chunk else cost.row_s) * COST_MARGIN
     chosen = []
     for probability, number in guesses:
-        if probability < MIN_PROBABILITY or probability * seconds < tokens * row_s:
+        if probability < MIN_PROBABILITY or probability * seconds < tokens * row_s or seconds + row_s > max_s:
             break
         chosen.append(number)
         tokens, seconds = tokens + probability, seconds + row_s

@@ -26,9 +26,12 @@ of the interactive class, not all.
 Batch work. In a step that interactive sequences take part in, batch sequences (the promoted one too) get a small share
 of the time (`batch_budget`). Those beyond it pause and keep their blocks.
 
-Long queues. While more prompt tokens wait than `WAITING_STEPS` steps compute, steps are larger (`choose_budget`): the
-decoding sequences are computed beside more prompt tokens each time, so prompts are through sooner, and answers wait
-longer for each token, `max_step_s` at most.
+Gaps. Beside decoding interactive sequences a step has as many prompt tokens as it computes within the longest gap that
+their answers may have (`choose_budget`), by the measured cost of steps. While a prompt would then have its first token
+too late, it has as many as without them.
+
+Long queues. While more prompt tokens wait than `WAITING_STEPS` steps compute, steps without such sequences are larger:
+prompts are through sooner, and batch answers wait longer for each token, `MAX_STEP_S` at most.
 
 Suspects. They are admitted like others and then computed alone, one at a time, in every other step as long as other
 sequences want the steps between.
@@ -41,9 +44,10 @@ from itertools import chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from penstock.config.settings import SloSettings
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.memory.tables import BlockTables
-from penstock.engine.scheduling.batch_budget import FORCED_BATCH_PERIOD_STEPS, BatchBudget
+from penstock.engine.scheduling.batch_budget import FORCED_BATCH_PERIOD_STEPS, MAX_BATCH_SHARE, BatchBudget
 from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.scheduling.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from penstock.engine.sequence import Plan, Sequence, State
@@ -57,7 +61,14 @@ AGING_STEPS = 64
 WAITING_STEPS = 4
 """A step is larger than usual while more prompt tokens wait than so many steps compute: by up to so many times."""
 MAX_STEP_S = 0.2
-"""How long a step may take that is larger than usual: so long answers wait for their next token beside it."""
+"""How long a step may take that is larger than usual, where no longest gap bounds it."""
+PACE_SHARE, SPREADS, MAX_JUMP = 0.05, 3.0, 2.0
+"""The weight of the last gap in the mean of how much longer gaps are than by their cost, and in their mean distance
+from it; how many such distances lie between the mean and all but about one in a hundred; and how many times the mean
+a gap counts for at most, as a single long one has its cause elsewhere."""
+URGENT_SHARE = 0.8
+"""A first token is hurried that would come later than after this share of the time that it may take: estimates err, and
+what it waits for outside the engine is not in them."""
 MAX_PASSED_SEQUENCES = 8
 """Waiting sequences of a class that backfilling may pass over in one step."""
 
@@ -120,7 +131,11 @@ class Scheduler:
         self.cost: StepCost | None = None
         """The measured cost of steps. None if it was not measured: batch work is not limited then, and all steps have
         their usual size."""
-        self.max_step_s = MAX_STEP_S
+        self.slo = SloSettings()
+        """The longest gap of interactive answers, and the longest time to their first token."""
+        self._pace, self._spread = 1.0, 0.0
+        self.slowdown = 1.0
+        """How many times as long as by their cost all but a few steps with prompts beside answers take lately."""
         self.running: list[Sequence] = []
         """In scheduling order: the last is preempted first. Sequences that are done leave with the next step."""
         self.num_preemptions = 0
@@ -263,25 +278,76 @@ class Scheduler:
         if self.cost is None:
             return usual
         rows_s = sum(self.cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
-        num_in_time = min(self.cost.count_prompt_tokens(self.max_step_s - rows_s), tokens_per_s * self.max_step_s)
+        num_in_time = min(self.cost.count_prompt_tokens(MAX_STEP_S - rows_s), tokens_per_s * MAX_STEP_S)
         return max(usual, int(min(num_in_time, WAITING_STEPS * usual)))
 
-    def choose_budget(self, usual: int, tokens_per_s: float = math.inf) -> int:
-        """Return how many tokens the next step may have: `usual` as a rule.
+    def choose_budget(self, usual: int, tokens_per_s: float = math.inf, at_s: float = 0.0) -> int:
+        """Return how many tokens the next step may have, which begins at `at_s` by the clock of `Sequence.since_s`.
 
-        It may have the `WAITING_STEPS`th part of the prompt tokens that are still to be computed, if that is more, and
-        `find_max_tokens` at most. Only the highest class that has sequences counts.
+        It is `usual` as a rule, or the `WAITING_STEPS`th part of the prompt tokens that are still to be computed, if
+        that is more, and `find_max_tokens` at most. Beside interactive answers it is what the longest gap allows,
+        unless a first token would be late by that. Only the highest class that has sequences counts.
+        """
+        most = usual * WAITING_STEPS
+        prompts = self._list_prompts(most)
+        share = sum(num_left for _, num_left in prompts) // WAITING_STEPS
+        budget = usual if share <= usual else max(usual, min(share, self.find_max_tokens(usual, tokens_per_s)))
+        decodes = [seq for seq in self.running if seq.num_pending_tokens == 1 and seq.state is State.RUNNING]
+        rows = [seq for seq in decodes if seq.priority_class == "interactive"]
+        if self.cost is None or not rows or not prompts:
+            return budget
+        num_tokens, step_s = self._fill_gap(self.cost, rows, prompts, most)
+        is_late = not num_tokens or self._is_any_late(prompts, at_s, step_s / num_tokens)
+        return max(len(decodes) + num_tokens, budget if is_late else 0)
+
+    def _list_prompts(self, num_certain: int) -> Plan:
+        """Return the prompts of the highest class that has sequences, with how many tokens of each are to be computed:
+        fewer than all, where more than `num_certain` are left, as what the pool has of those that wait is not computed.
         """
         alive = [seq for seq in chain(self.running, *self._queues) if seq.state is not State.DONE]
         first = min((seq.priority for seq in alive), default=0)
-        prompts = [seq for seq in alive if seq.priority == first and seq.num_pending_tokens > 1]
-        if sum(seq.num_pending_tokens for seq in prompts) <= usual * WAITING_STEPS:
-            return usual
-        num_left = sum(  # fewer, as what the pool has of those that wait is not computed
-            self._tables.count_tokens_to_compute(seq) if seq.state is State.WAITING else seq.num_pending_tokens
-            for seq in prompts
-        )
-        return max(usual, min(num_left // WAITING_STEPS, self.find_max_tokens(usual, tokens_per_s)))
+        prompts = [(seq, seq.num_pending_tokens) for seq in alive if seq.priority == first]
+        prompts = [(seq, num_left) for seq, num_left in prompts if num_left > 1]
+        if sum(num_left for _, num_left in prompts) <= num_certain:
+            return prompts
+        count = self._tables.count_tokens_to_compute
+        return [(seq, count(seq) if seq.state is State.WAITING else num_left) for seq, num_left in prompts]
+
+    def _fill_gap(self, cost: StepCost, rows: list[Sequence], prompts: Plan, most: int) -> tuple[int, float]:
+        """Return how many tokens of the prompts, `most` of them, a step computes within the longest gap beside these
+        rows, and how long the step takes.
+        """
+        step_s = cost.fixed_s + cost.chunk_s + sum(map(cost.row_seconds, rows))
+        num_tokens, max_s = 0, self.max_gap_s
+        for seq, num_left in prompts:
+            num_fitting = cost.count_chunk_tokens(max_s - step_s, seq.num_computed_tokens)
+            num_fitting = min(num_left, most - num_tokens, num_fitting)
+            step_s += cost.chunk_seconds(num_fitting, seq.num_computed_tokens)
+            num_tokens += num_fitting
+        return num_tokens, step_s * self.slowdown
+
+    def _is_any_late(self, prompts: Plan, at_s: float, token_s: float) -> bool:
+        """Return whether a first token would be late if each prompt token took so long, one prompt after the other."""
+        for seq, num_left in prompts:
+            at_s += num_left * token_s
+            if at_s > seq.since_s + URGENT_SHARE * self.slo.interactive_ttft_s:
+                return True
+        return False
+
+    def record_gap(self, seconds: float, expected_s: float) -> None:
+        """Record how long interactive answers waited for a token beside prompts, and how long by the cost of steps."""
+        ratio = min(seconds / expected_s, MAX_JUMP * self._pace)
+        self._spread += PACE_SHARE * (abs(ratio - self._pace) - self._spread)
+        self._pace += PACE_SHARE * (ratio - self._pace)
+        self.slowdown = self._pace + SPREADS * self._spread
+
+    @property
+    def max_gap_s(self) -> float:
+        """How long a step with prompts may take by its cost beside interactive answers, so that their gaps stay within
+        the longest one: less by what batch work may add, and while steps take longer than they cost.
+        """
+        has_batch = any(seq.priority_class == "batch" and seq.state is not State.DONE for seq in self.running)
+        return self.slo.interactive_gap_s / self.slowdown / (1 + MAX_BATCH_SHARE * has_batch)
 
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
         """Plan the next step: for each class the running sequences, then the waiting ones that can be admitted.

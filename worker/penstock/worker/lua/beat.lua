@@ -8,8 +8,8 @@
 --          heartbeat keys whose `arithmetic` is compared ('': none), 1 if another `arithmetic` is accepted, then the
 --          prefixes of the heartbeat keys to count
 --
--- Replies  {number of other heartbeats counted}, followed by a heartbeat of another `arithmetic` if there is one and
---          none has the same; or, if nothing was changed,
+-- Replies  {number of other heartbeats with each of these prefixes}, followed by a heartbeat of another `arithmetic` if
+--          there is one and none has the same; or, if nothing was changed,
 --          {heartbeat of the holder, rest of its lease in ms}, or
 --          {the heartbeat of another `arithmetic` that lasts longest, rest of its lease in ms, ''}
 --
@@ -40,11 +40,12 @@ else
   redis.call('SADD', KEYS[2], KEYS[1])
   redis.call('DEL', KEYS[3])
 end
-local others = 0
-if #ARGV > 5 then
+local others = {}
+for i = 6, #ARGV do
+  others[i - 5] = 0
   for _, key in ipairs(redis.call('SMEMBERS', KEYS[2])) do
-    for i = 6, #ARGV do
-      if key ~= KEYS[1] and string.sub(key, 1, #ARGV[i]) == ARGV[i] then others = others + redis.call('EXISTS', key) end
+    if key ~= KEYS[1] and string.sub(key, 1, #ARGV[i]) == ARGV[i] then
+      others[i - 5] = others[i - 5] + redis.call('EXISTS', key)
     end
   end
 end
