@@ -35,6 +35,10 @@ class WorkerSpeed(NamedTuple):
         except TypeError:
             return None
 
+    def estimate_step_s(self) -> float | None:
+        """Return the seconds of a step now that has all rows and no prompt; None where that is not known."""
+        return None if self.step_s is None else self.step_s + self.num_rows * (self.row_s or 0.0)
+
     def as_json(self) -> dict[str, float]:
         """Return the object of the heartbeat, to four digits."""
         return {name: float(f"{value:.4g}") for name, value in self._asdict().items() if value is not None}
