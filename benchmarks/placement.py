@@ -108,16 +108,20 @@ class Played:
     ttft_p99_s: float
 
 
-def play_requests(rule: str, requests: Sequence[PlacedRequest], num_workers: int, slos: Slos, warm_s: float) -> Played:
-    """Play requests under a rule."""
-    tiers = [
+def make_tiers() -> list[Tier]:
+    """Return empty tiers."""
+    return [
         Tier(
             bytes_per_s, fixed_s, TOKEN_BYTES * BLOCK_TOKENS, tokens // BLOCK_TOKENS,
             0 if name == "redis" else WORKERS_OF_HOST,
         )
         for name, bytes_per_s, fixed_s, tokens in TIERS
     ]  # fmt: skip
-    simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], tiers)
+
+
+def play_requests(rule: str, requests: Sequence[PlacedRequest], num_workers: int, slos: Slos, warm_s: float) -> Played:
+    """Play requests under a rule."""
+    simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], make_tiers())
     counted = [one for one in simulation.run(requests) if one.request.at_s >= warm_s]
     firsts = [one.ttft_s for one in counted]
     num_tokens = sum(one.request.prompt_tokens for one in counted)

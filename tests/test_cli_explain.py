@@ -23,7 +23,7 @@ PLACED = {
     "why": "least work left",
     "home": "auto-[b]0",
     "cached": 512,
-    "costs": {"auto-[b]0": 4100, "auto-1": 90},
+    "costs": {"auto-[b]0": 4.1, "auto-1": 0.09},
 }
 
 
@@ -52,8 +52,8 @@ def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal
         )
     waiting = terminal("explain", "r-1", **environment).stdout
     assert "no worker has seen it" in waiting
-    assert "partition 2 of auto-1, which had the least prefill work left; 512 of its tokens should be cached" in waiting
-    assert waiting.index("auto-1: 90") < waiting.index("auto-[b]0: 4,100"), "the least first"
+    assert "partition 2 of auto-1, which would have computed it soonest; 512 of its tokens should be cached" in waiting
+    assert waiting.index("auto-1: 0.09 s") < waiting.index("auto-[b]0: 4.1 s"), "the least first"
     with InProcessPipeline(addresses, RecordSettings()) as line:
         line.send_requests(poison("r-1"))
         line.run_until_results(1)

@@ -1,4 +1,4 @@
-"""Requests go to the worker with the least prefill work left: what each prompt begins with, and what is chosen."""
+"""Requests go to the worker that computes them soonest: what each prompt begins with, and what is chosen."""
 
 import hashlib
 import json
@@ -24,6 +24,7 @@ from penstock.bus.placement import (
     PIECE_CHARS,
     PIECE_TOKENS,
     PIECES_OF_A_LENGTH,
+    TOKEN_S,
     Link,
     Placement,
     Placer,
@@ -40,6 +41,7 @@ from penstock.errors import InvalidRequest
 from penstock.messages import Request, encode_request
 from penstock.names import Pipeline, PriorityClass
 from penstock.telemetry import tracing
+from penstock.worker_speed import WorkerSpeed
 
 num_partitions = st.integers(1, 40)
 
@@ -224,10 +226,22 @@ def make_beat(
     at_s: float = 0.0,
     ratio: float | None = None,
     lasts_s: float = 3.0,
+    speed: WorkerSpeed | None = None,
 ) -> WorkerBeat:
     tokens: dict[PriorityClass, int] = {"interactive": waiting, "batch": batch}
     read: dict[PriorityClass, Sequence[int]] = {"interactive": partitions, "batch": partitions}
-    return WorkerBeat(worker, at_s, at_s + lasts_s, read, tokens, ratio)
+    return WorkerBeat(worker, at_s, at_s + lasts_s, read, tokens, ratio, speed)
+
+
+def in_s(**tokens: int) -> Any:
+    """Return the costs of workers that have so many tokens left, where none tells its speed."""
+    return pytest.approx({worker: number * TOKEN_S for worker, number in tokens.items()})
+
+
+def make_speed(slowness: float = 1.0, *, rows: int = 0, slowdown: float = 1.0) -> WorkerSpeed:
+    """Return the speed of a worker for which a prompt token takes a millisecond, a step 20 and a row 1, when idle."""
+    token_s = 0.001 * slowness
+    return WorkerSpeed(token_s * slowdown, token_s, rows, 20 * token_s * slowdown, token_s * slowdown, slowdown)
 
 
 def make_prompt(name: str, *lengths: int, priority_class: PriorityClass = "interactive", home: str = "") -> PromptChain:
@@ -271,7 +285,7 @@ def test_the_least_work_is_chosen(
     )
     assert (placed.worker, placed.partition) == (chosen, "abc".index(chosen))
     counted = [one + (other if priority_class == "batch" else 0) for one, other in zip(waiting, batch, strict=True)]
-    assert placed.costs == {"a": counted[0] + 400, "b": counted[1] + 1000, "c": 9000 + 1000}
+    assert placed.costs == in_s(a=counted[0] + 400, b=counted[1] + 1000, c=9000 + 1000)
     assert placed.num_cached == (600 if chosen == "a" else 0)
 
 
@@ -287,7 +301,7 @@ def test_what_was_sent_counts_until_a_heartbeat_has_it_or_some_seconds_passed() 
 
     def list_costs(name: str, num_tokens: int, now_s: float) -> list[int]:
         costs = placer.choose_partition(make_prompt(name, num_tokens, home=home), range(3), now_s).costs
-        return [costs["a"], costs["b"]]
+        return [round(costs[worker] / TOKEN_S) for worker in "ab"]
 
     assert list_costs("one", 700, 1.0) == [700, 1700]
     assert list_costs("two", 700, 1.0) == [1400, 1700]
@@ -303,7 +317,8 @@ def test_characters_become_tokens_by_what_workers_tell() -> None:
 
     def list_costs(*ratios: float | None) -> list[int]:
         placer = placer_of(*(make_beat(str(number), [number], ratio=ratio) for number, ratio in enumerate(ratios)))
-        return sorted(placer.choose_partition(text, range(3), 0.0).costs.values())
+        costs = placer.choose_partition(text, range(3), 0.0).costs.values()
+        return sorted(round(cost / TOKEN_S) for cost in costs)
 
     assert list_costs(None, None) == [225, 225], "four, where nothing is told"
     assert list_costs(2.0, 4.0, None) == [300, 300, 300]
@@ -326,11 +341,70 @@ def test_a_request_stays_at_home_unless_that_costs_much_more() -> None:
     """Who has sent no turn of a chat knows its home too: there may be all of it."""
     for name in map(str, range(8)):
         order = order_by_hash(name, "ab")
-        for waiting, chosen in ((0, 0), (300, 0), (301, 1)):
+        for waiting, chosen in ((0, 0), (299, 0), (301, 1)):
             beats = [make_beat(order[0], [0], waiting), make_beat(order[1], [1])]
             placed = placer_of(*beats).choose_partition(make_prompt("p", 100, home=name), [0, 1], 0.0)
             assert (placed.worker, placed.partition) == (order[chosen], chosen)
-            assert placed.costs == {order[0]: waiting + 100, order[1]: 100}
+            assert placed.costs == in_s(**{order[0]: waiting + 100, order[1]: 100})
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("mine", "others", "waiting", "stays"),
+    [
+        # A prompt of 100 tokens takes 0.1 s elsewhere, so a home that is up to 0.3 s later keeps it.
+        (make_speed(), make_speed(), 299, True),
+        (make_speed(), make_speed(), 301, False),
+        (make_speed(slowdown=2.0), make_speed(), 0, True),  # 0.04 + 0.2 s against 0.02 + 0.1
+        (make_speed(slowdown=2.0), make_speed(), 91, False),  # 0.04 + 0.382 s
+        (make_speed(rows=280), make_speed(), 0, True),  # a step takes 0.28 s more
+        (make_speed(rows=281), make_speed(), 21, False),
+        (make_speed(), make_speed(slowdown=2.0), 640, True),  # 0.3 s become 0.6 where all others are slow, too
+        (make_speed(), None, 299, True),  # what one does not tell is as with the others
+        (None, make_speed(), 299, True),
+        (None, make_speed(), 301, False),
+        (make_speed(slowdown=3.9)._replace(step_s=None, row_s=None), make_speed(), 0, True),
+        (make_speed(slowdown=4.1)._replace(step_s=None, row_s=None), make_speed(), 0, False),
+    ],
+)
+def test_a_home_is_left_for_seconds_of_the_other_worker(
+    mine: WorkerSpeed | None, others: WorkerSpeed | None, waiting: int, stays: bool
+) -> None:
+    home = find_home("ab", "a")
+    placer = placer_of(make_beat("a", [0], waiting, speed=mine), make_beat("b", [1], speed=others))
+    placed = placer.choose_partition(make_prompt("p", 100, home=home), [0, 1], 0.0)
+    assert (placed.home, placed.worker) == ("a", "a" if stays else "b")
+
+
+def count_homes(*speeds: WorkerSpeed | None) -> list[int]:
+    """Return how many of 4,000 homes each worker has."""
+    beats = [make_beat(str(number), [number], speed=speed) for number, speed in enumerate(speeds)]
+    placer, partitions = placer_of(*beats), range(len(beats))
+    homes = Counter(placer.choose_partition(make_prompt(f"p{one}", 1), partitions, 0.0).home for one in range(4000))
+    return [homes[str(number)] for number in partitions]
+
+
+def test_homes_are_shared_by_the_speed_of_the_idle_machine() -> None:
+    """In powers of 1.5, to the median: what differs by less is equal, and what slows a worker now counts elsewhere."""
+    equal = count_homes(None, None, None, None)
+    assert count_homes(make_speed(0.9), make_speed(1.1), make_speed(1.2), None) == equal
+    assert count_homes(make_speed(slowdown=8.0), make_speed(rows=90), make_speed(), make_speed()) == equal
+    one_slow = count_homes(*[make_speed(4.0), *[make_speed()] * 3])
+    share = 1.5**-3 / (3 + 1.5**-3)
+    assert one_slow[0] == pytest.approx(4000 * share, rel=0.1)
+    assert all(now >= before for now, before in zip(one_slow[1:], equal[1:], strict=True)), "no home moved between them"
+    one_fast = count_homes(*[make_speed(0.25), *[make_speed()] * 3])
+    assert one_fast[0] == pytest.approx(4000 * 1.5**3 / (3 + 1.5**3), rel=0.1)
+
+
+def test_a_slow_worker_that_decodes_much_gets_little() -> None:
+    slow, fast = make_speed(10.0, rows=64), make_speed()
+    beats = [make_beat("slow", [0, 2], lasts_s=1e9, speed=slow), make_beat("fast", [1, 3], lasts_s=1e9, speed=fast)]
+    placer, got = placer_of(*beats), Counter[str]()
+    for number in range(500):
+        request = Request(id=f"r{number}", prompt=f"question {number} " * 30)
+        got[placer.choose_partition(chain_prompt(request), range(4), 10.0 * number).worker] += 1
+    assert got["slow"] <= 5
 
 
 def order_by_hash(home: str, workers: Iterable[str]) -> list[str]:
@@ -379,7 +453,7 @@ def test_a_worker_that_is_gone_or_silent_gets_nothing() -> None:
     placer.note_beats([make_beat("a", [0]), make_beat("b", [1], waiting=9000, at_s=2.0)])
     assert placer.choose_partition(asked, [0, 1], 3.0).worker == "b", "the other one's is three periods old"
     placer.note_beats([make_beat("b", [1], waiting=9000, at_s=3.0)])
-    assert placer.choose_partition(asked, [0, 1], 3.0).costs == {"b": 9000 + 500}
+    assert placer.choose_partition(asked, [0, 1], 3.0).costs == in_s(b=9000 + 500)
 
 
 def test_what_was_sent_is_remembered_for_a_while_and_not_without_end() -> None:
@@ -440,5 +514,5 @@ def test_it_is_told_what_was_considered() -> None:
         "home" if told["home"] == "w00" else "least work left",
         0,
     )
-    assert list(told["costs"].items())[:2] == [("w00", 100), ("w01", 1100)]
+    assert list(told["costs"].items())[:2] == [("w00", 0.1), ("w01", 1.1)]
     assert len(told["costs"]) == 16

@@ -222,7 +222,7 @@ def _translate_beat(worker: str, beat: Beat) -> WorkerBeat:
         "interactive": beat.waiting_tokens - beat.batch_tokens, "batch": beat.batch_tokens,
     }  # fmt: skip
     read = {priority_class: (int(worker),) for priority_class in CLASSES}
-    return WorkerBeat(worker, beat.at_s, beat.at_s + Placed.HEARTBEAT_LASTS_S, read, tokens)
+    return WorkerBeat(worker, beat.at_s, beat.at_s + Placed.HEARTBEAT_LASTS_S, read, tokens, speed=beat.speed)
 
 
 RULES: Mapping[str, Callable[[], Rule]] = {

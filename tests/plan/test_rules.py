@@ -88,9 +88,16 @@ def test_ours_is_that_of_the_product() -> None:
     home = rule.choose_worker(PROMPT, view)
     assert home == min(range(4), key=lambda one: hashlib.sha256(b"chat" + str(one).encode()).digest())
     view.now_s = 1.0
-    view.beats = [Beat(1.0, 607 if one == home else 0) for one in range(4)]
+    speed = SPEC.cost.describe_speed([], SPEC.max_step_tokens)
+    view.beats = [Beat(1.0, 607 if one == home else 0, speed=speed) for one in range(4)]
     assert rule.choose_worker(PROMPT, view) == home, "607 + 32 - 480 are less than 160"
-    view.beats = [Beat(1.0, 609 if one == home else 0) for one in range(4)]
+    view.beats = [Beat(1.0, 609 if one == home else 0, speed=speed) for one in range(4)]
     assert rule.choose_worker(PROMPT, view) != home
-    view.now_s = 4.1
+    slow, view.now_s = speed._replace(prompt_token_s=15 * speed.prompt_token_s), 2.0
+    view.beats = [Beat(2.0, 0, speed=slow if one == home else speed) for one in range(4)]
+    assert rule.choose_worker(PROMPT, view) == home, "15 * 32 - 480 are less than 32"
+    view.now_s = 3.0
+    view.beats = [Beat(3.0, 3, speed=slow if one == home else speed) for one in range(4)]
+    assert rule.choose_worker(PROMPT, view) != home, "15 * 35 - 480 are more than 35"
+    view.now_s = 6.1
     assert rule.choose_worker(PROMPT, view) == choose_by_hash(b"chat", range(4)), "its heartbeats are too old"

@@ -32,7 +32,7 @@ KV_ATTRIBUTES = ("blocks", "held", "found", "retained", "retained_blocks")
 REASONS = {
     "hash": "by a hash of its beginning, as no worker's load was known",
     "home": "its home, where prompts that begin alike go",
-    "least work left": "which had the least prefill work left",
+    "least work left": "which would have computed it soonest",
 }
 """The words for the reasons of a placement."""
 
@@ -111,7 +111,7 @@ def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:
     yield "placed", f"partition {placement.get('partition')}{worker}, {why}{found}"
     for name, cost in sorted(placement.get("costs", {}).items(), key=lambda one: float(one[1])):
         told = ", its home" if name == placement.get("home") else ""
-        yield "", f"{name}: {cost:,} prompt tokens to compute, this prompt's included{told}"
+        yield "", f"{name}: {cost:,} s until it would have computed this prompt{told}"
 
 
 def describe_kv(timeline: Timeline | None) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from penstock.bus.placement import PromptChain
 from penstock.config.settings import SloSettings
 from penstock.engine.scheduling.cost import StepCost
 from penstock.names import PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 MAX_REMEMBERED_BLOCKS = 2**17
 """The most blocks that a placer remembers; beyond that it forgets the blocks that were not sent for longest."""
@@ -113,6 +114,8 @@ class Beat:
     """Tokens before those that decode, of all of them together."""
     batch_tokens: int = 0
     """Those of the waiting tokens that belong to batch work."""
+    speed: WorkerSpeed | None = None
+    """None before the first heartbeat."""
 
 
 @dataclass

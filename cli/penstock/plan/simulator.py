@@ -127,11 +127,13 @@ class SimulatedWorker:
 
     def make_beat(self, now_s: float) -> Beat:
         """Return the heartbeat of this moment."""
-        decodes = [seq.num_computed_tokens for seq in self.sequences if seq.num_output_tokens]
+        decodes = [seq for seq in self.sequences if seq.num_output_tokens]
         left = dict.fromkeys(CLASSES, 0)
         for seq in (*self.sequences, *(seq for seq, _ in self.messages)):
             left[seq.priority_class] += 0 if seq.num_output_tokens else seq.num_prompt_tokens - seq.num_computed_tokens
-        return Beat(now_s, sum(left.values()), len(decodes), sum(decodes), left["batch"])
+        context = sum(seq.num_computed_tokens for seq in decodes)
+        speed = self.spec.cost.describe_speed(decodes, self.spec.max_step_tokens)
+        return Beat(now_s, sum(left.values()), len(decodes), context, left["batch"], speed)
 
 
 class Simulation:

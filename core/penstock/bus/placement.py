@@ -1,9 +1,10 @@
-"""Chooses the partition of a request: one that the worker with the least prefill work left reads.
+"""Chooses the partition of a request: one that the worker reads which gives its first token soonest.
 
 A worker's pool holds the KV of what it computed last. So a request costs a worker less that got its beginning a moment
 ago, and a producer remembers what it sent where. The work that is left is what the worker's last heartbeat said, and
-what this producer has sent there since. Producers do not talk, and see nothing of what the others sent: a chat has a
-home among the workers by a hash, the same for all producers, and stays there unless that costs much more.
+what this producer has sent there since. It counts in seconds, as long as this worker takes for it now: workers are not
+equally fast, and what they decode slows prompts. Producers do not talk, and see nothing of what the others sent: a chat
+has a home among the workers by a hash, the same for all producers, and stays there unless that costs much more.
 
 This changes only the speed. The record in Redis decides which worker answers a request, in whatever partition it is. A
 prefix that is in no pool is found in the tiers below, or computed. Where no fresh heartbeat is known, a hash over all
@@ -12,6 +13,8 @@ partitions chooses. `docs/protocol.md` has the rule for producers in other langu
 
 import hashlib
 import json
+import math
+import statistics
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 
 from penstock.messages import Request
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 PIECE_CHARS, PIECE_TOKENS = 256, 64
 """The first pieces of a prompt whose ends are links: of a text, and of token ids, at about four characters a token."""
@@ -28,10 +32,16 @@ PIECES_OF_A_LENGTH = 8
 MAX_LINKS = 64
 CHARS_PER_TOKEN = 4.0
 """Where no worker has told its mean."""
+TOKEN_S = 0.001
+"""Seconds of a prompt token where no worker has told any."""
+SPEED_STEP = 1.5
+"""Homes are shared by speed in powers of this. Measurements of equal workers differ by less: they count as equal, and
+homes stay where they are when a worker measures anew."""
 HOME_PROMPTS = 3
-"""By how many prompts of its own length a request's home may have more to do before it goes elsewhere: other producers
-sent the earlier turns there, and will look for this one there; and queues are known but from a second ago, without what
-others sent since. With less, a chat that leaves has its prompt computed anew, which makes queues that others leave."""
+"""By how many prompts of its own length, as the best worker computes them, a request's home may be later before it goes
+there: other producers sent the earlier turns home, and will look for this one there; and queues are known but from a
+second ago, without what others sent since. With less, a chat that leaves has its prompt computed anew, which makes
+queues that others leave."""
 MEMORY_S = 120.0
 """For how long a worker is taken to have what was sent to it."""
 MAX_REMEMBERED_LINKS = 2**16
@@ -137,6 +147,8 @@ class WorkerBeat:
     waiting_tokens: Mapping[PriorityClass, int]
     """Prompt tokens left to compute, those of messages that wait in its partitions included."""
     chars_per_token: float | None = None
+    speed: WorkerSpeed | None = None
+    """None where it is not known."""
 
 
 class Placement(NamedTuple):
@@ -147,8 +159,8 @@ class Placement(NamedTuple):
     """Empty where no worker's heartbeat was fresh: the hash has chosen."""
     home: str = ""
     """The worker that is chosen as long as it has not much more to do."""
-    costs: Mapping[str, int] = {}
-    """By worker that was considered: prompt tokens that it would have left to compute, with this prompt's."""
+    costs: Mapping[str, float] = {}
+    """By worker that was considered: in how many seconds it would have computed this prompt, behind those before it."""
     num_cached: int = 0
     """How many of the prompt's tokens the worker should have."""
 
@@ -156,7 +168,8 @@ class Placement(NamedTuple):
         """Return it as JSON, with the least costs only where there are many."""
         if not self.worker:
             return json.dumps({"partition": self.partition, "why": "hash"})
-        costs = dict(sorted(self.costs.items(), key=lambda one: one[1])[:MAX_TOLD_WORKERS])
+        least = sorted(self.costs.items(), key=lambda one: one[1])[:MAX_TOLD_WORKERS]
+        costs = {worker: float(f"{seconds:.4g}") for worker, seconds in least}
         why = "home" if self.worker == self.home else "least work left"
         return json.dumps(
             {"partition": self.partition, "worker": self.worker, "why": why, "home": self.home,
@@ -181,11 +194,41 @@ class _SentTokens:
             self.totals[priority_class] -= num_tokens
 
 
+class _Pace(NamedTuple):
+    """What a placer reckons with of a worker's speed."""
+
+    token_s: float
+    """Seconds of a prompt token now."""
+    step_s: float
+    """Seconds of a step now that has the worker's rows."""
+    weight: float
+    """Its share of the homes, beside those of other workers."""
+
+
+def _find_paces(speeds: Mapping[str, WorkerSpeed | None]) -> dict[str, _Pace]:
+    """Return the paces of workers. Where one does not tell something, it is as with the others on the mean."""
+    told = [speed for speed in speeds.values() if speed is not None]
+    steps = [seconds for speed in told if (seconds := speed.estimate_step_s()) is not None]
+    token_s = sum(speed.prompt_token_s for speed in told) / len(told) if told else TOKEN_S
+    step_s = sum(steps) / len(steps) if steps else 0.0
+    usual_s = statistics.median_low([speed.idle_prompt_token_s for speed in told]) if told else 0.0
+    paces = dict[str, _Pace]()
+    for worker, speed in speeds.items():
+        if speed is None:
+            paces[worker] = _Pace(token_s, step_s, 1.0)
+        else:
+            power = round(math.log(usual_s / speed.idle_prompt_token_s, SPEED_STEP))
+            own_step_s = speed.estimate_step_s()
+            paces[worker] = _Pace(speed.prompt_token_s, step_s if own_step_s is None else own_step_s, SPEED_STEP**power)
+    return paces
+
+
 class Placer:
     """Chooses the partitions of one producer's requests. The caller locks, and gives the time of any steady clock."""
 
     def __init__(self) -> None:
         self._beats: dict[str, WorkerBeat] = {}
+        self._paces: dict[str, _Pace] = {}
         self._sent: dict[str, _SentTokens] = {}
         self._chars_per_token = CHARS_PER_TOKEN
         self._memory: OrderedDict[bytes, dict[str, float]] = OrderedDict()
@@ -194,6 +237,7 @@ class Placer:
     def note_beats(self, beats: Iterable[WorkerBeat]) -> None:
         """Note the last heartbeats of all workers. They have what was sent before them."""
         self._beats = {beat.worker: beat for beat in beats}
+        self._paces = _find_paces({worker: beat.speed for worker, beat in self._beats.items()})
         self._sent = {worker: self._sent.get(worker) or _SentTokens() for worker in self._beats}
         for worker, beat in self._beats.items():
             self._sent[worker].drop_before(beat.at_s - ON_THE_WAY_S)
@@ -203,9 +247,10 @@ class Placer:
     def choose_partition(self, chain: PromptChain, partitions: Sequence[int], now_s: float) -> Placement:
         """Choose one of `partitions`, which are those that can be written, and count the request as sent there.
 
-        A worker's cost is the work of this class and those above that it has left, and the tokens of this prompt that
-        it does not have. The home is chosen unless it costs more than another worker by more than `HOME_PROMPTS` times
-        the prompt's tokens; else the least cost, of equal ones the worker that the home's hash names first.
+        A worker's cost is the seconds that it takes for a step with the answers that it decodes, for the work of this
+        class and those above that it has left, and for the tokens of this prompt that it does not have. The home is
+        chosen unless it costs more than another worker by more than the other one takes for `HOME_PROMPTS` such
+        prompts; else the least cost, of equal ones the worker that the home's hash names first.
         """
         readable = frozenset(partitions)
         read = {
@@ -217,15 +262,17 @@ class Placer:
             return Placement(choose_by_hash(chain.hash_key or chain.home, partitions))
         ratio = 1.0 if chain.is_tokens else self._chars_per_token
         hits, classes = self._find_hits(chain, now_s, len(read)), CLASSES[: CLASSES.index(chain.priority_class) + 1]
-        costs = dict[str, int]()
-        order = sorted(read, key=lambda worker: hashlib.sha256(chain.home + worker.encode()).digest())
+        costs = dict[str, float]()
+        order = sorted(read, key=lambda worker: rank_worker(chain.home, worker, self._paces[worker].weight))
         for worker in order:
             self._sent[worker].drop_before(now_s - MAX_SENT_S)
             waiting, sent = self._beats[worker].waiting_tokens, self._sent[worker].totals
             left = sum(waiting[priority_class] + sent[priority_class] for priority_class in classes)
-            costs[worker] = left + round((chain.length - hits.get(worker, 0)) / ratio)
+            left += round((chain.length - hits.get(worker, 0)) / ratio)
+            costs[worker] = self._paces[worker].step_s + left * self._paces[worker].token_s
         home, best = order[0], min(order, key=costs.__getitem__)
-        chosen = home if costs[home] - HOME_PROMPTS * round(chain.length / ratio) <= costs[best] else best
+        limit_s = HOME_PROMPTS * round(chain.length / ratio) * self._paces[best].token_s
+        chosen = home if costs[home] - limit_s <= costs[best] else best
         hit = hits.get(chosen, 0)
         self._note_sent(chain, chosen, round((chain.length - hit) / ratio), now_s)
         return Placement(choose_by_hash(chain.home, sorted(read[chosen])), chosen, home, costs, round(hit / ratio))
@@ -255,6 +302,16 @@ class Placer:
             if len(memory) <= MAX_REMEMBERED_LINKS and now_s - oldest_s <= MEMORY_S:
                 break
             memory.popitem(last=False)
+
+
+def rank_worker(home: bytes, worker: str, weight: float) -> tuple[float, bytes]:
+    """Return a worker's rank for a home: the least one has it, which is by chance and as often as the weights say.
+
+    Among equal weights the order is that of the hashes. A worker that comes takes homes from all in proportion, and one
+    that goes leaves its own; all others stay where they are.
+    """
+    digest = hashlib.sha256(home + worker.encode()).digest()
+    return -math.log1p(-int.from_bytes(digest[:6], "big") / 2**48) / weight, digest
 
 
 def choose_by_hash(home: bytes, partitions: Iterable[int]) -> int:

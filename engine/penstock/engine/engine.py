@@ -45,6 +45,7 @@ from penstock.engine.scheduling.cost import (
     WARM_UP_TOKENS,
     PrefillRate,
     StepCost,
+    StepPace,
     TrialStep,
     measure_cost,
     measure_prefill_rate,
@@ -60,6 +61,7 @@ from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.kvstore.block import derive_state_hash
 from penstock.messages import Logprobs, Sampling, now_s
 from penstock.names import CLASSES, PriorityClass, Stage
+from penstock.worker_speed import WorkerSpeed
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class Engine:
         self._num_mask_threads = settings.num_threads - 1
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
-        self._rate = PrefillRate()
+        self._rate, self._pace = PrefillRate(), StepPace()
         self.slow_products: list[str] = []
         """Matrix shapes on which the native kernels are slower than torch, as text."""
         self._plan: Plan = []
@@ -262,6 +264,13 @@ class Engine:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
 
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
+        rows = [seq for seq in list(self.scheduler.running) if seq.num_pending_tokens == 1]
+        if (cost := self.scheduler.cost) is None:
+            return self._rate.describe_speed(len(rows))
+        return cost.describe_speed(rows, self.settings.max_step_tokens, self._pace.slowdown)
+
     def measure_speed(self) -> None:
         """Measure the speed of prefill and the cost of steps with a few prompts and steps.
 
@@ -368,7 +377,8 @@ class Engine:
             return []
         if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
-        before, expected_s = [seq.num_computed_tokens for seq, _ in plan], self._expect_gap(plan)
+        before, expected_s = [seq.num_computed_tokens for seq, _ in plan], self._expect_seconds(plan)
+        do_answers_wait = self._do_answers_wait(plan)
         self.step_shares = share_step(self.scheduler.cost, plan)
         try:
             drawn = self._run_plan(plan)
@@ -384,28 +394,28 @@ class Engine:
                 seq.draft = []
         sampled = self._append_tokens(drawn)
         ended_s = time.perf_counter()
-        if expected_s:
+        if expected_s and do_answers_wait:
             self.scheduler.record_gap(ended_s - self._last_step_ended_s, expected_s)
         self._last_step_ended_s, self._num_last_sampled = ended_s, len(sampled)
         self._last_sampled = {one.seq for one in sampled}
         self._quarantine.record_success()
         for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
             self.scheduler.register_blocks(seq, num_computed_tokens)
-        self._rate.record_step(
-            sum(num for _, num in plan if num > 1),
-            sum(num for _, num in plan),
-            time.perf_counter() - self._step_begun_s,
-        )
+        seconds = time.perf_counter() - self._step_begun_s
+        self._rate.record_step(sum(num for _, num in plan if num > 1), sum(num for _, num in plan), seconds)
+        if expected_s:
+            self._pace.record_step(seconds, expected_s)
         return sampled
 
-    def _expect_gap(self, plan: Plan) -> float:
-        """Return how long interactive answers wait for a token of this step by its cost, where prompts are computed
-        beside them; 0 where there is no such answer that the last step had a token of, or the cost is not known.
-        """
-        cost, has_drafts = self.scheduler.cost, any(seq.draft for seq, _ in plan)
-        has_prompt = any(seq.num_pending_tokens > 1 for seq, _ in plan)
+    def _expect_seconds(self, plan: Plan) -> float:
+        """Return how long this step takes by its cost; 0 where that is not known, as with drafts."""
+        cost = self.scheduler.cost
+        return 0.0 if cost is None or any(seq.draft for seq, _ in plan) else cost.step_seconds(plan)
+
+    def _do_answers_wait(self, plan: Plan) -> bool:
+        """Return whether interactive answers that the last step had a token of wait for prompts in this one."""
         has_row = any(seq.priority_class == "interactive" and seq in self._last_sampled for seq, _ in plan)
-        return cost.step_seconds(plan) if cost is not None and has_prompt and has_row and not has_drafts else 0.0
+        return has_row and any(seq.num_pending_tokens > 1 for seq, _ in plan)
 
     def _undo_step(self, plan: Plan, before: list[int]) -> None:
         """Let the sequences of a step have computed the tokens that they had before."""

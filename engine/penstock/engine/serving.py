@@ -21,6 +21,7 @@ from penstock.kvstore.retention import RetentionChange
 from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 ANSWER_STRIDE = 4
 """Store an answer's blocks in batches of this size: every store has a fixed cost. A worker that takes the request over
@@ -109,6 +110,9 @@ class EngineCore(Pool, Protocol):
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
 
 
 class ServingEngine:
@@ -401,6 +405,10 @@ class ServingEngine:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self.core.prefill_tokens_per_s()
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
+        return self.core.report_speed()
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat. Any thread may call it."""

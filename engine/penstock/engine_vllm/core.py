@@ -28,6 +28,7 @@ from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
 from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, Sampling, TokenLogprob
 from penstock.names import CLASSES, PriorityClass, Stage
+from penstock.worker_speed import WorkerSpeed
 
 
 @dataclass(frozen=True)
@@ -442,6 +443,10 @@ class VllmCore:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts take now; None where that is not known. Any thread may call it."""
+        return self._rate.describe_speed(sum(seq.num_pending_tokens == 1 for seq in list(self._ids)))
 
 
 def _make_block_hasher(seq: Sequence, block_size: int) -> Callable[[Any], list[Any]]:

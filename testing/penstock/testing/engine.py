@@ -23,6 +23,7 @@ from penstock.engine.weights.files import DEMO_MODEL
 from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 BLOCK_SIZE = 16
 MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH = 16, 128, 4096
@@ -85,6 +86,8 @@ class FormulaEngine:
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
     num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
     """The most blocks that its requests may have together."""
+    speed: WorkerSpeed | None = None
+    """The speed that it tells."""
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:
@@ -219,6 +222,10 @@ class FormulaEngine:
     def prefill_tokens_per_s(self) -> float | None:
         """Return None."""
         return None
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return the speed that it was given."""
+        return self.speed
 
     def close(self) -> None:
         """Write what jobs wait for, and drop everything else."""

@@ -105,8 +105,9 @@ class WorkerProcess:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch_eviction(addresses, settings.record.eviction))
             self.beat = Heartbeat(
-                addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s
-            )
+                addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s,
+                shares_topics=not addresses.kafka,
+            )  # fmt: skip
             self.name = self.beat.take_name(next_free=self._next_name)
             stack.enter_context(self.beat)
             telemetry = open_telemetry(

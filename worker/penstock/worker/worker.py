@@ -92,6 +92,7 @@ from penstock.worker.message_reader import may_have_grammar
 from penstock.worker.settler import Settler, Settling
 from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
+from penstock.worker_speed import WorkerSpeed
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class Worker:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
-        self.watch = LoopWatch() if beat is None else beat.watch
+        self.watch, self._beat = LoopWatch() if beat is None else beat.watch, beat
         self.session = ShardedSession(
             record,
             name,
@@ -777,7 +778,10 @@ class Worker:
             partitions[classes[topic]].append(number)
             num_waiting[classes[topic]] += count
         load = self.load.summarize_load(task_loads, held, partitions, num_waiting)
-        return load | self.role.report_rates(self.load)
+        rates = self.role.report_rates(self.load)
+        fastest = None if self._beat is None else self._beat.fastest
+        self.member.leave_new(self.load.compare_speed(WorkerSpeed.parse(rates.get("speed")), fastest))
+        return load | rates
 
     def stop_accepting(self) -> None:
         """Take no new requests. Running ones go on under their claims.
