@@ -62,6 +62,34 @@ def test_how_old_a_heartbeat_is_follows_from_its_lease(redis_url: str, pipeline:
 
 
 @pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        ({"prompt_token_s": 0.002, "idle_prompt_token_s": 0.001, "num_rows": 3}, True),
+        ({"prompt_token_s": 0.002, "idle_prompt_token_s": 0.001, "num_rows": 0, "step_s": 0.1, "row_s": 0.01,
+          "slowdown": 2, "of_a_later_version": None}, True),
+        (None, False),
+        ({}, False),
+        ({"prompt_token_s": 0.0, "idle_prompt_token_s": 0.001, "num_rows": 3}, False),
+        ({"prompt_token_s": 0.002, "idle_prompt_token_s": 0.001, "num_rows": -1}, False),
+        ({"prompt_token_s": 0.002, "idle_prompt_token_s": 0.001, "num_rows": 3, "row_s": 0}, False),
+        ({"prompt_token_s": float("inf"), "idle_prompt_token_s": 0.001, "num_rows": 3}, False),
+        ({"prompt_token_s": "0.002", "idle_prompt_token_s": 0.001, "num_rows": 3}, False),
+        ([0.002, 0.001, 3], False),
+    ],
+)  # fmt: skip
+def test_a_speed_is_told_in_seconds_or_unknown(
+    told: Any, known: bool, redis_url: str, pipeline: Pipeline, reader: BeatReader
+) -> None:
+    load = WorkerLoad().summarize_load([], HELD, PARTITIONS, WAITING)
+    write_beat(redis_url, pipeline, "prefill", "a", **load, **({} if told is None else {"speed": told}))
+    (beat,) = reader.read_beats()
+    assert (beat.speed is not None) == known, "its partitions are known all the same"
+    if beat.speed is not None:
+        assert beat.speed.prompt_token_s == 0.002
+        assert {name: told[name] for name in beat.speed.as_json()} == beat.speed.as_json()
+
+
+@pytest.mark.parametrize(
     "odd", [{"load": {"interactive": {}}}, {"load": 3}, {"load": {"interactive": {"partitions": ["x"]}}}]
 )
 def test_beside_a_worker_that_does_not_tell_its_partitions_none_is_preferred(

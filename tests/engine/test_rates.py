@@ -1,10 +1,20 @@
+import time
+
 import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model
 from penstock.engine.opening import open_engine
-from penstock.engine.scheduling.cost import HALF_LIFE_TOKENS, MEASURE_S, PrefillRate, measure_prefill_rate
+from penstock.engine.scheduling.cost import (
+    HALF_LIFE_TOKENS,
+    MEASURE_S,
+    SLOW_HALF_LIFE_S,
+    PrefillRate,
+    StepCost,
+    StepPace,
+    measure_prefill_rate,
+)
 from tests.engine.helpers import run_sequences, sequence
 
 
@@ -75,3 +85,72 @@ def test_the_first_prompts_grow_while_that_is_quick(
     assert computed == expected
     assert rate.tokens_per_s == pytest.approx(computed[-1] / max(at_least_s, computed[-1] * token_s))
     assert sum(computed[1:-1]) * token_s < MEASURE_S
+
+
+def test_the_speed_of_a_worker_shares_a_step_among_its_prompt_tokens() -> None:
+    cost = StepCost(fixed_s=0.02, row_s=0.001, context_s=1e-6, chunk_s=0.01, token_s=0.0005, outside_s=0.001)
+    idle = cost.describe_speed([], 100)
+    assert idle.prompt_token_s == idle.idle_prompt_token_s == pytest.approx(0.0005 + 0.03 / 100)
+    assert (idle.num_rows, idle.step_s, idle.slowdown) == (0, 0.02, 1.0)
+    assert idle.row_s == pytest.approx(0.002)
+    rows = [sequence([5], 3), sequence([5], 3)]
+    rows[0].num_computed_tokens, rows[1].num_computed_tokens = 1000, 3000
+    now = cost.describe_speed(rows, 100, slowdown=4.0)
+    assert now.row_s == pytest.approx(4 * (0.002 + 2000e-6))
+    assert now.prompt_token_s == pytest.approx(4 * (0.0005 + (0.03 + 2 * 0.004) / 98))
+    assert now.idle_prompt_token_s == idle.prompt_token_s, "what slows it now is no property of the machine"
+    assert (now.num_rows, now.slowdown) == (2, 4.0)
+    assert now.step_s == pytest.approx(0.08)
+    nothing = StepCost(0.0, 0.0, 0.0, 0.0, 0.0).describe_speed([], 100)
+    assert min(value for name, value in nothing.as_json().items() if name != "num_rows") > 0, "none is told as no time"
+
+
+def test_how_slow_steps_are_is_known_soon_and_forgotten_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    pace = StepPace()
+    assert pace.slowdown == 1.0
+    for _ in range(50):
+        now_s[0] += 0.04
+        pace.record_step(0.04, 0.01)
+    assert pace.slowdown == pytest.approx(4.0, rel=0.15)
+    now_s[0] += 20 * SLOW_HALF_LIFE_S
+    assert pace.slowdown == pytest.approx(1.0, rel=0.01), "the next request tries it"
+    for _ in range(1000):
+        now_s[0] += 0.01
+        pace.record_step(0.01, 0.01)
+    assert pace.slowdown == pytest.approx(1.0, rel=0.01)
+
+
+def test_an_engine_tells_what_its_steps_take_now() -> None:
+    engine = open_engine(EngineSettings(pool_mb=4))
+    idle = engine.report_speed()
+    assert idle is not None
+    assert idle.num_rows == 0
+    assert engine.scheduler.cost is not None
+    engine.scheduler.cost.token_s = engine.scheduler.cost.fixed_s = 1e-9  # the machine is much slower than measured
+    engine.scheduler.cost.chunk_s = engine.scheduler.cost.row_s = engine.scheduler.cost.context_s = 0.0
+    seqs = [sequence(list(range(5, 105)), 9), sequence(list(range(6, 106)), 9)]
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while any(seq.num_output_tokens < 2 for seq in seqs):
+        engine.step()
+    now = engine.report_speed()
+    assert now is not None
+    assert now.num_rows == 2
+    assert now.slowdown is not None
+    assert now.slowdown > 1.0
+    assert now.prompt_token_s > now.idle_prompt_token_s
+
+
+def test_without_a_cost_of_steps_the_rate_of_prompts_is_told() -> None:
+    rate = PrefillRate()
+    assert rate.describe_speed(0) is None
+    rate.record_step(1000, 1000, 1.0)
+    for _ in range(20):
+        rate.record_step(1000, 1000, 2.0)
+    speed = rate.describe_speed(3)
+    assert speed is not None
+    assert speed.prompt_token_s == pytest.approx(0.002, rel=0.1)
+    assert speed.idle_prompt_token_s == 0.001, "the best so far"
+    assert speed.as_json().keys() == {"prompt_token_s", "idle_prompt_token_s", "num_rows"}

@@ -29,6 +29,7 @@ from penstock.names import CLASSES
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import UNKNOWN_PROMPT_TOKENS
 from penstock.worker.worker import Worker
+from penstock.worker_speed import WorkerSpeed
 from sim.line import InProcessPipeline, core_of, run_until_running
 from sim.workload import compute_answers, load_demo_model, make_requests
 
@@ -400,6 +401,9 @@ def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
     topics = [line.pipeline.request_topic(priority_class) for priority_class in CLASSES]
     waiting = {(topics[0], 0): 2, (topics[0], 3): 1, (topics[1], 5): 4}
     monkeypatch.setattr(line.prefill.member, "count_waiting", lambda: waiting)
+    speed = WorkerSpeed.parse(line.prefill.report_load()["speed"])
+    assert speed is not None
+    assert 0 < speed.idle_prompt_token_s < 1
     ratio = round(len(text) / num_tokens, 1)
     assert list_reported() == [[0, 3], round(3 * mean), [5], 4 * UNKNOWN_PROMPT_TOKENS, ratio]
 

@@ -95,8 +95,7 @@ class SimulatedWorker:
         for _ in range(MAX_STANDSTILL_STEPS if self.sequences else 0):
             self.plan = self.scheduler.schedule(self.scheduler.choose_budget(spec.max_step_tokens), spec.max_batch)
             if self.plan:
-                chunk_s = cost.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in self.plan) else 0.0
-                seconds = cost.fixed_s + chunk_s + sum(cost.estimate_seconds(seq, num) for seq, num in self.plan)
+                seconds = cost.step_seconds(self.plan)
                 self.busy_s += seconds
                 return seconds
         assert not self.sequences, "the scheduler stands still"

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.bus.placement import WorkerBeat
 from penstock.names import CLASSES, WORKERS_KEY, Pipeline
 from penstock.redis.client import redis_client
+from penstock.worker_speed import WorkerSpeed
 
 STALE_SHARE = 0.75
 """A heartbeat is too old after this share of its lease, which is three periods."""
@@ -63,4 +64,5 @@ def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float
         {priority_class: tuple(map(int, load[priority_class]["partitions"])) for priority_class in CLASSES},
         {priority_class: max(0, int(load[priority_class]["waiting_tokens"])) for priority_class in CLASSES},
         load["chars_per_token"] and max(0.1, float(load["chars_per_token"])),
+        WorkerSpeed.parse(load.get("speed")),
     )

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from penstock.messages import Request
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 PIECE_CHARS, PIECE_TOKENS = 256, 64
 """The first pieces of a prompt whose ends are links: of a text, and of token ids, at about four characters a token."""
@@ -137,6 +138,8 @@ class WorkerBeat:
     waiting_tokens: Mapping[PriorityClass, int]
     """Prompt tokens left to compute, those of messages that wait in its partitions included."""
     chars_per_token: float | None = None
+    speed: WorkerSpeed | None = None
+    """None where it is not known."""
 
 
 class Placement(NamedTuple):

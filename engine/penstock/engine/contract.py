@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 from penstock.errors import Cancelled, RequestError
 from penstock.messages import EndEvent, FinishReason, Logprobs, Usage
 from penstock.names import PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
     from penstock.engine.sequence import Sequence as EngineSequence
@@ -301,6 +302,9 @@ class InferenceEngine(TokenSource, Protocol):
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
 
     def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
         """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers

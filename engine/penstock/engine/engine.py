@@ -45,6 +45,7 @@ from penstock.engine.scheduling.cost import (
     WARM_UP_TOKENS,
     PrefillRate,
     StepCost,
+    StepPace,
     TrialStep,
     measure_cost,
     measure_prefill_rate,
@@ -59,6 +60,7 @@ from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.kvstore.block import derive_state_hash
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ class Engine:
         self._num_mask_threads = settings.num_threads - 1
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
-        self._rate = PrefillRate()
+        self._rate, self._pace = PrefillRate(), StepPace()
         self.slow_products: list[str] = []
         """Matrix shapes on which the native kernels are slower than torch, as text."""
         self._plan: Plan = []
@@ -256,6 +258,13 @@ class Engine:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
 
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
+        rows = [seq for seq in list(self.scheduler.running) if seq.num_pending_tokens == 1]
+        if (cost := self.scheduler.cost) is None:
+            return self._rate.describe_speed(len(rows))
+        return cost.describe_speed(rows, self.settings.max_step_tokens, self._pace.slowdown)
+
     def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
         """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
         are decoded too; None where that is not known.
@@ -370,6 +379,8 @@ class Engine:
         if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
+        has_drafts, cost = any(seq.draft for seq, _ in plan), self.scheduler.cost
+        expected_s = 0.0 if cost is None or has_drafts else cost.step_seconds(plan)
         try:
             drawn = self._run_plan(plan)
         except BaseException as error:
@@ -387,11 +398,10 @@ class Engine:
         self._quarantine.record_success()
         for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
             self.scheduler.register_blocks(seq, num_computed_tokens)
-        self._rate.record_step(
-            sum(num for _, num in plan if num > 1),
-            sum(num for _, num in plan),
-            time.perf_counter() - self._step_begun_s,
-        )
+        seconds = time.perf_counter() - self._step_begun_s
+        self._rate.record_step(sum(num for _, num in plan if num > 1), sum(num for _, num in plan), seconds)
+        if expected_s:
+            self._pace.record_step(seconds, expected_s)
         return sampled
 
     def _undo_step(self, plan: Plan, before: list[int]) -> None:

@@ -21,6 +21,7 @@ from penstock.kvstore.retention import RetentionChange
 from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 ANSWER_STRIDE = 4
 """Store an answer's blocks in batches of this size: every store has a fixed cost. A worker that takes the request over
@@ -105,6 +106,9 @@ class EngineCore(Pool, Protocol):
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
 
     def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
         """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
@@ -391,6 +395,10 @@ class ServingEngine:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self.core.prefill_tokens_per_s()
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts and answers take now; None where that is not known. Any thread may call it."""
+        return self.core.report_speed()
 
     def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
         """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers

@@ -28,6 +28,7 @@ from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
 from penstock.errors import ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, TokenLogprob
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 
 @dataclass(frozen=True)
@@ -416,6 +417,10 @@ class VllmCore:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
+
+    def report_speed(self) -> WorkerSpeed | None:
+        """Return how long prompts take now; None where that is not known. Any thread may call it."""
+        return self._rate.describe_speed(sum(seq.num_pending_tokens == 1 for seq in list(self._ids)))
 
     def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
         """Return how long `num_tokens` tokens of a prompt take by the rate of late; None where that is not known."""

@@ -288,4 +288,5 @@ class PrefillRole(ModelRole):
         rates = [
             rate for rate in (load.throughput.tokens_per_s, self.engine.prefill_tokens_per_s()) if rate is not None
         ]
-        return {"prompt_tokens_per_s": max(rates, default=None)}
+        told = super().report_rates(load)
+        return {"speed": told["speed"], "prompt_tokens_per_s": max(rates, default=None)}

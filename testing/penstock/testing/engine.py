@@ -23,6 +23,7 @@ from penstock.engine.weights.files import DEMO_MODEL
 from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 
 BLOCK_SIZE = 16
 MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH = 16, 128, 4096
@@ -213,6 +214,10 @@ class FormulaEngine:
         return {}
 
     def prefill_tokens_per_s(self) -> float | None:
+        """Return None."""
+        return None
+
+    def report_speed(self) -> WorkerSpeed | None:
         """Return None."""
         return None
 

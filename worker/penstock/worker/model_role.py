@@ -110,7 +110,9 @@ class ModelRole(Role):
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed and answers decoded, for the heartbeat."""
+        speed = self.engine.report_speed()
         return {
+            "speed": None if speed is None else speed.as_json(),
             "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
             "output_tokens_per_s": load.throughput.tokens_per_s,
         }

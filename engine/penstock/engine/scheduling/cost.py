@@ -15,11 +15,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Plan, Sequence
 from penstock.running_mean import RunningMean
+from penstock.worker_speed import WorkerSpeed
 
 TRIAL_DECODES, TRIAL_CONTEXT_TOKENS, TRIAL_CHUNK_TOKENS = 16, 240, (16, 64)
 """The trial steps: decoding rows, tokens before each of them, and prompt tokens of a small and a large chunk."""
@@ -29,6 +31,13 @@ HALF_LIFE_TOKENS = 4096
 """The weight of a step halves with so many further prompt tokens."""
 WARM_UP_TOKENS = 16
 """Length of the prompt that warms up. The next one is four times as long."""
+MIN_S = 1e-9
+"""The least that something takes: a difference of two trials may be none."""
+SLOW_HALF_LIFE_S = 10.0
+"""After how many seconds a step counts half for how slow the machine is now."""
+SLOW_PRIOR_S = 0.02
+"""Seconds of steps as fast as measured at the start that count always: without steps a slow worker counts as fast
+again after a while, and what is sent there then tells."""
 MEASURE_S = 0.1
 """How long prompts are computed for the first rate. The last of them may take longer."""
 
@@ -72,6 +81,30 @@ class StepCost:
     def estimate_seconds(self, seq: Sequence, num_tokens: int) -> float:
         """Return how much `num_tokens` of the sequence's tokens add, without the constant for a step's first chunk."""
         return self.row_seconds(seq) if seq.num_pending_tokens == 1 else num_tokens * self.token_seconds(seq)
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Return how long a step takes."""
+        chunk_s = self.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in plan) else 0.0
+        return self.fixed_s + chunk_s + sum(self.estimate_seconds(seq, num) for seq, num in plan)
+
+    def describe_speed(self, rows: Items[Sequence], max_step_tokens: int, slowdown: float = 1.0) -> WorkerSpeed:
+        """Return the speed of a worker that decodes these sequences, whose steps have so many tokens as a rule and take
+        `slowdown` times as long as measured.
+        """
+        rows_s, step_s = sum(map(self.row_seconds, rows)), self.fixed_s + self.chunk_s
+        row_s = rows_s / len(rows) if rows else self.row_s + self.known_outside_s
+
+        def share_step(seconds: float, num_rows: int) -> float:
+            return self.token_s + seconds / max(1, max_step_tokens - num_rows)
+
+        return WorkerSpeed(
+            prompt_token_s=slowdown * max(share_step(step_s + rows_s, len(rows)), MIN_S),
+            idle_prompt_token_s=max(share_step(step_s, 0), MIN_S),
+            num_rows=len(rows),
+            step_s=slowdown * max(self.fixed_s, MIN_S),
+            row_s=slowdown * max(row_s, MIN_S),
+            slowdown=slowdown,
+        )
 
     def prompt_seconds(self, num_tokens: int, num_before: int, max_step_tokens: int) -> float:
         """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to the steps that compute
@@ -117,13 +150,48 @@ def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_
     )
 
 
+class StepPace:
+    """How much longer steps take lately than `StepCost` says, which was measured in time that no other process had.
+
+    One thread records, any thread may read.
+    """
+
+    def __init__(self) -> None:
+        self._sums = (0.0, 0.0, 0.0)
+        """Seconds that steps took, seconds that they should have taken, and the time of the last one."""
+
+    def record_step(self, seconds: float, expected_s: float) -> None:
+        """Record a step."""
+        taken_s, should_s = self._weigh_sums(now_s := time.monotonic())
+        self._sums = taken_s + seconds, should_s + expected_s, now_s
+
+    def _weigh_sums(self, now_s: float) -> tuple[float, float]:
+        taken_s, should_s, at_s = self._sums
+        kept = 0.5 ** ((now_s - at_s) / SLOW_HALF_LIFE_S)
+        return taken_s * kept, should_s * kept
+
+    @property
+    def slowdown(self) -> float:
+        """The factor."""
+        taken_s, should_s = self._weigh_sums(time.monotonic())
+        return (SLOW_PRIOR_S + taken_s) / (SLOW_PRIOR_S + should_s)
+
+
 class PrefillRate:
     """A running mean over the steps in which most tokens were prompt tokens, weighted by these tokens."""
 
     def __init__(self) -> None:
         self.tokens_per_s: float | None = None
         """Prompt tokens per second; None until a step was measured. Any thread may read it."""
+        self._best_tokens_per_s = 0.0
         self._mean_tokens_per_s = RunningMean()
+
+    def describe_speed(self, num_rows: int) -> WorkerSpeed | None:
+        """Return the speed of a worker whose steps have no measured cost; None until a step was measured. The best
+        rate so far is that of the idle worker. Any thread may call it.
+        """
+        rate = self.tokens_per_s
+        return None if rate is None else WorkerSpeed(1 / rate, 1 / max(rate, self._best_tokens_per_s), num_rows)
 
     def record_step(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
         """Record a step of `num_tokens` tokens, `num_prompt_tokens` of them prompt tokens."""
@@ -131,6 +199,7 @@ class PrefillRate:
             kept = 0.5 ** (num_prompt_tokens / HALF_LIFE_TOKENS)
             self._mean_tokens_per_s.add(num_prompt_tokens, max(seconds, 1e-9), kept=kept)
             self.tokens_per_s = self._mean_tokens_per_s.value
+            self._best_tokens_per_s = max(self._best_tokens_per_s, self.tokens_per_s or 0.0)
 
 
 def measure_prefill_rate(compute: Callable[[int], float], max_tokens: int) -> PrefillRate:
