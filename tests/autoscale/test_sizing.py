@@ -35,7 +35,7 @@ def test_the_simulation_has_the_mean_of_the_formula() -> None:
     load = Load(1.0, 0.5, 0.25, 0.0)  # prompts of one length
     assert 1.5 < predict_p99_s(load, 1) / (estimate_wait_s(load, 1) + 0.5) < 5
     assert predict_p99_s(load, 2) < predict_p99_s(load, 1) < predict_p99_s(replace(load, rate=1.6), 1)
-    assert math.isinf(predict_p99_s(load, 1, decoding=0.6))
+    assert math.isinf(predict_p99_s(replace(load, rate=2.0), 1))
 
 
 def test_decode_is_by_rows_and_by_memory() -> None:
@@ -52,11 +52,11 @@ def test_auto_workers_do_both() -> None:
 
 def test_heavy_tails_need_more_workers() -> None:
     heavy = replace(LOAD, prompt_s2=6 * LOAD.prompt_s**2)
-    assert size_kind("prefill", heavy, SPEED, TARGETS).number > size_kind("prefill", LOAD, SPEED, TARGETS).number
+    assert count_prefill(heavy, TARGETS) > 1.2 * count_prefill(LOAD, TARGETS)
 
 
 def test_what_waits_needs_workers_beside_what_arrives() -> None:
-    assert size_kind("prefill", replace(LOAD, backlog_s=40.0), SPEED, TARGETS).number == 12
+    assert size_kind("prefill", replace(LOAD, backlog_s=40.0), SPEED, TARGETS).number == 10
     slow = replace(LOAD, backlog_s=40.0, start_s=40.0)
     assert size_kind("prefill", slow, SPEED, TARGETS).number == 3, "who is ready in 40 s helps none that waits now"
 

@@ -8,11 +8,12 @@ Each decision begins from the workers that there are, so numbers that an operato
 vanished without a goodbye counts as starting again. Where a signal is missing nothing goes down.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from penstock.autoscale.sizing import BATCH_WINDOW_S, Load, Need, Speed, Targets, count_decode, predict_p99_s, size_kind
+from penstock.autoscale.sizing import BATCH_WINDOW_S, Load, Need, Speed, Targets, predict_p99_s, size_kind
 from penstock.autoscale.windows import LoadWindows, Passed
 from penstock.names import WorkerKind
 
@@ -87,6 +88,8 @@ class KindState:
     """The last decision."""
     start_s: float = FIRST_START_S
     """How long its last start took."""
+    loading_s: float = 0.0
+    """How long the oldest of those that started had been doing so at the last look."""
     is_stuck: bool = False
     """Whether the last start that ended did so without a worker."""
 
@@ -152,7 +155,7 @@ class Controller:
         self._keep_bounds(numbers, reasons)
         for kind, number in numbers.items():
             self._ask(self._kinds[kind], number, now_s)
-        predicted_s = self._predict(seen, load)
+        predicted_s = self._predict(load, seen.speed)
         return Decision(now_s, numbers, reasons, tuple(alerts), predicted_s, self._count_starting())
 
     def _size(self, kind: WorkerKind, seen: Seen, load: Load | None, *, is_window_over: bool) -> tuple[int, str, bool]:
@@ -194,7 +197,7 @@ class Controller:
     def _is_idle(self, seen: Seen) -> bool:
         """Return whether nothing was open and nothing arrived for so long that no worker is needed."""
         assert self._busy_s is not None, "the first look sets it"
-        is_known = not seen.missing and seen.passed is not None
+        is_known = not seen.missing and seen.passed is not None and not seen.num_open
         return is_known and self._bounds.least == 0 and seen.at_s - self._busy_s >= self._bounds.zero_after_s
 
     def _fill_in(self, seen: Seen) -> Load | None:
@@ -210,6 +213,7 @@ class Controller:
         return replace(
             seen.load,
             rate=rate,
+            steady_rate=self._windows.rate_steady,
             prompt_s=shape.prompt_s,
             prompt_s2=shape.prompt_s2,
             pool_hit_s=shape.hit_s,
@@ -230,7 +234,7 @@ class Controller:
         """Return how many workers are needed by the rule for going down, on one worker less than there are."""
         rate = self._windows.rate_down
         assert rate is not None, "as the other rate is"
-        load = replace(load, rate=rate * DEAD_BAND).spread_over(number - 1, number)
+        load = replace(load, rate=rate * DEAD_BAND, steady_rate=math.inf).spread_over(number - 1, number)
         return size_kind(kind, load, speed, self._targets).number
 
     def _may_go(self, state: KindState, number: int, seen: Seen) -> bool:
@@ -280,18 +284,19 @@ class Controller:
             kept = min(change, len(state.leaving))  # who was to go, and is still there, stays
             state.leaving = state.leaving[kept:]
             state.asked += [now_s] * (change - kept)
+            state.needs = []
         else:
             cancelled = min(-change, len(state.asked))
             state.asked = state.asked[: len(state.asked) - cancelled]
             state.leaving += [now_s] * (-change - cancelled)
 
-    def _predict(self, seen: Seen, load: Load | None) -> float | None:
+    def _predict(self, load: Load | None, speed: Speed | None) -> float | None:
         """Return the expected 99th percentile of first tokens with the workers that read requests now."""
         readers = [kind for kind in self._list_scaled() if kind != "decode"]
         num = sum(len(self._kinds[kind].ready) for kind in readers)
-        if load is None or seen.speed is None or not num:
+        if load is None or speed is None or not num:
             return None
-        return predict_p99_s(load, num, count_decode(load, seen.speed) if "auto" in readers else 0.0)
+        return predict_p99_s(load, num, speed.row_s if "auto" in readers else 0.0)
 
 
 def _note_workers(state: KindState, workers: Workers, now_s: float) -> None:
@@ -301,8 +306,9 @@ def _note_workers(state: KindState, workers: Workers, now_s: float) -> None:
     for _ in come:
         if state.asked:
             state.start_s = now_s - state.asked.pop(0)
-        else:  # an operator's
+        else:  # an operator's, or one that took longer than was expected
             state.leaving, state.needs = [], []
+            state.start_s = max(state.start_s, state.loading_s)
     if come:
         state.is_stuck = False
     num_left = max(0, len(gone) - workers.lost)
@@ -314,4 +320,4 @@ def _note_workers(state: KindState, workers: Workers, now_s: float) -> None:
     state.is_stuck = state.is_stuck or len(in_time) < len(state.asked)
     num_loading = sum(age_s < patience_s for age_s in workers.loading_s)
     state.asked = [*in_time, *[now_s] * max(0, num_loading - len(in_time)), *[now_s] * workers.lost]
-    state.ready = list(workers.ready)
+    state.ready, state.loading_s = list(workers.ready), max(workers.loading_s, default=0.0)

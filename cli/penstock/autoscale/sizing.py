@@ -5,10 +5,10 @@
     decode    d = rate * E[output tokens] * step / rows, at the most rows whose step keeps to the gap; and their memory
     auto      the least k with p + d <= k, where p is the real n at which W + E[S] is 0.8 of the limit
 
-S is the time in which one worker computes what a prompt does not find. Prompts are heavy-tailed, so E[S^2] counts.
+S is the time in which one worker without answers computes what a prompt does not find. Prompts are heavy-tailed, so
+E[S^2] counts.
 """
 
-import heapq
 import math
 import random
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ MAX_BUSY = 0.9
 """The share of their time that workers are busy at most where no number of them meets the limit."""
 P99_SIGMAS = 2.326
 """The 99th percentile of the normal distribution."""
-NUM_PLAYED, SEED = 1000, 7
+NUM_PLAYED, SEED = 500, 7
 """Requests of the simulation of first tokens. Its draws are the same each time: a number follows from the load."""
 MAX_WORKERS = 1000
 """The most workers that are asked for, unless there is a bound."""
@@ -39,6 +39,8 @@ class Speed:
     """The answers that it decodes at once, at the longest step that keeps to the gap."""
     step_s: float
     """The seconds of that step."""
+    row_s: float = 0.0
+    """What one answer adds to a step that computes prompts, too."""
     pool_tokens: float = math.inf
     """Tokens whose KV its pool has room for."""
 
@@ -65,6 +67,8 @@ class Load:
     """Mean seconds that hits in the workers' own pools save of a prompt."""
     backlog_s: float = 0.0
     """Seconds in which one worker would compute the prompts that wait."""
+    steady_rate: float = math.inf
+    """Requests a second over a longer time: what is arriving now counts for the p99 as far as it lasts."""
     start_s: float = 0.0
     """How long a new worker takes to start: what waits cannot be done earlier by more workers."""
     batch_s: float = 0.0
@@ -121,24 +125,58 @@ def count_by_memory(load: Load, speed: Speed) -> float:
     return load.rate * load.output_tokens * speed.step_s * load.context_tokens / speed.pool_tokens
 
 
-def predict_p99_s(load: Load, num: int, decoding: float = 0.0) -> float:
+def predict_p99_s(load: Load, num: int, row_s: float = 0.0) -> float:
     """Return the simulated 99th percentile of the time to first token with `num` workers.
 
-    `decoding`: how many workers' time the answers take, which prompts on these workers do not get.
+    A request goes to the worker with the least work left. `row_s`: what an answer adds to each step on these workers.
     """
     if not load.rate:
         return compute_prompt_p99_s(load)
-    if load.rate * load.prompt_s >= num - decoding:
+    share = 1 - load.rate * load.output_tokens * row_s / num
+    if load.rate * load.prompt_s >= num * share:
         return math.inf
-    share = 1 - decoding / num
-    free_s, now_s, times = [0.0] * num, 0.0, list[float]()
+    workers, now_s = [_PromptQueue() for _ in range(num)], 0.0
     mean, sigma = _fit_lognormal(load)
     for gap, draw in _draw_pairs():
         now_s += gap / load.rate
-        begun_s = max(now_s, free_s[0])
-        heapq.heapreplace(free_s, end_s := begun_s + math.exp(mean + sigma * draw) / share)
-        times.append(end_s - now_s)
+        min(workers, key=lambda one: one.free_s).add(now_s, math.exp(mean + sigma * draw) / share)
+    times = [taken_s for one in workers for taken_s in one.run_until(math.inf)]
     return sorted(times)[math.ceil(0.99 * len(times)) - 1]
+
+
+class _PromptQueue:
+    """The prompts of one worker: the first shares the time with the shortest of those at most half as long."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        """When it will have computed all that it has."""
+        self._now_s = 0.0
+        self._waiting: list[list[float]] = []
+        """The seconds left of each prompt, and when it came."""
+        self._taken_s: list[float] = []
+
+    def add(self, now_s: float, seconds: float) -> None:
+        """Add a prompt that comes now."""
+        self.run_until(now_s)
+        self._waiting.append([seconds, now_s])
+        self.free_s = max(self.free_s, now_s) + seconds
+
+    def run_until(self, until_s: float) -> list[float]:
+        """Compute until a time, and return how long each prompt took that is done by then."""
+        waiting = self._waiting
+        while waiting and self._now_s < until_s:
+            self._now_s = max(self._now_s, waiting[0][1])
+            first, shortest = waiting[0], min(waiting)
+            is_shared = shortest[0] <= first[0] / 2
+            passed_s = min(until_s - self._now_s, shortest[0] * 2 if is_shared else first[0])
+            self._now_s += passed_s
+            for one in (first, shortest) if is_shared else (first,):
+                one[0] -= passed_s / 2 if is_shared else passed_s
+                if one[0] <= 1e-9:
+                    waiting.remove(one)
+                    self._taken_s.append(self._now_s - one[1])
+        self._now_s = max(self._now_s, until_s) if math.isfinite(until_s) else self._now_s
+        return self._taken_s
 
 
 def compute_prompt_p99_s(load: Load) -> float:
@@ -173,7 +211,7 @@ def size_kind(kind: WorkerKind, load: Load, speed: Speed, targets: Targets) -> N
     is_hopeless = math.isinf(prefill) or compute_prompt_p99_s(load) > targets.ttft_s
     needs = {
         "first tokens": computing / MAX_BUSY + decoding if is_hopeless else prefill + decoding,
-        "backlog": 0.0 if is_hopeless else computing + decoding + load.backlog_s / max(targets.ttft_s, load.start_s),
+        "backlog": 0.0 if is_hopeless else decoding + load.backlog_s / max(targets.ttft_s, load.start_s),
         "batch": computing + decoding + _count_batch(load),
     }
     if kind == "auto":
@@ -181,8 +219,9 @@ def size_kind(kind: WorkerKind, load: Load, speed: Speed, targets: Targets) -> N
     need = _make_need(load, needs)
     if is_hopeless:
         return need._replace(is_hopeless=True)
-    number = need.number
-    while number and number < MAX_WORKERS and predict_p99_s(load, number, decoding) > targets.ttft_s:
+    number, row_s = need.number, speed.row_s if kind == "auto" else 0.0
+    steady = replace(load, rate=min(load.rate, load.steady_rate))
+    while number and number < MAX_WORKERS and predict_p99_s(steady, number, row_s) > targets.ttft_s:
         number += 1 + number // 16
     return need if number == need.number else Need(number, "simulated p99 of first tokens")
 

@@ -9,10 +9,10 @@ SHORT_S, LONG_S = 60.0, 600.0
 """The times over which arrivals are counted: numbers go up by the first, and down by the larger rate of both."""
 SHAPE_S = 30.0
 """Prompts are looked at in windows of this length, from the latest one on, until there are `SHAPE_PROMPTS`."""
-SHAPE_PROMPTS = 100
+SHAPE_PROMPTS = 600
 NOISE = 0.05
 """The part by which a rate may differ from that of ten minutes without being another one, beside chance."""
-MIN_KNOWN_S = 30.0
+MIN_KNOWN_S = 60.0
 """A rate is not known before so many seconds of arrivals are."""
 
 
@@ -71,6 +71,12 @@ class LoadWindows:
         return expected / short_s if is_same else short / short_s
 
     @property
+    def rate_steady(self) -> float:
+        """Arrivals a second of the last ten minutes."""
+        arrived, seconds = self._count(LONG_S)
+        return arrived / max(seconds, 1e-9)
+
+    @property
     def rate_down(self) -> float | None:
         """The larger rate of the last minute and the last ten; None until `MIN_KNOWN_S` are known."""
         (short, short_s), (long, long_s) = self._count(SHORT_S), self._count(LONG_S)
@@ -91,4 +97,5 @@ class LoadWindows:
         """Return the arrivals of the latest seconds, and how many seconds these are."""
         since_s = self._passed[-1].at_s - window_s if self._passed else 0.0
         mine = [one for one in self._passed if one.at_s > since_s]
-        return sum(one.arrived for one in mine), sum(one.seconds for one in mine)
+        # A heartbeat is older than the count of what waits: a few arrivals may be taken back by the next look.
+        return max(0.0, sum(one.arrived for one in mine)), sum(one.seconds for one in mine)
