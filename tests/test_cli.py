@@ -21,6 +21,7 @@ import pytest
 import redis
 from rich.console import Console
 
+from penstock.autoscale.controller import Bounds
 from penstock.cli import doctor
 from penstock.cli.error_lines import explain_error
 from penstock.cli.generate import (
@@ -31,7 +32,7 @@ from penstock.cli.generate import (
     format_shell_command,
 )
 from penstock.cli.main import COMMANDS, EXAMPLES, GROUPS, load_command
-from penstock.cli.up import choose_workers, load_engine_settings, up
+from penstock.cli.up import choose_workers, load_engine_settings, parse_auto, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.engine.weights.files import DEMO_MODEL
@@ -457,6 +458,16 @@ def test_one_worker_does_all_unless_a_number_is_given(given: dict[str, int], exp
     kinds = ("prefill", "decode", "auto")
     chosen = choose_workers(dict.fromkeys(kinds) | given, "")
     assert chosen == dict(zip(kinds, expected, strict=True))
+
+
+def test_auto_is_a_number_of_workers_or_bounds_for_a_controller() -> None:
+    assert parse_auto(None) == (None, None)
+    assert parse_auto("3") == (3, None)
+    assert parse_auto("0..4") == (1, Bounds(0, 4)), "the first load of a model comes before the first request"
+    assert parse_auto("2..6") == (2, Bounds(2, 6))
+    for text in ("2..", "x", "4..2", "-1"):
+        with pytest.raises(SettingsError, match="--auto"):
+            parse_auto(text)
 
 
 def test_a_folder_with_the_name_of_the_demo_model_takes_its_place_by_its_path_alone(

@@ -21,6 +21,7 @@ import redis
 
 from penstock.cli.error_lines import format_address
 from penstock.cli.up import format_curl_command
+from penstock.client import Client
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import ModelLoadError, PenstockError
 from penstock.ingest.http.server import open_listener
@@ -316,6 +317,35 @@ def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url
         # A worker that is stopped while it loads says no goodbye: its lease runs out.
         wait_for(lambda: "prefill-1" not in list_names(), "the second stack's worker is gone")
         assert list_names() == ["prefill-0"], "the first stack's worker is still seen"
+
+
+def test_workers_come_and_go_with_the_numbers_that_are_decided_and_no_answer_is_lost(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    def decide(number: int, leaver: str = "") -> dict[str, Any]:
+        names = [str(one["name"]) for one in read_worker_status(stack.addresses)]
+        there, told = {"auto": names}, {"auto": number}
+        return {"there": there, "workers": told, "leave": {"auto": leaver}, "reasons": {"auto": "a test"}}
+
+    with ForkedStack(
+        tmp_path, redis=redis_url, pipeline=pipeline.name, prefill=0, decode=0, auto=1, most=3,
+        environment={"PENSTOCK_KV_STORE_DISK_MB": "0"},
+    ) as stack:  # fmt: skip
+        stack.wait_until_ready(PATIENCE_S)
+        said = stack.follow_numbers(decide(3))
+        assert said == ["auto-1 is started (a test)", "auto-2 is started (a test)"]
+        assert stack.follow_numbers(decide(3)) == [], "it is followed already"
+        stack.wait_until_ready(PATIENCE_S)
+        with Client(redis=redis_url, pipeline=pipeline.name) as client:
+            ids = [client.submit("In the beginning", max_tokens=120, seed=seed) for seed in range(12)]
+            assert stack.follow_numbers(decide(1, "auto-0")) == [
+                "auto-2 is told to stop (a test)", "auto-0 is told to stop (a test)",
+            ]  # fmt: skip
+            answers = [client.result(one, timeout_s=PATIENCE_S) for one in ids]
+        assert {answer.usage.completion_tokens for answer in answers} == {120}
+        wait_for(lambda: not any(one.child and one.child.is_alive() for one in stack._leaving), "two have left")
+        assert [str(one["name"]) for one in read_worker_status(stack.addresses)] == ["auto-1"]
+        assert stack.follow_numbers(decide(2)) == ["auto-0 is started (a test)"], "the first place that is free"
 
 
 PARENT = """

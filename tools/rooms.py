@@ -21,7 +21,7 @@ HOUSE = {
     "decode_worker": (("decode_worker",),),
     "prefill_worker": (("prefill_worker",),),
     "ingest": (("ingest",),),
-    "cli": (("plan", "top"), ("local",), ("cli",)),
+    "cli": (("plan", "top", "autoscale"), ("local",), ("cli",)),
     "testing": (("testing",),),
 }
 """The folders that have a part of the package, from the ground up, with the floors of each.

@@ -29,6 +29,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:workers`                     | set    | while they last: the keys of all heartbeats | each worker |
 | `penstock:<pipeline>:responses`        | hash   | until in the object store: kept responses | gateway        |
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: the gateway that moves them | gateway        |
+| `penstock:<pipeline>:autoscale`        | string | a minute: the controller's last decision  | `penstock autoscale` |
+| `penstock:<pipeline>:autoscale:lease`  | string | three looks: the controller that decides  | `penstock autoscale` |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
 | `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
@@ -266,6 +268,16 @@ class Pipeline:
     def seconds_key(self, part: str) -> str:
         """Return the key of what workers' seconds were spent on, on one day; or of what one worker wrote of it last."""
         return f"penstock:{self.name}:seconds:{part}"
+
+    @property
+    def autoscale_key(self) -> str:
+        """The key of the last decision on numbers of workers, with what its controller remembers."""
+        return f"penstock:{self.name}:autoscale"
+
+    @property
+    def autoscale_lease_key(self) -> str:
+        """The key of the lease of the controller that decides on numbers of workers."""
+        return f"{self.autoscale_key}:lease"
 
     def meter_key(self, part: str) -> str:
         """Return a key of the usage meter.

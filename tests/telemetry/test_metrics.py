@@ -147,7 +147,7 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     metrics.count_take_over()
     metrics.count_retry("model_error")
     metrics.count_dead_letters()
-    metrics.count_prompt(30, 12)
+    metrics.count_prompt("interactive", 30, 12)
     metrics.record_first_token("chat", now_s() - 0.3)
     metrics.record_token(None)
     metrics.record_token(0.02)
@@ -176,6 +176,10 @@ class FixedWatch(LiveWatch):
             "lag": lag, "workers": [{"stage": "decode", "name": "d-0", "state": "ready"}],
             "lost": [{"stage": "decode", "name": "d-1", "seen_s_ago": 2.0}],
             "account": {"currency": "EUR", "sold": 3.0, "cost": 1.0, "idle_cost": 0.5, "margin": 1.5},
+            "scaling": {
+                "workers": {"auto": 3, "prefill": 0, "decode": 0}, "reasons": {"auto": "backlog"}, "alerts": [],
+                "starting": {"auto": 1}, "predicted_ttft_p99_s": 2.0, "observed_ttft_p99_s": 3.0,
+            },
         }  # fmt: skip
 
 

@@ -34,6 +34,8 @@ GROUPS = {
     "Run the parts on several machines": {
         "plan": "Show how many prefill and decode workers the trace needs, from measured rates, and what a "
         "simulation says.",
+        "autoscale": "Say how many workers of each kind the load needs, and why. It starts none: KEDA does, or "
+        "`penstock up --auto`.",
         "worker": "Run one worker until SIGTERM.",
         "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside "
         "each other.",
@@ -54,7 +56,8 @@ EXAMPLES = (
     "penstock config check", "penstock dlq list", "penstock dlq show chat-42", "penstock dlq requeue chat-42",
     "penstock kv stats",
     "penstock kv evict --tier disk --older-than 7d", "penstock plan --trace trace.jsonl --ttft-s 2",
-    "penstock worker auto", "penstock worker prefill", "penstock worker decode --next-name", "penstock worker endpoint",
+    "penstock autoscale --workers 1..6", "penstock worker auto", "penstock worker prefill",
+    "penstock worker decode --next-name", "penstock worker endpoint",
     "penstock gateway --host 0.0.0.0 --port 8080", "penstock topics create", "penstock topics record trace.jsonl",
     "penstock servers list", "penstock servers change", "penstock models list",
     "penstock models forget Qwen3-0.6B", "penstock keys create acme", "penstock keys list",

@@ -3,18 +3,22 @@
 import json
 import os
 import shlex
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.request import getproxies
 
 import typer
 from rich.console import Console
 
+from penstock.autoscale.controller import Bounds
 from penstock.bytecode import describe_lost_bytecode
+from penstock.cli.autoscale import open_service, parse_bounds
 from penstock.cli.error_lines import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
@@ -25,6 +29,7 @@ from penstock.endpoint_worker.endpoints import parse_urls
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.ops.status import read_worker_status
+from penstock.threads import CheckedThread
 from penstock.worker.loop import StopSignal
 
 READY_TIMEOUT_S = 600.0
@@ -142,6 +147,41 @@ def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> 
     return "PENSTOCK_ENGINE_KIND=openai" if load_settings(EngineSettings).kind == "openai" else ""
 
 
+def parse_auto(text: str | None) -> tuple[int | None, Bounds | None]:
+    """Return the number of `auto` workers to start, and the bounds within which a controller changes it, if it does.
+
+    Raise `SettingsError`.
+    """
+    if text is None or text.isdecimal():
+        return (None if text is None else int(text)), None
+    bounds = parse_bounds(text, "--auto")
+    if bounds.most is None:
+        raise SettingsError(f"--auto {text}: say how many workers this machine has room for, such as --auto {text}4")
+    return max(1, bounds.least), bounds
+
+
+@contextmanager
+def follow_load(stack: Stack, bounds: Bounds | None) -> Iterator[Callable[[], list[str]]]:
+    """Run a controller beside the stack. Yield what keeps to its numbers, and returns a line for each change."""
+    if bounds is None:
+        yield list
+        return
+    decided, is_over = deque[dict[str, Any]](maxlen=1), threading.Event()
+    service = open_service(stack.addresses, bounds)
+    thread = CheckedThread("autoscale", lambda: service.run_until_stopped(is_over.is_set, decided.append))
+
+    def keep_numbers() -> list[str]:
+        thread.raise_failure()
+        return stack.follow_numbers(decided.pop()) if decided else []
+
+    try:
+        yield keep_numbers
+    finally:
+        is_over.set()
+        thread.join()
+        service.close()
+
+
 def choose_workers(counts: Mapping[str, int | None], endpoint_source: str) -> dict[str, int]:
     """Return how many workers of each kind to start: the numbers that are given, else one that does all.
 
@@ -194,8 +234,11 @@ def up(
     prefill: Annotated[int | None, typer.Option(min=0, help="Workers that only compute prompts.")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Workers that only decode.")] = None,
     auto: Annotated[
-        int | None,
-        typer.Option(min=0, help="Workers that do both: one, unless any of the three numbers is given."),
+        str | None,
+        typer.Option(
+            help="Workers that do both: one, unless any of the three numbers is given. MIN..MAX: as many as the load "
+            "needs, with 0 none while nothing comes."
+        ),
     ] = None,
     engine_kind: Annotated[
         Literal["own", "openai"] | None,
@@ -213,7 +256,10 @@ def up(
     directory, gateway = data or default_data_directory(), choose_gateway_port(gateway_port)
     endpoint_source = find_endpoint_source(url, engine_kind)
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
-    workers = choose_workers({"prefill": prefill, "decode": decode, "auto": auto}, endpoint_source)
+    num_auto, bounds = parse_auto(auto)
+    workers = choose_workers({"prefill": prefill, "decode": decode, "auto": num_auto}, endpoint_source)
+    if bounds is not None and (prefill or decode):
+        raise SettingsError(f"--auto {auto} decides on `auto` workers alone: leave --prefill and --decode out")
     engine = load_engine_settings(model, served_name, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
@@ -227,6 +273,7 @@ def up(
         port=port,
         **workers,
         gateway=gateway,
+        most=0 if bounds is None or bounds.most is None else bounds.most,
         environment=environment | build_engine_environment(engine),
     )
     refuse_obstacles([*find_obstacles(stack, None if redis else port, gateway, engine), *refused])
@@ -242,10 +289,11 @@ def up(
         wait_until_ready(stack, console, stop)
         if not stop:
             print_hints(stack, console, kv_environment.get(DISK_DIR_VARIABLE, ""))
-        while not stop:
-            for died in stack.restart_dead():
-                console.print(died)
-            time.sleep(0.2)
+        with follow_load(stack, bounds) as keep_numbers:
+            while not stop:
+                for line in (*stack.restart_dead(), *keep_numbers()):
+                    console.print(line)
+                time.sleep(0.2)
         console.print("stopping")
 
 

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import redis
 
@@ -69,6 +69,8 @@ class WorkerSlot(ProcessSlot):
     """A worker of the stack."""
 
     stage: WorkerKind = field(kw_only=True)
+    place: int = field(default=0, kw_only=True)
+    """Its number among all of the stack, from which its cores and its port follow."""
 
 
 def split_cores(num_workers: int) -> list[list[int]]:
@@ -77,8 +79,8 @@ def split_cores(num_workers: int) -> list[list[int]]:
     Threads that compute on cores of their own do not wait for those of other workers. Where a quota is less than the
     cores, as many of them are divided, which lie apart: other containers have the rest.
     """
-    cores, count = list_usable_cores(), count_usable_cores()
-    cores = cores[:: max(1, len(cores) // count)][:count]
+    cores, num_usable = list_usable_cores(), count_usable_cores()
+    cores = cores[:: max(1, len(cores) // num_usable)][:num_usable]
     bounds = [len(cores) * i // max(1, num_workers) for i in range(num_workers + 1)]
     return [cores[low:high] if len(cores) >= num_workers else [] for low, high in pairwise(bounds)]
 
@@ -102,9 +104,10 @@ class Stack:
         auto: int = 0,
         endpoint: int = 0,
         gateway: int | None = None,
+        most: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefill`, `decode`, `auto` and `endpoint` are numbers of workers.
+        """`prefill`, `decode`, `auto` and `endpoint` are numbers of workers; `most`: there may be so many by `resize`.
 
         `port` is the server's, `gateway` the gateway's. Without `gateway` none is started.
         """
@@ -123,10 +126,15 @@ class Stack:
         )
         self._own_memory: StackMemory | None = None
         numbers: dict[WorkerKind, int] = {"auto": auto, "prefill": prefill, "decode": decode, "endpoint": endpoint}
-        self.workers = [
-            WorkerSlot(f"{stage}-{n}", stage=stage) for stage, count in numbers.items() for n in range(count)
-        ]
-        self._shares = split_cores(len(self.workers))
+        self.workers = list[WorkerSlot]()
+        for stage, number in numbers.items():
+            first = len(self.workers)
+            self.workers += [WorkerSlot(f"{stage}-{n}", stage=stage, place=first + n) for n in range(number)]
+        self._leaving: list[WorkerSlot] = []
+        """Workers that were told to stop, and still do."""
+        self._followed = dict[WorkerKind, int]()
+        """The numbers of the last decision that was followed."""
+        self._shares = split_cores(max(1, most, len(self.workers)))
         self.gateway = None if gateway is None else ProcessSlot("gateway")
         self._gateway_port = gateway
 
@@ -170,9 +178,50 @@ class Stack:
         if self._server is not None:
             self._server.stop()
 
+    def follow_numbers(self, told: Mapping[str, Any]) -> list[str]:
+        """Start or stop workers until the pipeline has as many as a controller wants; return a line for each.
+
+        `told` is a decision (`penstock.autoscale.service.build_told`). Workers of others count, and are left alone.
+        """
+        said = []
+        for stage, names in told["there"].items():
+            if told["workers"][stage] == self._followed.get(stage):
+                continue
+            self._followed[stage] = told["workers"][stage]
+            with redis_client(self.addresses.first_url) as client:
+                self._describe_states(client)  # it learns the names that workers took
+            own = {worker.taken_name or worker.name for worker in [*self.workers, *self._leaving]}
+            number = max(0, told["workers"][stage] - len([name for name in names if name not in own]))
+            said += [f"{line} ({told['reasons'][stage]})" for line in self.resize(stage, number, told["leave"][stage])]
+        return said
+
+    def resize(self, stage: WorkerKind, number: int, leaver: str | None = None) -> list[str]:
+        """Start workers of a kind, or tell some to stop, until there are so many. Return a line for each.
+
+        The first one that stops is `leaver`, by the name that it took. One that stops hands its requests on.
+        """
+        self._leaving = [worker for worker in self._leaving if worker.child is not None and worker.child.is_alive()]
+        mine = [worker for worker in self.workers if worker.stage == stage]
+        mine.sort(key=lambda worker: (worker.taken_name or worker.name) == leaver)
+        said = []
+        for worker in mine[number:]:
+            self.workers.remove(worker)
+            if worker.child is not None:
+                worker.child.send_signal(signal.SIGTERM)
+                self._leaving.append(worker)
+            said.append(f"{worker.name} is told to stop")
+        for _ in range(number - len(mine)):
+            taken = {worker.place for worker in [*self.workers, *self._leaving]}
+            place = next(place for place in count() if place not in taken)
+            worker = WorkerSlot(f"{stage}-{place}", stage=stage, place=place)
+            self.workers.append(worker)
+            self._start_slot(worker)
+            said.append(f"{worker.name} is started")
+        return said
+
     def stop_workers(self) -> None:
         """Stop all workers. Each finishes or hands back its requests first."""
-        children = [worker.child for worker in self.workers if worker.child is not None]
+        children = [worker.child for worker in [*self.workers, *self._leaving] if worker.child is not None]
         for child in children:
             child.send_signal(signal.SIGTERM)
         for child in children:
@@ -293,12 +342,13 @@ class Stack:
             **self._environment,
         }
         if isinstance(worker, WorkerSlot) and not environment.keys() & {CORES_VARIABLE, THREADS_VARIABLE}:
-            if share := self._shares[self.workers.index(worker)]:
+            # While one that stops has its cores, a new one shares those of another.
+            if share := self._shares[worker.place % len(self._shares)]:
                 environment[CORES_VARIABLE] = ",".join(map(str, share))
             else:
                 environment[THREADS_VARIABLE] = "1"
         if (port := int(environment.get(METRICS_PORT_VARIABLE, "0"))) and isinstance(worker, WorkerSlot):
-            environment[METRICS_PORT_VARIABLE] = str(port + self.workers.index(worker))
+            environment[METRICS_PORT_VARIABLE] = str(port + worker.place)
         worker.was_ready, worker.started_at = False, time.monotonic()
         if isinstance(worker, WorkerSlot):
             worker.child = self._start_worker(worker, environment)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bus.placement import HOME_PROMPTS, MEMORY_S
-from penstock.engine.scheduling.cost import MIN_TOKEN_S
+from penstock.engine.scheduling.cost import MIN_S
 from penstock.engine.scheduling.scheduler import MAX_STEP_S, URGENT_SHARE, WAITING_STEPS
 from penstock.errors import PlanError
 from penstock.plan.placing import WorkerSpec
@@ -337,10 +337,10 @@ class CoarseSimulation:
         spec, cost, rows = self._spec, self._spec.cost, self._num_rows[workers]
         width = int(self._num_prompts[workers].max())
         pending = self._pending[workers, :width]
-        token_s = np.maximum(cost.token_s + cost.known_prompt_context_s * self._done[workers, 0], MIN_TOKEN_S)
+        token_s = np.maximum(cost.token_s + cost.known_prompt_context_s * self._done[workers, 0], MIN_S)
         within = np.clip((spec.slo.interactive_gap_s - seconds) // token_s, 0, WAITING_STEPS * spec.max_step_tokens)
         step_s = seconds + within * token_s
-        patience_s, token_s = URGENT_SHARE * spec.slo.interactive_ttft_s, step_s / np.maximum(within, MIN_TOKEN_S)
+        patience_s, token_s = URGENT_SHARE * spec.slo.interactive_ttft_s, step_s / np.maximum(within, MIN_S)
         first_s, due_s = now_s[:, None] + pending.cumsum(axis=1) * token_s[:, None], self._at_s + patience_s
         is_late = ((first_s > due_s[self._prompt[workers, :width]]) & (pending > 0)).any(axis=1)
         heads = self._head[workers]  # of those that wait, the first one counts

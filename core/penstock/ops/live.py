@@ -18,6 +18,7 @@ from penstock.names import CLASSES, find_stages
 from penstock.ops.account import Prices, TodaysAccount
 from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
+from penstock.ops.scaling import read_scaling
 from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
 from penstock.telemetry.recent import sum_buckets, sum_values, summarize_percentiles
@@ -32,8 +33,9 @@ class LiveWatch(PipelineWatch[Json]):
     """Reads the state of the pipeline as one JSON object.
 
     `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`:
-    of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds. `account`, where there are
-    prices: of today, in UTC.
+    of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds. `scaling`: the controller's last
+    decision (`penstock.autoscale.service.build_told`), None where none runs. `account`, where there are prices: of
+    today, in UTC.
     """
 
     def __init__(self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None) -> None:
@@ -64,6 +66,7 @@ class LiveWatch(PipelineWatch[Json]):
             "lag": lag.as_json(),
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
+            "scaling": _show_scaling(read_scaling(self._redis, self._pipeline)),
             **build_recent_json(workers),
             **self._build_account_json(),
         }
@@ -88,6 +91,11 @@ class LiveWatch(PipelineWatch[Json]):
                     del self._seen[worker]
         ages = {worker: round(now - self._seen[worker], 1) for worker in gone if worker in self._seen}
         return [{"stage": stage, "name": name, "seen_s_ago": age_s} for (stage, name), age_s in ages.items()]
+
+
+def _show_scaling(told: Json | None) -> Json | None:
+    """Return the controller's decision without what it remembers; None where no controller runs."""
+    return told and {name: value for name, value in told.items() if name != "state"}
 
 
 def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:

@@ -186,6 +186,24 @@ WORKER_STATE = Metric(
     "gone; lost: 1 for a minute after its heartbeat ran out without a goodbye.",
     "gateway",
 )  # fmt: skip
+AUTOSCALE_WORKERS = Metric(
+    "penstock.autoscale.workers", "gauge", "{worker}", ("pipeline", "stage"),
+    "How many workers of a kind there should be, by `penstock autoscale`; absent where no controller runs.", "gateway",
+)  # fmt: skip
+AUTOSCALE_STARTING = Metric(
+    "penstock.autoscale.starting", "gauge", "{worker}", ("pipeline", "stage"),
+    "Those of them whose start was asked for and is not over.", "gateway",
+)  # fmt: skip
+AUTOSCALE_ALERTS = Metric(
+    "penstock.autoscale.alerts", "gauge", "{alert}", ("pipeline",),
+    "What the controller complains of: a signal that is missing, a start that does not end, prompts that alone take "
+    "longer than the limit.", "gateway",
+)  # fmt: skip
+AUTOSCALE_FIRST_TOKEN = Metric(
+    "penstock.autoscale.first_token.p99", "gauge", "s", ("pipeline", "source"),
+    "The 99th percentile of the time to first token. source: predicted (simulated by the controller, for the workers "
+    "that serve), observed (of the last minute).", "gateway",
+)  # fmt: skip
 PIPELINE_UP = Metric(
     "penstock.pipeline.up", "gauge", "1", ("pipeline",),
     "Whether bus and Redis answered the gateway at the last look: where 0, the pipeline's other gauges are absent.",

@@ -17,6 +17,9 @@ TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"
 """The store's tiers, by their label in the metrics."""
 RESULT_LABELS = {"hits": "hit", "misses": "miss", "damaged": "damaged", "evictions": "evicted", "refused": "refused"}
 """The counters of a tier, by their label in the metrics."""
+INTERACTIVE_TOTALS = ("ended", "prompts", "prompt_tokens", "squared_prompt_tokens", "cached_tokens")
+"""What is counted of interactive requests for the controller, from the start on: requests that ended here, prompts that
+were computed, their tokens without those that were found, the squares of these, and the tokens that were found."""
 StatusView = Callable[[], Mapping[str, Any]]
 """Returns what a worker holds, as in its heartbeat: `running`, `waiting`, `pool`, `drafts`, `kv`,
 `retention`."""
@@ -43,6 +46,7 @@ class StageMetrics:
             meters.get_counter(catalog.TOKENS, pipeline, kind) for kind in ("prefill", "cached", "decode")
         )
         self._ended = 0
+        self._interactive = dict.fromkeys(INTERACTIVE_TOTALS, 0)
         self._firsts: list[Histogram] = []
         self._waits = {
             priority_class: meters.get_histogram(catalog.QUEUE_WAIT, pipeline, stage, priority_class)
@@ -77,10 +81,14 @@ class StageMetrics:
         """Count messages that were put into the dead-letter topic."""
         self._dead_letters.add(count)
 
-    def count_prompt(self, num_computed: int, num_cached: int) -> None:
+    def count_prompt(self, priority_class: PriorityClass, num_computed: int, num_cached: int) -> None:
         """Count the tokens of a prompt that is done."""
         self._prefill.add(num_computed)
         self._cached.add(num_cached)
+        if priority_class == "interactive":
+            counts = (0, 1, num_computed, num_computed**2, num_cached)
+            for name, count in zip(INTERACTIVE_TOTALS, counts, strict=True):
+                self._interactive[name] += count
 
     def record_first_token(self, operation: Operation, published_s: float) -> None:
         """Record the latency of token 0."""
@@ -108,6 +116,7 @@ class StageMetrics:
     def record_end(self, priority_class: PriorityClass, operation: Operation, end: EndEvent) -> None:
         """Record the end of a request."""
         self._ended += 1
+        self._interactive["ended"] += priority_class == "interactive"
         self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, priority_class, end.finish_reason).add()
         times, about = end.timings, (operation, PROVIDER, self._model)
         if times.published:
@@ -126,8 +135,8 @@ class StageMetrics:
         self._view = view
 
     def summarize_recent(self) -> dict[str, Any]:
-        """Return the last minute, for the heartbeat. For its thread only."""
-        return self._recent.summarize_recent()
+        """Return the last minute, and the totals since the start, for the heartbeat. For its thread only."""
+        return self._recent.summarize_recent() | {"interactive": dict(self._interactive)}
 
     def _read_totals(self) -> dict[str, float | list[int]]:
         firsts = [histogram.counts for histogram in self._firsts]

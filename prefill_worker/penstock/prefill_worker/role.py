@@ -207,7 +207,8 @@ class PrefillRole(ModelRole):
         seq = item.seq
         if not task.is_prompt_counted:
             task.is_prompt_counted = True
-            metrics.count_prompt(seq.num_prompt_tokens - seq.num_cached_tokens, seq.num_cached_tokens)
+            num_cached = seq.num_cached_tokens
+            metrics.count_prompt(task.priority_class, seq.num_prompt_tokens - num_cached, num_cached)
         if task.hands_off:
             task.blocks_stored = self.engine.finish_request(task.id)
             return False

@@ -21,6 +21,7 @@ from penstock.ingest.gateway import (
     inference,
     live,
     responses,
+    scaling,
     streams,
     tokens,
     usage,
@@ -33,7 +34,7 @@ from penstock.ingest.http.site import make_router
 from penstock.ingest.keys import KEYS_OPEN
 from penstock.telemetry.meters import Meters
 
-ROUTERS = [part.router for part in (inference, responses, streams, live, batches, tokens, usage, health)]
+ROUTERS = [part.router for part in (inference, responses, streams, live, batches, tokens, usage, scaling, health)]
 
 
 def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:

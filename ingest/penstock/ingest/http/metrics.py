@@ -110,6 +110,18 @@ def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:
             yield Reading(catalog.WORKER_STATE, labels, int(worker["state"] == state))
     for worker in snapshot["lost"]:
         yield Reading(catalog.WORKER_STATE, (name, worker["stage"], worker["name"], "lost"), 1)
+    if (scaling := snapshot["scaling"]) is not None:
+        yield from _read_scaling(name, scaling)
+
+
+def _read_scaling(name: str, scaling: Json) -> Iterator[Reading]:
+    for kind in scaling["reasons"]:
+        yield Reading(catalog.AUTOSCALE_WORKERS, (name, kind), scaling["workers"][kind])
+        yield Reading(catalog.AUTOSCALE_STARTING, (name, kind), scaling["starting"].get(kind, 0))
+    yield Reading(catalog.AUTOSCALE_ALERTS, (name,), len(scaling["alerts"]))
+    for source in ("predicted", "observed"):
+        if (p99_s := scaling[f"{source}_ttft_p99_s"]) is not None:
+            yield Reading(catalog.AUTOSCALE_FIRST_TOKEN, (name, source), p99_s)
 
 
 class CountingMiddleware:

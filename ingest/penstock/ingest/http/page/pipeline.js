@@ -11,6 +11,12 @@ const LAG = { prefill: "prompt_tokens", decode: "output_tokens" };
 const FORMATS = { requests: rate, prefill: rate, cached: rate, jobs: count, decode: rate, ttft: seconds, itl: seconds };
 const TANK = { bottom: 64, height: 54 };
 
+/** What the controller wants, and why; empty where none runs. */
+const describeScaling = (told) => {
+  if (!told) return "";
+  const numbers = Object.entries(told.reasons).map(([kind, reason]) => `${count(told.workers[kind])} ${kind} wanted (${reason})`);
+  return [...numbers, ...told.alerts].join(" · ");
+};
 const timeOf = (atS) => new Date(atS * 1000).toLocaleTimeString("en-GB");
 const at = (name) => document.querySelectorAll(`[data-at="${name}"]`);
 const put = (name, text) => at(name).forEach((element) => say(element, text));
@@ -62,6 +68,7 @@ export class PipelineView {
     put("jobs.tokens", count(toGenerate));
     this._lines.jobs.add(snapshot.at, toGenerate);
     this._showWorkers(snapshot);
+    say(byId("scaling"), describeScaling(snapshot.scaling));
     for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
       this._lines[name].add(snapshot.at, found.p50);

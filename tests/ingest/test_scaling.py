@@ -1,0 +1,36 @@
+"""`GET /v1/penstock/autoscale`, which KEDA's `metrics-api` scaler asks."""
+
+import httpx
+import pytest
+
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewayProcessSettings, load_group
+from penstock.ingest.gateway.app import create_app
+from penstock.names import Pipeline
+from penstock.ops.scaling import ScalingLease
+from penstock.redis.client import redis_client
+
+TOLD = {
+    "at": 1.0, "workers": {"auto": 3, "prefill": 0, "decode": 0}, "reasons": {"auto": "backlog"}, "alerts": [],
+    "leave": {"auto": "auto-2"}, "predicted_ttft_p99_s": 2.0, "observed_ttft_p99_s": None, "state": {"kinds": {}},
+    "starting": {"auto": 1},
+}  # fmt: skip
+
+
+@pytest.mark.proof
+async def test_keda_is_told_the_numbers_and_nothing_where_no_controller_runs(
+    addresses: Addresses, pipeline: Pipeline
+) -> None:
+    app = create_app(load_group(GatewayProcessSettings), addresses)
+    transport = httpx.ASGITransport(app=app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        silent = await client.get("/v1/penstock/autoscale")
+        assert (silent.status_code, silent.json()["error"]["code"]) == (503, "unavailable")
+        with redis_client(addresses.stream_url) as server:
+            assert ScalingLease(server, pipeline, "a").publish(TOLD)
+            assert not ScalingLease(server, pipeline, "b").publish(TOLD | {"workers": {}})
+        told = (await client.get("/v1/penstock/autoscale")).json()
+    await app.state.gateway.redis.aclose()
+    assert told["workers"]["auto"] == 3, "as valueLocation workers.auto finds it"
+    assert told["leave"] == {"auto": "auto-2"}
+    assert "state" not in told
