@@ -11,7 +11,6 @@ stages apart. Two `auto` workers with each bound then take turns with the unboun
 over the bound, and all output tokens a second, to those without a bound.
 """
 
-import math
 import random
 import statistics
 import threading
@@ -131,6 +130,20 @@ class StackSide:
         return count
 
 
+Windows = list[tuple[list[float], float]]
+"""The gaps and the tokens a second of each window of a side."""
+
+
+def run_sides(sides: Mapping[str, StackSide], rounds: int, seconds: float, every_s: float) -> dict[str, Windows]:
+    """Let the sides take turns; return their windows."""
+    return measure_in_turns({name: partial(side.run_window, seconds, every_s) for name, side in sides.items()}, rounds)
+
+
+def compute_gap_ms(windows: Windows) -> float:
+    """Return the 99th percentile of the gaps of all windows."""
+    return compute_percentile_ms([gap_s for gaps_s, _ in windows for gap_s in gaps_s], 99)
+
+
 def run(given: Arguments) -> dict[str, float]:
     """Compare what each bound gives with what it asks for, and print; return the figures."""
     rounds, seconds = given.choose_size((8, 8.0), (2, 4.0), (1, 0.2))
@@ -142,49 +155,34 @@ def run(given: Arguments) -> dict[str, float]:
         return StackSide(exits.enter_context(Client(stack.addresses)))
 
     with ExitStack() as exits:
-        free = open_side(exits, AUTO, **UNBOUNDED)
-        with ExitStack() as parted:
-            sides = {"unbounded": free, "apart": open_side(parted, APART)}
-            prompt_s = sides["apart"].measure_prompt_s(given.choose_size(9, 5, 1))
+        unbounded = open_side(exits, AUTO, **UNBOUNDED)
+        with ExitStack() as others:
+            apart = open_side(others, APART)
+            prompt_s = apart.measure_prompt_s(given.choose_size(9, 5, 1))
             print(f"a prompt of {LONG_PROMPT_TOKENS} tokens takes {prompt_s * 1000:.0f} ms")
+            sides = {"unbounded": unbounded, "apart": apart}
             before = {load: run_sides(sides, rounds, seconds, prompt_s / share) for load, share in LOADS.items()}
         for load, share in LOADS.items():
-            gaps_ms = {name: join_windows(windows)[0] for name, windows in before[load].items()}
-            today_ms = gaps_ms["unbounded"]
-            bounds_ms = {"today": today_ms, "two_thirds": today_ms / 1.5, "apart": gaps_ms["apart"] * 1.25}
-            with ExitStack() as bound:
-                sides = {
-                    name: open_side(bound, AUTO, **{BOUND_VARIABLE: str(bound_ms / 1000)})
+            today_ms, apart_ms = (compute_gap_ms(before[load][name]) for name in ("unbounded", "apart"))
+            bounds_ms = {"today": today_ms, "two_thirds": today_ms / 1.5, "apart": apart_ms * 1.25}
+            with ExitStack() as others:
+                sides = {"unbounded": unbounded} | {
+                    name: open_side(others, AUTO, **{BOUND_VARIABLE: str(bound_ms / 1000)})
                     for name, bound_ms in bounds_ms.items()
                 }
-                seen = run_sides({"unbounded": free} | sides, rounds, seconds, prompt_s / share)
-            print(f"{load} load; the stages apart had gaps of {gaps_ms['apart']:.1f} ms (p99)")
+                seen = run_sides(sides, rounds, seconds, prompt_s / share)
+            print(f"{load} load; the stages apart had gaps of {apart_ms:.1f} ms (p99)")
             for name, windows in seen.items():
-                gap_ms, rate = join_windows(windows)
-                bound_ms = bounds_ms.get(name, math.inf)
-                print(f"{name:12} bound {bound_ms:6.1f} ms: gap p99 {gap_ms:6.1f} ms, {rate:6.0f} tokens/s")
+                gap_ms, rate = compute_gap_ms(windows), statistics.median(rate for _, rate in windows)
+                bound = f"bound {bounds_ms[name]:6.1f} ms" if name in bounds_ms else ""
+                print(f"{name:12} {bound:16} gaps of {gap_ms:6.1f} ms (p99), {rate:6.0f} tokens/s")
             for name, bound_ms in bounds_ms.items():
                 pairs = zip(seen[name], seen["unbounded"], strict=True)
-                figures[f"gap_p99_over_bound_{name}_{load}"] = join_windows(seen[name])[0] / bound_ms
-                ratios = [mine[1] / theirs[1] for mine, theirs in pairs]
-                figures[f"tokens_vs_unbounded_{name}_{load}"] = statistics.median(ratios)
+                figures[f"gap_p99_over_bound_{name}_{load}"] = compute_gap_ms(seen[name]) / bound_ms
+                figures[f"tokens_vs_unbounded_{name}_{load}"] = statistics.median(
+                    mine / theirs for (_, mine), (_, theirs) in pairs
+                )
     return figures
-
-
-Windows = list[tuple[list[float], float]]
-"""The gaps and the tokens a second of each window of a side."""
-
-
-def run_sides(sides: Mapping[str, StackSide], rounds: int, seconds: float, every_s: float) -> dict[str, Windows]:
-    """Let the sides take turns; return their windows."""
-    return measure_in_turns({name: partial(side.run_window, seconds, every_s) for name, side in sides.items()}, rounds)
-
-
-def join_windows(windows: Windows) -> tuple[float, float]:
-    """Return the 99th percentile of the gaps of all windows in milliseconds, and the median of the tokens a second."""
-    return compute_percentile_ms([gap_s for gaps_s, _ in windows for gap_s in gaps_s], 99), statistics.median(
-        rate for _, rate in windows
-    )
 
 
 if __name__ == "__main__":

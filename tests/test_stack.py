@@ -22,6 +22,7 @@ import redis
 from penstock.cli.error_lines import format_address
 from penstock.cli.up import format_curl_command
 from penstock.client import Client
+from penstock.cores import list_usable_cores
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import ModelLoadError, PenstockError
 from penstock.ingest.http.server import open_listener
@@ -295,6 +296,23 @@ def test_what_a_worker_waits_for_is_told(shared: Path, tmp_path: Path, redis_url
         wait_for_line()
     assert lines == [line for _, line in told]
     child.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are seen on Linux only")
+def test_a_worker_computes_on_its_cores_and_its_other_threads_run_on_all(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    cores = list_usable_cores()
+    how = {"PENSTOCK_KV_STORE_DISK_MB": "0", "PENSTOCK_WORKER_CORES": str(cores[0])}
+    with Stack(tmp_path, pipeline=pipeline.name, redis=redis_url, prefill=0, decode=1, environment=how) as stack:
+        stack.wait_until_ready(PATIENCE_S)
+        child = stack.workers[0].child
+        assert child is not None
+        threads = [int(thread.name) for thread in Path(f"/proc/{child.pid}/task").iterdir()]
+        found = {thread: os.sched_getaffinity(thread) for thread in threads}
+        names = {Path(f"/proc/{child.pid}/task/{one}/comm").read_text().strip(): found[one] for one in threads}
+    assert found[child.pid] == {cores[0]}
+    assert {tuple(sorted(one)) for one in found.values()} == {(cores[0],), tuple(cores)}, names
 
 
 def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:

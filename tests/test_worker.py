@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
+from penstock.cores import list_usable_cores, run_on_cores
 from penstock.errors import AccessRefused, BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.garbage import freeze_loaded_objects
 from penstock.local.valkey import ValkeyServer
@@ -677,6 +678,25 @@ def test_a_worker_that_python_is_told_to_keep_no_bytecode_for_keeps_it_in_the_ca
 def test_cores_that_are_not_there(cores: str) -> None:
     with pytest.raises(PenstockError, match="PENSTOCK_WORKER_CORES"):
         pin_to_cores(cores)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no core affinity on this system")
+def test_a_block_widens_the_cores_of_the_threads_that_it_starts_alone() -> None:
+    cores = list_usable_cores()
+
+    def start_thread(found: list[list[int]]) -> None:
+        thread = threading.Thread(target=lambda: found.append(list_usable_cores()))
+        thread.start()
+        thread.join()
+
+    found = list[list[int]]()
+    with run_on_cores(cores[:1]):
+        with suppress(KeyError), run_on_cores(cores):
+            start_thread(found)
+            raise KeyError
+        start_thread(found)
+    assert found == [cores, cores[:1]]
+    assert list_usable_cores() == cores
 
 
 # From a log to a result that its topic takes

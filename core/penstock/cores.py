@@ -1,7 +1,8 @@
 """The cores that this process may use."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from penstock.control_groups import iter_groups
@@ -10,6 +11,25 @@ from penstock.control_groups import iter_groups
 def list_usable_cores() -> list[int]:
     """Return the cores that this process may run on; an empty list where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+@contextmanager
+def run_on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Let this thread run on other cores, and with it the threads that are started in the block, where the system has
+    affinity and these cores still are this process's.
+    """
+    before = list_usable_cores()
+    try:
+        _move_thread(cores)
+        yield
+    finally:
+        _move_thread(before)
+
+
+def _move_thread(cores: Collection[int]) -> None:
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
 
 
 def count_usable_cores(root: Path = Path("/")) -> int:

@@ -294,7 +294,7 @@ class WorkerSettings(Settings):
     """The worker's name, from which its transactional id follows. Empty: host, process id and a random part. A worker
     does not start under the name of a living one."""
     cores: str = ""
-    """CPU cores to stay on, `0` or `0,1`. Empty: all."""
+    """CPU cores on which the worker computes, `0` or `0,1`. Its threads for bus and Redis run on all. Empty: all."""
     heartbeat_s: Constant[float] = 1.0
     """How often the worker writes its status to Redis."""
     drain_s: float = Field(default=20.0, ge=0)

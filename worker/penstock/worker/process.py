@@ -30,6 +30,7 @@ from penstock.config.settings import (
     load_group,
     load_settings,
 )
+from penstock.cores import list_usable_cores, run_on_cores
 from penstock.engine.contract import InferenceEngine
 from penstock.engine.weights.files import check_model_here
 from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
@@ -82,6 +83,8 @@ class WorkerProcess:
             raise SettingsError(
                 "with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint"
             )
+        self._all_cores = list_usable_cores()
+        """Those of all threads but the ones that compute, which have the cores of `PENSTOCK_WORKER_CORES`."""
         self.pipeline = Pipeline(self.addresses.pipeline)
         self.name = choose_worker_name(self.settings.worker.name)
         self.member: Member | None = None
@@ -102,7 +105,7 @@ class WorkerProcess:
         check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
         store_server_lists(addresses.stream_url, self.pipeline)
         worker = settings.worker
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, run_on_cores(self._all_cores):
             stack.enter_context(watch_eviction(addresses, settings.record.eviction))
             self.beat = Heartbeat(
                 addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s,
@@ -199,6 +202,7 @@ class WorkerProcess:
         settings, stop = self.settings, self.stop
         clients, bus = connect_servers(self.addresses.stream_url), connect_bus(self.addresses, settings.bus)
 
+        @run_on_cores(self._all_cores)  # a message is not to wait for what else its threads' cores do
         def make_worker() -> Worker:
             check_key_types(clients, self.pipeline)
             member = self.member = bus.join_group(self.kind, self.name)
