@@ -1,6 +1,6 @@
 """Where requests go, with real processes: Kafka, Redis, four workers and two producers, beside the simulator's word.
 
-python -m benchmarks.placement_run [--middle | --quick | --smoke] [--json FILE]
+python -m benchmarks.placement_run [--middle | --quick | --smoke] [--json FILE] [--slow FACTOR]
 
 Four `auto` workers run the loop, scheduler, pool and prefix cache of every worker; the model alone is replaced: a step
 sleeps what it costs (`COST`), and every token is the same. There is no KV store below the pools. Two clients with a
@@ -20,6 +20,11 @@ of the second trace.
                                     and what passes beside them for a request that is alone
     rank_correlation_sim_vs_run     Kendall's, over pairs of rules that differ by more than 5% in the simulator
 
+With `--slow` one of the workers is so many times slower, and the second trace alone is played, on Redis Streams too:
+
+    in_time_{rule}                  the share of requests with a first token within a second
+    slow_share_{rule}               the share that the slow worker computed
+
 The rule `product` is the clients' own. For the others the same clients are told each partition.
 """
 
@@ -30,8 +35,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -74,6 +79,8 @@ from sim.placement.rules import RULES
 
 NUM_PRODUCERS = 2
 TIMEOUT_S = 300.0
+IN_TIME_S = 1.0
+"""How late a first token may be beside a slow worker: a fast one takes 0.27 s for the longest prompt."""
 MIN_DIFFERENCE = 0.05
 """Rules are ranked where the simulator tells them apart by more than this share."""
 NOTHING: dict[str, Any] = {"interactive": {"partitions": []}}
@@ -157,7 +164,7 @@ class Site:
         self.pipeline = Pipeline(stack.addresses.pipeline)
         self._redis = redis_client(stack.addresses.first_url)
         self.names = [worker.taken_name or worker.name for worker in stack.workers]
-        self.partitions, beats = list[int](), self.read_beats()
+        self.partitions, beats = list[int](), self.read_beats()  # no partitions on Redis Streams
         self.spec = WorkerSpec(COST, beats[0]["pool"]["total"], BLOCK_TOKENS, MAX_BATCH, MAX_STEP_TOKENS)
 
     def read_beats(self) -> list[dict[str, Any]]:
@@ -285,6 +292,16 @@ class Run:
         print(f"{extra_s * 1000:.1f} ms pass beside each step")
         return replace(COST, fixed_s=COST.fixed_s + extra_s, outside_s=0.0)
 
+    @property
+    def slow_share(self) -> float:
+        """How many of all steps the last worker made."""
+        return len(self.steps[-1]) / sum(map(len, self.steps))
+
+    @property
+    def in_time(self) -> float:
+        """How many requests had their first token in time."""
+        return statistics.fmean(one.first_s <= IN_TIME_S for one in self.seen)
+
     def compute_ttft(self, q: float) -> float:
         """Return a quantile of the seconds to the first token."""
         return compute_quantile([one.first_s for one in self.seen], q)
@@ -370,27 +387,62 @@ async def play_all(site: Site, extent: Extent) -> dict[str, float]:
     return figures | correlate_ranks(planned, measured)
 
 
+async def play_beside_slow(site: Site, extent: Extent) -> dict[str, float]:
+    """Play the second trace where one worker is slower, by the product's rule and, on Kafka, by others."""
+    on_kafka = bool(site.stack.addresses.kafka)
+    if on_kafka:
+        await site.find_partitions()
+    figures, trace = dict[str, float](), make_trace(extent.skewed)
+    for rule in ("product", PLANNED, "round_robin") if on_kafka else ("product",):
+        run = await site.play_trace(trace, rule, f"slow-{rule}")
+        name = rule if on_kafka else f"{rule}_streams"
+        figures |= {f"in_time_{name}": run.in_time, f"slow_share_{name}": run.slow_share}
+    return figures
+
+
 @dataclass(frozen=True)
 class Options(Arguments):
-    """The arguments of all benchmarks, and a size between a full run and a quick one."""
+    """The arguments of all benchmarks, a size between a full run and a quick one, and how slow one worker is."""
 
     middle: bool = False
+    slow: float = 1.0
+
+
+@contextmanager
+def start_site(kafka: str, slowness: float) -> Iterator[Site]:
+    """Start the workers, and yield the site; on Redis Streams without Kafka's address."""
+    with tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory:
+        stack = SleepingStack(
+            Path(directory, "stack"), pipeline="placement", kafka=kafka, prefill=0, decode=0, auto=NUM_WORKERS,
+            environment=ENVIRONMENT | {STEPS_VARIABLE: directory},
+        )  # fmt: skip
+        stack.slowness = slowness
+        with stack:
+            stack.wait_until_ready(TIMEOUT_S)
+            yield Site(stack, Path(directory))
 
 
 def run(given: Options) -> dict[str, float]:
     """Start everything, and play."""
-    with ExitStack() as exits:
-        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        kafka = exits.enter_context(find_or_start_kafka(directory / "kafka"))
-        environment = ENVIRONMENT | {STEPS_VARIABLE: str(directory)}
-        stack = SleepingStack(
-            directory / "stack", pipeline="placement", kafka=kafka, prefill=0, decode=0, auto=NUM_WORKERS,
-            environment=environment,
-        )  # fmt: skip
-        exits.enter_context(stack).wait_until_ready(TIMEOUT_S)
-        extent = given.choose_size(MIDDLE if given.middle else FULL, QUICK, SMOKE)
-        return asyncio.run(play_all(Site(stack, directory), extent))
+    extent = given.choose_size(MIDDLE if given.middle else FULL, QUICK, SMOKE)
+    figures = dict[str, float]()
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        find_or_start_kafka(Path(directory)) as kafka,
+        start_site(kafka, given.slow) as site,
+    ):
+        figures |= asyncio.run((play_all if given.slow == 1.0 else play_beside_slow)(site, extent))
+    if given.slow != 1.0:
+        with start_site("", given.slow) as site:
+            figures |= asyncio.run(play_beside_slow(site, extent))
+    return figures
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, run, Options, middle={"action": "store_true", "help": "a quarter of an hour"})
+    run_benchmark(
+        __doc__,
+        run,
+        Options,
+        middle={"action": "store_true", "help": "a quarter of an hour"},
+        slow={"type": float, "default": 1.0, "metavar": "FACTOR", "help": "by what one of the workers is slower"},
+    )

@@ -29,6 +29,8 @@ SYSTEM_TOKENS, ANSWER_TOKENS, TURNS = 450, 6, (3, 4)
 USER_TOKENS = (100, 200)
 STEPS_VARIABLE = "PLACEMENT_RUN_STEPS"
 """The folder in which each worker notes its steps: when they ended, and their seconds."""
+SLOW_VARIABLE = "PLACEMENT_RUN_SLOW"
+"""By what factor this worker's steps take longer."""
 ENVIRONMENT = DEMO_ENVIRONMENT | {
     "PENSTOCK_ENGINE_POOL_MB": "192", "PENSTOCK_KV_STORE_SHARED_MB": "0",
     "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_KV_STORE_DISK_MB": "0",
@@ -63,14 +65,15 @@ def run_sleeping_worker() -> None:
     from penstock.engine import opening
     from penstock.prefill_worker.main import run_auto_worker
 
-    open_engine = opening.open_engine
+    open_engine, slowness = opening.open_engine, float(os.environ.get(SLOW_VARIABLE, "1"))
+    cost = StepCost(**{name: slowness * seconds for name, seconds in asdict(COST).items()})
 
     def open_sleeping_engine(*given: Any, **options: Any) -> Engine:
         engine = open_engine(*given, **options)
         object.__setattr__(engine.model, "context_length", CONTEXT_TOKENS)
         # So an answer's tokens are those of the next prompt: nothing stands between two turns.
         engine.model.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-        engine.use_measured_speed({"tokens_per_s": 1 / COST.token_s, "cost": asdict(COST)})
+        engine.use_measured_speed({"tokens_per_s": 1 / cost.token_s, "cost": asdict(cost)})
         token_id, *_ = engine.model.tokenizer.encode(list_words()[0], add_special_tokens=False)
         stand_in: Any = SleepingRunner(engine, token_id)
         engine.runner = stand_in
@@ -81,9 +84,13 @@ def run_sleeping_worker() -> None:
 
 
 class SleepingStack(Stack):
-    """Workers whose model sleeps."""
+    """Workers whose model sleeps, the last one `slowness` times as long."""
+
+    slowness = 1.0
 
     def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
+        if worker is self.workers[-1]:
+            environment = {**environment, SLOW_VARIABLE: str(self.slowness)}
         return fork_process(worker.name, self._log_path(worker), run_sleeping_worker, environment=environment)
 
 

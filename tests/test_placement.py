@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,8 @@ from penstock.bus.placement import (
     PIECE_TOKENS,
     PIECES_OF_A_LENGTH,
     TOKEN_S,
+    JobLoad,
+    JobNeed,
     Link,
     Placement,
     Placer,
@@ -516,3 +519,65 @@ def test_it_is_told_what_was_considered() -> None:
     )
     assert list(told["costs"].items())[:2] == [("w00", 0.1), ("w01", 1.1)]
     assert len(told["costs"]) == 16
+
+
+# Jobs
+
+
+def make_job_beat(
+    worker: str, partitions: Sequence[int], num_rows: int = 0, waiting: int = 0, free: int = 100, *, at_s: float = 0.0
+) -> WorkerBeat:
+    """Return the heartbeat of a worker that decodes alone, whose step takes 20 ms and one for each row."""
+    nothing: dict[PriorityClass, Sequence[int]] = {"interactive": (), "batch": ()}
+    read: dict[PriorityClass, Sequence[int]] = {"interactive": partitions, "batch": ()}
+    tokens: dict[PriorityClass, int] = {"interactive": 0, "batch": 0}
+    speed = make_speed(rows=num_rows)
+    return WorkerBeat(worker, at_s, at_s + 3.0, nothing, tokens, None, speed, JobLoad(read, waiting, free))
+
+
+@pytest.mark.parametrize(
+    ("rows", "waiting", "free", "chosen"),
+    [
+        ((3, 4), (0, 0), (100, 100), "a"),
+        ((4, 3), (0, 0), (100, 100), "b"),
+        ((3, 4), (2, 0), (100, 100), "b"),  # what waits will be rows
+        ((3, 4), (0, 0), (9, 100), "b"),  # no room for ten blocks
+        ((3, 4), (0, 0), (9, 9), "a"),  # room nowhere
+    ],
+)
+def test_a_job_goes_where_steps_take_least_among_those_with_room(
+    rows: tuple[int, int], waiting: tuple[int, int], free: tuple[int, int], chosen: str
+) -> None:
+    placer = placer_of(*(make_job_beat("ab"[one], [one], rows[one], waiting[one], free[one]) for one in (0, 1)))
+    found = placer.choose_job_partition(JobNeed("interactive", 10), "r", range(3), 0.0)
+    assert found == "ab".index(chosen)
+    assert placer.choose_job_partition(JobNeed("batch", 10), "r", range(3), 0.0) is None, "nobody reads those"
+
+
+def test_jobs_that_were_sent_count_until_a_heartbeat_has_them() -> None:
+    beats = [make_job_beat("a", [0]), make_job_beat("b", [1], num_rows=2, free=11)]
+    placer, need = placer_of(*beats), JobNeed("interactive", 5)
+
+    def choose(now_s: float) -> int | None:
+        return placer.choose_job_partition(need, "r", range(2), now_s)
+
+    chosen = [choose(0.5) for _ in range(6)]
+    assert chosen[:2] == [0, 0], "as it has two rows fewer"
+    assert Counter(chosen) == {0: 4, 1: 2}
+    assert [choose(0.5) for _ in range(3)] == [0, 0, 0], "the other one has no room for a third"
+    placer.note_beats([make_job_beat("a", [0], num_rows=9, at_s=1.0), make_job_beat("b", [1], num_rows=2, at_s=1.0)])
+    assert choose(1.5) == 1
+    assert choose(4.1) is None, "heartbeats are too old"
+
+
+def test_beside_a_worker_that_does_not_tell_its_jobs_the_hash_places_them() -> None:
+    older = replace(make_job_beat("b", [1]), jobs=None)
+    placer = placer_of(make_job_beat("a", [0]), older)
+    assert placer.choose_job_partition(JobNeed("interactive", 1), "r", range(2), 0.0) is None
+
+
+def test_workers_that_decode_alone_are_no_measure_for_those_that_read_requests() -> None:
+    decode = replace(make_job_beat("d", [0]), speed=make_speed(100.0))
+    placer = placer_of(decode, make_beat("a", [0], speed=make_speed()), make_beat("b", [1]))
+    costs = placer.choose_partition(make_prompt("p", 100), [0, 1], 0.0).costs
+    assert costs["a"] == costs["b"] == pytest.approx(0.12)

@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from penstock.bus.beats import BeatReader
+from penstock.bus.placement import JobLoad
 from penstock.names import CLASSES, STAGES, WORKERS_KEY, Pipeline
 from penstock.redis.client import redis_client
 from penstock.worker.heartbeat import Heartbeat
@@ -44,8 +45,8 @@ def test_what_waits_is_told_by_class_and_as_tokens(redis_url: str, pipeline: Pip
     write_beat(redis_url, pipeline, "prefill", "a", **told)
     write_beat(redis_url, pipeline, "decode", "b", **told)
     write_beat(redis_url, pipeline, "auto", "c")  # it has not joined its group
-    (beat,) = reader.read_beats()
-    assert (beat.worker, beat.chars_per_token) == ("prefill:a", 3.0)
+    decoding, beat = reader.read_beats()
+    assert (decoding.worker, beat.worker, beat.chars_per_token) == ("decode:b", "prefill:a", 3.0)
     assert beat.partitions == {"interactive": (0, 2), "batch": (5,)}
     assert beat.waiting_tokens == {"interactive": 3070, "batch": 2 * 256}, "no request of batch was seen yet"
     assert before_s - 0.05 <= beat.at_s <= time.monotonic()
@@ -59,6 +60,24 @@ def test_how_old_a_heartbeat_is_follows_from_its_lease(redis_url: str, pipeline:
         client.pexpire(pipeline.worker_key("prefill", "a"), 25_000)  # as it would be 15 s later
     (beat,) = reader.read_beats()
     assert time.monotonic() - 16.0 < beat.at_s <= time.monotonic() - 15.0
+
+
+def test_what_a_worker_tells_of_jobs(redis_url: str, pipeline: Pipeline, reader: BeatReader) -> None:
+    jobs: Any = {"interactive": [1, 3], "batch": []}
+    load = WorkerLoad().summarize_load([], HELD, dict.fromkeys(CLASSES, ()), WAITING, jobs, {"interactive": 4})
+    beat = Heartbeat(redis_url, pipeline, "decode", "d", 10.0)
+    beat.set_load_source(lambda: {"load": load, "pool": {"used": 30, "total": 100}})
+    beat.take_name()
+    (read,) = reader.read_beats()
+    assert read.jobs == JobLoad({"interactive": (1, 3), "batch": ()}, 4, 70)
+    older: Any = {"load": {name: value for name, value in load.items() if name not in CLASSES}, "pool": {}}
+    for name in CLASSES:
+        told: Any = load[name]
+        older["load"][name] = {what: told[what] for what in ("partitions", "waiting_tokens")}
+    beat.set_load_source(lambda: older)
+    beat.write_beat()
+    (read,) = reader.read_beats()
+    assert read.jobs is None, "a version that does not tell them"
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def work_off(member: Member, found: list[bytes]) -> bool:
 
 
 @pytest.mark.proof
-def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeline: Pipeline, bus_kind: str) -> None:
+def test_a_member_says_what_waits_in_its_partitions(bus: Bus, pipeline: Pipeline, bus_kind: str) -> None:
     topics = [pipeline.request_topic(priority_class) for priority_class in CLASSES]
     for topic, count in zip(topics, (100, 3), strict=True):
         publish_messages(bus, make_messages(topic, count))
@@ -366,8 +366,11 @@ def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeli
             wait_for(lambda: count_waiting() == [94, 0], "what was handed out does not wait")
             member.settle([make_settlement(pipeline, one) for one in (*taken, *more)])
             member.stop_consuming()
-        assert member.count_waiting() == {}, "members share the topics, or it reads none"
-        assert other.count_waiting() == {}, "it reads jobs"
+            wait_for(lambda: list(other.count_waiting().values()) == [0] * 4, "no job waits")
+            publish_messages(bus, make_messages(pipeline.job_topic("batch"), 5))
+            wait_for(lambda: sum(other.count_waiting().values()) == 5, "jobs do", every_s=0.05)
+            other.stop_consuming()
+        assert member.count_waiting() == other.count_waiting() == {}, "members share the topics, or it reads none"
 
 
 @pytest.mark.proof

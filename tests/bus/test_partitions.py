@@ -20,7 +20,7 @@ from penstock.bus.kafka import partitioner
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.partitioner import ANY_PARTITION, Partitioner
-from penstock.bus.placement import PromptChain, WorkerBeat, chain_prompt, choose_by_hash
+from penstock.bus.placement import JobNeed, PromptChain, WorkerBeat, chain_prompt, choose_by_hash
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -29,6 +29,7 @@ from penstock.messages import Request, decode_message
 from penstock.names import CLASSES, STAGES, Pipeline
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import WorkerLoad
+from penstock.worker_speed import WorkerSpeed
 from sim.waiting import wait_for
 from tests.bus.buses import list_values, make_messages, publish_messages, take_deliveries
 
@@ -104,6 +105,38 @@ def test_a_client_reads_in_redis_which_worker_has_the_least_to_do(
 
     with Client(addresses) as client, bus.join_group("prefill", "a") as member:
         wait_for(is_placed, "all go to the partitions of the worker that has nothing to do", every_s=0.0)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_a_job_goes_to_the_worker_that_decodes_least(
+    in_transaction: bool, kafka: str, redis_url: str, pipeline: Pipeline
+) -> None:
+    bus = KafkaBus(pipeline, kafka, BusSettings(partitions=NUM, transaction_timeout_s=30.0), redis_url=redis_url)
+    bus.create_topics()
+    for name, partitions, num_rows, used in (("few", [0], 3, 50), ("more", [1], 9, 50), ("full", [2, 3], 0, 99)):
+        beat, held = Heartbeat(redis_url, pipeline, "decode", name, 100.0), dict.fromkeys(product(CLASSES, STAGES), 0)
+        told = WorkerLoad().summarize_load(
+            [], held, dict.fromkeys(CLASSES, ()), dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, partitions)
+        )
+        told["speed"] = WorkerSpeed(0.001, 0.001, num_rows, step_s=0.02, row_s=0.001).as_json()
+        beat.set_load_source(lambda told=told, used=used: {"load": told, "pool": {"used": used, "total": 100}})  # type: ignore[misc]
+        beat.take_name()
+    topic, result, need = pipeline.job_topic("interactive"), pipeline.results_topic, JobNeed("interactive", 2)
+    with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as after:
+        last = list[int]()
+
+        def is_placed() -> bool:
+            """Until the heartbeats are read the hash of the key chooses."""
+            publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 1))
+            (taken,) = take_deliveries(member, 1)
+            job = Outgoing(topic, b"job", f"k{len(last)}", job=need)
+            outputs = [job, Outgoing(result, b"{}", "k")] if in_transaction else [job]
+            member.settle([Settlement(taken, outputs)])
+            last.extend(partition(delivery) for delivery in take_deliveries(after, 1))
+            return len(last) > 3 and set(last[-3:]) == {0}
+
+        wait_for(is_placed, "jobs go to the worker with the fewest rows and room", every_s=0.0)
 
 
 def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipeline) -> None:

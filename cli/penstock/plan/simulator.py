@@ -4,8 +4,8 @@ Each worker plans its steps with `penstock.engine.scheduling.scheduler`, and a s
 Requests come at their times, whatever the pipeline does. A request goes to the worker that the rule of its placer
 chooses. The worker reads its messages between two steps, and loads cached KV of their prompts during the next step.
 Such a prompt therefore begins one step later on a busy worker. The beginning of a prompt is fetched from the tier if
-this is faster than to compute it, one fetch after the other. A prefill worker's job goes to the decode worker that
-follows from its id; an `auto` worker answers the requests that it reads. `LEFT_OUT` lists what the simulation leaves
+this is faster than to compute it, one fetch after the other. A prefill worker's job goes to the decode worker that the
+product's rule chooses; an `auto` worker answers the requests that it reads. `LEFT_OUT` lists what the simulation leaves
 out.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from penstock.bus.placement import JobLoad, JobNeed, Placer, WorkerBeat
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Plan, State
@@ -32,6 +33,8 @@ LEFT_OUT = (
     "are moved from a full worker; failures and restarts"
 )
 GREEDY = Sampling(temperature=0.0)
+JOB_BEAT_LASTS_S = 3.0
+"""After this a heartbeat tells nothing any more."""
 MAX_STANDSTILL_STEPS = 1000
 """A simulation fails after this many consecutive empty steps: the scheduler never needs more than a few."""
 
@@ -135,6 +138,14 @@ class SimulatedWorker:
         speed = self.spec.cost.describe_speed(decodes, self.spec.max_step_tokens)
         return Beat(now_s, sum(left.values()), len(decodes), context, left["batch"], speed)
 
+    def make_job_beat(self, now_s: float, place: int) -> WorkerBeat:
+        """Return what a heartbeat tells producers of jobs; `place` stands for the partition that it reads."""
+        free = self.scheduler.pool.num_free_blocks
+        read = JobLoad(dict.fromkeys(CLASSES, (place,)), len(self.messages), free)
+        nothing, tokens = dict.fromkeys(CLASSES, ()), dict.fromkeys(CLASSES, 0)
+        until_s = now_s + JOB_BEAT_LASTS_S
+        return WorkerBeat(str(place), now_s, until_s, nothing, tokens, None, self.make_beat(now_s).speed, read)
+
 
 class Simulation:
     """Plays requests against workers."""
@@ -168,6 +179,8 @@ class Simulation:
         spec = self.readers[0].spec
         self._rules, self._tiers = rules, tiers
         self._views = [View(len(self.readers), spec, tiers[-1] if tiers else None, rule.memory_s) for rule in rules]
+        self._job_beats: dict[int, WorkerBeat] = {}
+        self._job_placers = [Placer() for one in self.readers if one.kind == "prefill"]
         self._way_s, self._heartbeat_s, self._delay_s = way_s, heartbeat_s, heartbeat_delay_s
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -182,6 +195,8 @@ class Simulation:
             self._at(outcome.request.at_s, partial(self._place, outcome))
         for number in range(len(self.readers)):
             self._at(self._heartbeat_s * number / len(self.readers), partial(self._beat, number))
+        for place in range(len(self._decoders) if self._job_placers else 0):
+            self._at(self._heartbeat_s * place / len(self._decoders), partial(self._beat_jobs, place))
         while self._num_left:
             self._now_s, _, event = heapq.heappop(self._events)
             event()
@@ -195,6 +210,16 @@ class Simulation:
         for view in self._views:
             self._at(self._now_s + self._delay_s, partial(view.record_beat, number, beat))
         self._at(self._now_s + self._heartbeat_s, partial(self._beat, number))
+
+    def _beat_jobs(self, place: int) -> None:
+        beat = self._decoders[place].make_job_beat(self._now_s, place)
+        self._at(self._now_s + self._delay_s, partial(self._note_job_beat, place, beat))
+        self._at(self._now_s + self._heartbeat_s, partial(self._beat_jobs, place))
+
+    def _note_job_beat(self, place: int, beat: WorkerBeat) -> None:
+        self._job_beats[place] = beat
+        for placer in self._job_placers:
+            placer.note_beats(self._job_beats.values())
 
     def _place(self, outcome: Outcome) -> None:
         """Let a placer choose the worker."""
@@ -323,7 +348,12 @@ class Simulation:
     def _hand_off(self, outcome: Outcome, view: View) -> None:
         """Send the job of a request to its decode worker, which has the KV of the prompt once that is fetched."""
         request = outcome.request
-        worker = self._decoders[zlib.crc32(request.id.encode()) % len(self._decoders)]
+        need = JobNeed(
+            request.priority_class, request.prompt_tokens // self.readers[outcome.worker].spec.block_size + 1
+        )
+        places = range(len(self._decoders))
+        place = self._job_placers[outcome.worker].choose_job_partition(need, request.id, places, self._now_s)
+        worker = self._decoders[zlib.crc32(request.id.encode()) % len(places) if place is None else place]
         seq = self._make_sequence(outcome, worker, view, is_job=True)
         self._deliver(worker, seq, partial(self._load_job, worker, seq))
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.bus.placement import WorkerBeat
+from penstock.bus.placement import JobLoad, WorkerBeat
 from penstock.names import CLASSES, WORKERS_KEY, Pipeline
 from penstock.redis.client import redis_client
 from penstock.worker_speed import WorkerSpeed
@@ -15,11 +15,13 @@ STALE_SHARE = 0.75
 
 
 class BeatReader:
-    """Reads the heartbeats of the workers of one pipeline that read requests. It connects when it is first used."""
+    """Reads the heartbeats of the workers of one pipeline. It connects when it is first used."""
 
     def __init__(self, url: str, pipeline: Pipeline) -> None:
         self._redis = redis_client(url)
-        self._prefixes = tuple(pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto", "endpoint"))
+        self._prefixes = tuple(
+            pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto", "endpoint", "decode")
+        )
         self._num_before = len(pipeline.worker_prefix)
 
     def read_beats(self) -> list[WorkerBeat]:
@@ -65,4 +67,20 @@ def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float
         {priority_class: max(0, int(load[priority_class]["waiting_tokens"])) for priority_class in CLASSES},
         load["chars_per_token"] and max(0.1, float(load["chars_per_token"])),
         WorkerSpeed.parse(load.get("speed")),
+        _parse_jobs(told, load),
+    )
+
+
+def _parse_jobs(told: Mapping[str, Any], load: Mapping[str, Any]) -> JobLoad | None:
+    """Return what a heartbeat tells of jobs; None if it is of a version that does not. Who computes no model reads
+    none.
+    """
+    if "pool" not in told:
+        return JobLoad(dict.fromkeys(CLASSES, ()), 0, 0)
+    if not all("job_partitions" in load[priority_class] for priority_class in CLASSES):
+        return None
+    return JobLoad(
+        {priority_class: tuple(map(int, load[priority_class]["job_partitions"])) for priority_class in CLASSES},
+        sum(int(load[priority_class]["waiting_jobs"]) for priority_class in CLASSES),
+        int(told["pool"]["total"]) - int(told["pool"]["used"]),
     )

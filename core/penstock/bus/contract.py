@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, Self
 
-from penstock.bus.placement import PromptChain
+from penstock.bus.placement import JobNeed, PromptChain
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass, WorkerKind
@@ -42,6 +42,8 @@ class Outgoing:
     chain: PromptChain | None = None
     """The beginning of a request's prompt, by which its worker is chosen if the bus has partitions
     (`penstock.bus.placement`). Without it a message goes by its key. It is not part of the written message."""
+    job: JobNeed | None = None
+    """What a job needs, by which its worker is chosen in the same way."""
 
     @cached_property
     def num_bytes(self) -> int:
@@ -227,12 +229,12 @@ class Member(Protocol):
         """
 
     def count_waiting(self) -> Mapping[tuple[str, int], int]:
-        """Return how many messages wait in each partition of requests that this member alone reads (topic and number).
+        """Return how many messages wait in each partition that this member alone reads (topic and number).
 
         Messages that `poll` has returned do not count. The member answers without asking the bus. Any thread may call
         this.
 
-        It is empty where `list_partitions` would be, and for a member that reads jobs alone.
+        It is empty where `list_partitions` would be.
         """
 
     def leave_new(self, seconds: float) -> None:

@@ -130,8 +130,8 @@ class JoinedMember:
         return [*self._requests.list_partitions(), *self._jobs.list_partitions()]
 
     def count_waiting(self) -> Mapping[tuple[str, int], int]:
-        """Return what waits in the partitions of requests; see `contract.Member.count_waiting`."""
-        return self._requests.count_waiting()
+        """Return what waits in the partitions of both topics; see `contract.Member.count_waiting`."""
+        return {**self._requests.count_waiting(), **self._jobs.count_waiting()}
 
     def leave_new(self, seconds: float) -> None:
         """Leave messages to other members for so long; see `contract.Member.leave_new`."""

@@ -80,6 +80,15 @@ class PromptChain:
     """Is called with the JSON of what was chosen."""
 
 
+@dataclass(frozen=True)
+class JobNeed:
+    """What a job needs of the worker that goes on with its request. It is no part of the written message."""
+
+    priority_class: PriorityClass
+    num_blocks: int
+    """KV blocks of its tokens."""
+
+
 def chain_prompt(request: Request, explain: Callable[[str], object] | None = None) -> PromptChain:
     """Return what a request begins with.
 
@@ -149,6 +158,19 @@ class WorkerBeat:
     chars_per_token: float | None = None
     speed: WorkerSpeed | None = None
     """None where it is not known."""
+    jobs: "JobLoad | None" = None
+    """None where it does not tell which jobs it reads."""
+
+
+class JobLoad(NamedTuple):
+    """What a heartbeat tells of jobs."""
+
+    partitions: Mapping[PriorityClass, Sequence[int]]
+    """Those that the worker reads."""
+    num_waiting: int
+    """Jobs that wait in them, or in the worker."""
+    free_blocks: int
+    """KV blocks of its pool that can be allocated."""
 
 
 class Placement(NamedTuple):
@@ -201,25 +223,38 @@ class _Pace(NamedTuple):
     """Seconds of a prompt token now."""
     step_s: float
     """Seconds of a step now that has the worker's rows."""
+    row_s: float
+    """Seconds that one more row adds to it."""
     weight: float
     """Its share of the homes, beside those of other workers."""
+
+
+def _compute_mean(values: Iterable[float | None], usual: float) -> float:
+    """Return the mean of what is known; `usual` where nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else usual
 
 
 def _find_paces(speeds: Mapping[str, WorkerSpeed | None]) -> dict[str, _Pace]:
     """Return the paces of workers. Where one does not tell something, it is as with the others on the mean."""
     told = [speed for speed in speeds.values() if speed is not None]
-    steps = [seconds for speed in told if (seconds := speed.estimate_step_s()) is not None]
-    token_s = sum(speed.prompt_token_s for speed in told) / len(told) if told else TOKEN_S
-    step_s = sum(steps) / len(steps) if steps else 0.0
+    token_s = _compute_mean((speed.prompt_token_s for speed in told), TOKEN_S)
+    step_s = _compute_mean((speed.estimate_step_s() for speed in told), 0.0)
+    row_s = _compute_mean((speed.row_s for speed in told), TOKEN_S)
     usual_s = statistics.median_low([speed.idle_prompt_token_s for speed in told]) if told else 0.0
     paces = dict[str, _Pace]()
     for worker, speed in speeds.items():
         if speed is None:
-            paces[worker] = _Pace(token_s, step_s, 1.0)
+            paces[worker] = _Pace(token_s, step_s, row_s, 1.0)
         else:
             power = round(math.log(usual_s / speed.idle_prompt_token_s, SPEED_STEP))
             own_step_s = speed.estimate_step_s()
-            paces[worker] = _Pace(speed.prompt_token_s, step_s if own_step_s is None else own_step_s, SPEED_STEP**power)
+            paces[worker] = _Pace(
+                speed.prompt_token_s,
+                step_s if own_step_s is None else own_step_s,
+                speed.row_s or row_s,
+                SPEED_STEP**power,
+            )
     return paces
 
 
@@ -230,6 +265,8 @@ class Placer:
         self._beats: dict[str, WorkerBeat] = {}
         self._paces: dict[str, _Pace] = {}
         self._sent: dict[str, _SentTokens] = {}
+        self._sent_jobs: dict[str, deque[tuple[float, int]]] = {}
+        """By worker: when jobs were sent there since its heartbeat, and the blocks of each."""
         self._chars_per_token = CHARS_PER_TOKEN
         self._memory: OrderedDict[bytes, dict[str, float]] = OrderedDict()
         """By link: when which worker was sent requests that have it."""
@@ -237,12 +274,46 @@ class Placer:
     def note_beats(self, beats: Iterable[WorkerBeat]) -> None:
         """Note the last heartbeats of all workers. They have what was sent before them."""
         self._beats = {beat.worker: beat for beat in beats}
-        self._paces = _find_paces({worker: beat.speed for worker, beat in self._beats.items()})
+        readers = {worker: any(beat.partitions.values()) for worker, beat in self._beats.items()}
+        self._paces = {}
+        for reads in (False, True):  # a worker that decodes alone is no measure for those that read requests
+            alike = {worker: self._beats[worker].speed for worker in readers if readers[worker] == reads}
+            self._paces |= _find_paces(alike)
         self._sent = {worker: self._sent.get(worker) or _SentTokens() for worker in self._beats}
+        sent_jobs, self._sent_jobs = self._sent_jobs, {}
         for worker, beat in self._beats.items():
-            self._sent[worker].drop_before(beat.at_s - ON_THE_WAY_S)
+            since_s = beat.at_s - ON_THE_WAY_S
+            self._sent[worker].drop_before(since_s)
+            self._sent_jobs[worker] = deque(one for one in sent_jobs.get(worker, ()) if one[0] >= since_s)
         told = [beat.chars_per_token for beat in self._beats.values() if beat.chars_per_token]
         self._chars_per_token = sum(told) / len(told) if told else CHARS_PER_TOKEN
+
+    def choose_job_partition(self, job: JobNeed, key: str, partitions: Sequence[int], now_s: float) -> int | None:
+        """Choose one of `partitions` for a job, and count the job as sent there; return None where the hash of its key
+        decides: no heartbeat is fresh, or one is of a version that does not tell of jobs.
+
+        Among the workers whose pools have room for its blocks, or among all where none has, it is the one whose steps
+        take least with the job in them; jobs that wait there, and those that were sent there since, count as rows.
+        """
+        fresh = {worker: beat.jobs for worker, beat in self._beats.items() if now_s < beat.stale_s}
+        if None in fresh.values():
+            return None
+        readable, costs, read = frozenset(partitions), dict[str, tuple[bool, float, bytes]](), dict[str, set[int]]()
+        for worker, load in fresh.items():
+            assert load is not None
+            if mine := readable.intersection(load.partitions[job.priority_class]):
+                sent = self._sent_jobs[worker]
+                while sent and sent[0][0] < now_s - MAX_SENT_S:
+                    sent.popleft()
+                is_full = load.free_blocks - sum(num_blocks for _, num_blocks in sent) < job.num_blocks
+                pace, num_more = self._paces[worker], load.num_waiting + len(sent) + 1
+                chance = hashlib.sha256(f"{key} {worker}".encode()).digest()
+                costs[worker], read[worker] = (is_full, pace.step_s + num_more * pace.row_s, chance), set(mine)
+        if not costs:
+            return None
+        chosen = min(costs, key=costs.__getitem__)
+        self._sent_jobs[chosen].append((now_s, job.num_blocks))
+        return choose_by_hash(key.encode(), sorted(read[chosen]))
 
     def choose_partition(self, chain: PromptChain, partitions: Sequence[int], now_s: float) -> Placement:
         """Choose one of `partitions`, which are those that can be written, and count the request as sent there.

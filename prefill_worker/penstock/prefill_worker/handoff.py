@@ -8,6 +8,7 @@ from opentelemetry.context import Context
 
 from penstock import names
 from penstock.bus.contract import Outgoing
+from penstock.bus.placement import JobNeed
 from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
@@ -62,8 +63,8 @@ def build_job(task: Task, fingerprint: str) -> Job:
     )
 
 
-def build_job_message(pipeline: Pipeline, job: Job, task: Task, context: Context) -> Outgoing:
-    """Return the message for the jobs topic of the job's class."""
+def build_job_message(pipeline: Pipeline, job: Job, task: Task, context: Context, block_size: int = 0) -> Outgoing:
+    """Return the message for the jobs topic of the job's class. Without KV, `block_size` is 0."""
     headers = task.account_headers | {
         names.VERSION_HEADER: str(job.v),
         names.TENANT_HEADER: job.tenant,
@@ -73,7 +74,9 @@ def build_job_message(pipeline: Pipeline, job: Job, task: Task, context: Context
     trace_headers = (
         tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     )
-    return Outgoing(pipeline.job_topic(job.priority_class), job.encode(), key=job.id, headers=headers | trace_headers)
+    need = JobNeed(job.priority_class, len(job.token_ids) // block_size + 1 if block_size else 0)
+    topic = pipeline.job_topic(job.priority_class)
+    return Outgoing(topic, job.encode(), key=job.id, headers=headers | trace_headers, job=need)
 
 
 def rename_job(message: Outgoing) -> Outgoing:

@@ -246,7 +246,8 @@ class PrefillRole(ModelRole):
             return build_result_of_log(self.pipeline, task, told, self.model_name)
         job = build_job(task, self.engine.model.fingerprint)
         context = tracing.with_span(task.settling_span, task.parent_context)
-        outputs = [build_job_message(self.pipeline, job, task, context)]
+        block_size = 0 if task.blocks is None else task.blocks.hasher.block_size
+        outputs = [build_job_message(self.pipeline, job, task, context, block_size)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
         return StageOutput(outputs, dead_letters, {"job": job.job, "cause": task.leaving_for}, rename_job)
 

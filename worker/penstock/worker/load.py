@@ -112,10 +112,12 @@ class WorkerLoad:
         held: Mapping[tuple[PriorityClass, Stage], int],
         partitions: Mapping[PriorityClass, Sequence[int]],
         num_waiting: Mapping[PriorityClass, int],
+        job_partitions: Mapping[PriorityClass, Sequence[int]] | None = None,
+        num_waiting_jobs: Mapping[PriorityClass, int] | None = None,
     ) -> dict[str, object]:
         """Return the load by class, and the hand-offs, for the heartbeat. `held`: how many messages of a class and
         stage are here. `partitions`: those of requests that this worker reads. `num_waiting`: how many requests wait
-        there, or here, of which no task was made yet.
+        there, or here, of which no task was made yet. The last two are the same of jobs.
         """
         tasks = list(tasks)
         told: dict[str, object] = {
@@ -130,7 +132,11 @@ class WorkerLoad:
             mean_tokens = self.mean_computed_tokens[priority_class].value
             expected = UNKNOWN_PROMPT_TOKENS if mean_tokens is None else mean_tokens
             left = sum(task.prompt_tokens for task in mine) + round(num_waiting[priority_class] * expected)
-            told[priority_class] = summary | {"partitions": list(partitions[priority_class]), "waiting_tokens": left}
+            told[priority_class] = summary | {
+                "partitions": list(partitions[priority_class]), "waiting_tokens": left,
+                "job_partitions": list((job_partitions or {}).get(priority_class, ())),
+                "waiting_jobs": (num_waiting_jobs or {}).get(priority_class, 0),
+            }  # fmt: skip
         return told
 
     def _summarize_class(

@@ -58,7 +58,7 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
-from penstock.names import CLASSES, Pipeline, PriorityClass
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
 from penstock.record import (
     AppendOutcome,
     Claim,
@@ -771,13 +771,19 @@ class Worker:
         here = [*(task.delivery for task in tasks), *unbegun]
         held = Counter((delivery.priority_class, self.pipeline.find_stage(delivery.topic)) for delivery in here)
         task_loads = [task.role.measure_task_load(task) for task in tasks]
-        partitions: dict[PriorityClass, list[int]] = {priority_class: [] for priority_class in CLASSES}
-        num_waiting = Counter(one.priority_class for one in unbegun if self.pipeline.find_stage(one.topic) == "prefill")
-        classes = {topic: priority_class for priority_class, topic in self.pipeline.input_topics("prefill").items()}
+        read = {stage: {priority_class: list[int]() for priority_class in CLASSES} for stage in STAGES}
+        waiting: dict[Stage, Counter[PriorityClass]] = {stage: Counter() for stage in STAGES}
+        for one in unbegun:
+            waiting[self.pipeline.find_stage(one.topic)][one.priority_class] += 1
         for (topic, number), count in self.member.count_waiting().items():
-            partitions[classes[topic]].append(number)
-            num_waiting[classes[topic]] += count
-        load = self.load.summarize_load(task_loads, held, partitions, num_waiting)
+            stage = self.pipeline.find_stage(topic)
+            topics = self.pipeline.input_topics(stage)
+            priority_class = next(priority_class for priority_class in CLASSES if topics[priority_class] == topic)
+            read[stage][priority_class].append(number)
+            waiting[stage][priority_class] += count
+        load = self.load.summarize_load(
+            task_loads, held, read["prefill"], waiting["prefill"], read["decode"], waiting["decode"]
+        )
         rates = self.role.report_rates(self.load)
         fastest = None if self._beat is None else self._beat.fastest
         self.member.leave_new(self.load.compare_speed(WorkerSpeed.parse(rates.get("speed")), fastest))

@@ -5,12 +5,17 @@ from typing import Any
 
 from confluent_kafka import Consumer
 
+from penstock.bus.beats import BeatReader
 from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.position_lookup import FetchAttempts
 from penstock.bus.kafka.writers import OutputWriter, Transactions
+from penstock.bus.placement import WorkerBeat
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from penstock.pace import ServerPace
+
+MAX_PLACED_WORKERS = 100
+"""Among how many workers jobs are placed by heartbeats."""
 
 
 class KafkaClientFactory:
@@ -27,6 +32,8 @@ class KafkaClientFactory:
         """Where heartbeats are, by which requests are placed, and notes of what is finished; empty: there are none."""
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
+        self._beats: BeatReader | None = None
+        self._num_workers = 0
         self.pace = ServerPace(settings.transaction_timeout_s)
         """How late brokers answer, as members and look-ups have seen it."""
         self.fetch_attempts = FetchAttempts()
@@ -38,8 +45,21 @@ class KafkaClientFactory:
 
     def create_transactions(self, transactional_id: str) -> Transactions:
         """Return a transactional writer of outputs. An older one of the same id is fenced."""
-        return Transactions(self.clients, transactional_id, self.pace)
+        return Transactions(self.clients, transactional_id, self.pace, self.read_beats)
 
     def create_output_writer(self) -> OutputWriter:
         """Return a writer of outputs without transactions."""
-        return OutputWriter(self.clients)
+        return OutputWriter(self.clients, self.read_beats)
+
+    def read_beats(self) -> list[WorkerBeat]:
+        """Return the heartbeats by which workers place jobs, none without Redis. Raise `redis.RedisError`.
+
+        Each worker would read those of all others once a second: beyond `MAX_PLACED_WORKERS` they are not read again,
+        and jobs go by the hash of their ids.
+        """
+        if not self.redis_url or self._num_workers > MAX_PLACED_WORKERS:
+            return []
+        self._beats = self._beats or BeatReader(self.redis_url, self.pipeline)
+        beats = self._beats.read_beats()
+        self._num_workers = len(beats)
+        return beats

@@ -227,13 +227,11 @@ class KafkaMember:
         return [one for one in partitions if one[0] not in self._refused and one not in standing]
 
     def count_waiting(self) -> dict[Partition, int]:
-        """Return what waits in each partition of requests; see `contract.Member.count_waiting`.
+        """Return what waits in each partition; see `contract.Member.count_waiting`.
 
         Messages in the buffer count, and those that were unread when they were counted last: within a part of a second.
         Partitions that are paused, as the buffer is full, are counted every few seconds.
         """
-        if self._stage == "decode":
-            return {}
         buffered = Counter(delivery.offset[0] for delivery in self.list_prefetched())
         return {one: self._unread.get(one, 0) + buffered[one] for one in self._list_read()}
 

@@ -4,14 +4,14 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import redis
 from confluent_kafka import KafkaException, Producer
 
 from penstock.bus.contract import Outgoing
-from penstock.bus.placement import Placer, WorkerBeat
+from penstock.bus.placement import JobNeed, Placer, WorkerBeat
 
 ANY_PARTITION = -1
 """Lets librdkafka choose a partition by the message's key."""
@@ -26,6 +26,9 @@ meanwhile; without any, the message goes by its key.
 """
 BEATS_REFRESH_S = 1.0
 """How often heartbeats are read while requests are sent."""
+
+
+ReadBeats = Callable[[], list[WorkerBeat]]
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Partitioner:
     def __init__(
         self,
         producer: Producer,
-        read_beats: Callable[[], list[WorkerBeat]] | None = None,
+        read_beats: ReadBeats | None = None,
         timeout_s: float = LEADERS_TIMEOUT_S,
     ) -> None:
         """`read_beats` returns the workers' heartbeats, or raises `redis.RedisError`; it is called on a thread, once a
@@ -79,6 +82,10 @@ class Partitioner:
             num_partitions, led = topic.num_partitions, topic.led
         if not num_partitions:
             return ANY_PARTITION
+        if message.job is not None:
+            chosen = self._choose_for_job(message.job, message.key or "", led or range(num_partitions), now_s)
+            if chosen is not None:
+                return chosen
         if message.chain is None:
             return (
                 ANY_PARTITION
@@ -86,15 +93,24 @@ class Partitioner:
                 else led[zlib.crc32((message.key or "").encode()) % len(led)]
             )
         with self._lock:
-            if self._read_beats is not None and now_s >= self._beats_at_s and not self._is_reading:
-                # It can end when the lock is free again. Where no thread can be started the last heartbeats hold.
-                with contextlib.suppress(RuntimeError):
-                    threading.Thread(target=self._refresh_beats, args=(self._read_beats,), daemon=True).start()
-                    self._is_reading = True
+            self._begin_reading(now_s)
             placed = self._placer.choose_partition(message.chain, led or range(num_partitions), now_s)
         if message.chain.explain is not None:
             message.chain.explain(placed.describe_choice())
         return placed.partition
+
+    def _choose_for_job(self, job: JobNeed, key: str, partitions: Sequence[int], now_s: float) -> int | None:
+        with self._lock:
+            self._begin_reading(now_s)
+            return self._placer.choose_job_partition(job, key, partitions, now_s)
+
+    def _begin_reading(self, now_s: float) -> None:
+        """Have heartbeats read on a thread, where that is due. The lock is held."""
+        if self._read_beats is not None and now_s >= self._beats_at_s and not self._is_reading:
+            # It can end when the lock is free again. Where no thread can be started the last heartbeats hold.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._refresh_beats, args=(self._read_beats,), daemon=True).start()
+                self._is_reading = True
 
     def forget_leaders(self) -> None:
         """Look up leaders again before the next message: the topic may have been created anew with fewer partitions."""
@@ -102,7 +118,7 @@ class Partitioner:
             for name in self._topics:
                 self._topics[name] = _TopicLeaders()
 
-    def _refresh_beats(self, read_beats: Callable[[], list[WorkerBeat]]) -> None:
+    def _refresh_beats(self, read_beats: ReadBeats) -> None:
         """Read heartbeats. Where Redis is away the last ones hold until they are too old."""
         beats = None
         try:

@@ -19,7 +19,7 @@ from penstock.bus.kafka.client import (
     producer_settings,
 )
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
-from penstock.bus.kafka.partitioner import LEADERS_TIMEOUT_S, Partitioner
+from penstock.bus.kafka.partitioner import LEADERS_TIMEOUT_S, Partitioner, ReadBeats
 from penstock.errors import MemberFenced, NameShared
 from penstock.failpoints import failpoint
 from penstock.pace import ServerPace
@@ -36,11 +36,12 @@ class OutputWriter:
     Its producer is idempotent: a message that it sends again by itself is written once.
     """
 
-    def __init__(self, clients: Mapping[str, Any]) -> None:
+    def __init__(self, clients: Mapping[str, Any], read_beats: ReadBeats | None = None) -> None:
+        """`read_beats`: see `Partitioner`."""
         self._producer = Producer(
             producer_settings(clients) | {"enable.idempotence": True, "message.timeout.ms": int(WRITE_TIMEOUT_S * 1000)}
         )
-        self._partitions = Partitioner(self._producer)
+        self._partitions = Partitioner(self._producer, read_beats)
 
     def write_outputs(self, outputs: Sequence[Outgoing]) -> None:
         """Write messages; all are acknowledged by all in-sync replicas. Raise `KafkaException`: some may be written."""
@@ -100,8 +101,14 @@ class Transactions:
     # moment, and a client that believes it would never find one again. Where that happens to this producer nothing
     # settles any more, and the worker makes a new member.
 
-    def __init__(self, clients: Mapping[str, Any], transactional_id: str, pace: ServerPace) -> None:
-        """The brokers' present pace decides how long a transaction may last."""
+    def __init__(
+        self,
+        clients: Mapping[str, Any],
+        transactional_id: str,
+        pace: ServerPace,
+        read_beats: ReadBeats | None = None,
+    ) -> None:
+        """The brokers' present pace decides how long a transaction may last. `read_beats`: see `Partitioner`."""
         self._pace, self.slowness, timeout_s = pace, pace.slowness, pace.transaction_timeout_s
         write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences the producer
         self._flush_s, self._timeout_s = write_s + 1, timeout_s
@@ -117,7 +124,7 @@ class Transactions:
                 "message.timeout.ms": int(write_s * 1000),
             }
         )
-        self._partitions = Partitioner(self._producer, timeout_s=pace.stretch(LEADERS_TIMEOUT_S))
+        self._partitions = Partitioner(self._producer, read_beats, timeout_s=pace.stretch(LEADERS_TIMEOUT_S))
         self._open = False
         self._in_doubt = False
         with bus_errors():
