@@ -57,6 +57,7 @@ def test_what_arrived_is_what_ended_and_what_waits_more() -> None:
 def test_what_waits_counts_in_seconds_of_one_worker() -> None:
     load = find(look(0.0, beat("a"), requests=20, batch=5)).load
     assert load.backlog_s == pytest.approx(20 * 100 * 0.001)
+    assert load.waiting_answers_s == pytest.approx(20 * 50 / (15 / 0.05))
     assert (load.output_tokens, load.context_tokens) == (50.0, 150.0)
 
 

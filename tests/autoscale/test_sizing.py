@@ -57,6 +57,10 @@ def test_heavy_tails_need_more_workers() -> None:
 
 def test_what_waits_needs_workers_beside_what_arrives() -> None:
     assert size_kind("prefill", replace(LOAD, backlog_s=40.0), SPEED, TARGETS).number == 10
+    full = replace(LOAD, waiting_answers_s=40.0)
+    assert size_kind("prefill", full, SPEED, TARGETS).number == 3, "it waits for rows"
+    assert size_kind("decode", full, SPEED, TARGETS).number == 10
+    assert size_kind("auto", full, SPEED, TARGETS).number == 12
     slow = replace(LOAD, backlog_s=40.0, start_s=40.0)
     assert size_kind("prefill", slow, SPEED, TARGETS).number == 3, "who is ready in 40 s helps none that waits now"
 

@@ -25,7 +25,7 @@ async def test_keda_is_told_the_numbers_and_nothing_where_no_controller_runs(
     transport = httpx.ASGITransport(app=app, client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         silent = await client.get("/v1/penstock/autoscale")
-        assert (silent.status_code, silent.json()["error"]["code"]) == (503, "unavailable")
+        assert (silent.status_code, silent.json()["error"]["code"]) == (404, "no_decision")
         with redis_client(addresses.stream_url) as server:
             assert ScalingLease(server, pipeline, "a").publish(TOLD)
             assert not ScalingLease(server, pipeline, "b").publish(TOLD | {"workers": {}})

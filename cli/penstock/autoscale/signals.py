@@ -69,12 +69,13 @@ def find_signals(look: Look, before: Look | None, pipeline: Pipeline, targets: T
         assert token_s is not None
         assert output_tokens is not None
         batch = [stage["batch"] for stage in lag.stages.values()]
-        batch_s = sum(one.prompt_tokens or 0 for one in batch) * token_s
+        batch_s, answers_s = sum(one.prompt_tokens or 0 for one in batch) * token_s, 0.0
         if speed is not None:
+            answers_s = (lag.stages["prefill"]["interactive"].output_tokens or 0) / speed.tokens_per_s
             batch_s += sum(one.output_tokens or 0 for one in batch) / speed.tokens_per_s
         load = Load(
             0.0, 0.0, 0.0, output_tokens, (prompt_tokens or 0) + output_tokens,
-            backlog_s=(backlog or 0) * token_s, batch_s=batch_s,
+            backlog_s=(backlog or 0) * token_s, waiting_answers_s=answers_s, batch_s=batch_s,
         )  # fmt: skip
     return Seen(
         look.at_s,

@@ -67,6 +67,8 @@ class Load:
     """Mean seconds that hits in the workers' own pools save of a prompt."""
     backlog_s: float = 0.0
     """Seconds in which one worker would compute the prompts that wait."""
+    waiting_answers_s: float = 0.0
+    """Seconds in which one worker would decode the answers of requests that have no first token."""
     steady_rate: float = math.inf
     """Requests a second over a longer time: what is arriving now counts for the p99 as far as it lasts."""
     start_s: float = 0.0
@@ -204,14 +206,17 @@ def size_kind(kind: WorkerKind, load: Load, speed: Speed, targets: Targets) -> N
     """Return how many workers of a kind the load needs."""
     if kind == "decode":
         by_rows, by_memory = count_decode(load, speed), count_by_memory(load, speed)
-        return _make_need(load, {"rows": by_rows, "memory": by_memory, "batch": by_rows + _count_batch(load)})
+        needs = {"rows": by_rows, "memory": by_memory, "batch": by_rows + _count_batch(load)}
+        return _make_need(load, needs | {"backlog": load.waiting_answers_s / max(targets.ttft_s, load.start_s)})
     decoding = count_decode(load, speed) if kind == "auto" else 0.0
     computing = load.rate * load.prompt_s
-    prefill = count_prefill(load, targets)
+    prefill, waiting_s = count_prefill(load, targets), load.backlog_s
+    if kind == "auto":
+        waiting_s += load.waiting_answers_s
     is_hopeless = math.isinf(prefill) or compute_prompt_p99_s(load) > targets.ttft_s
     needs = {
         "first tokens": computing / MAX_BUSY + decoding if is_hopeless else prefill + decoding,
-        "backlog": 0.0 if is_hopeless else decoding + load.backlog_s / max(targets.ttft_s, load.start_s),
+        "backlog": 0.0 if is_hopeless else decoding + waiting_s / max(targets.ttft_s, load.start_s),
         "batch": computing + decoding + _count_batch(load),
     }
     if kind == "auto":

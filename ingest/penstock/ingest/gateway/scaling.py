@@ -40,14 +40,14 @@ class Scaling(BaseModel):
 @router.get(
     "/v1/penstock/autoscale",
     summary="How many workers there should be",
-    responses=error_responses(503),
+    responses=error_responses(404, 503),
 )
 async def autoscale(request: Request) -> Scaling:
-    """503 where no controller has decided within a minute: then nothing is to be scaled."""
+    """404 where no controller has decided within a minute: then nothing is to be scaled."""
     gateway = get_gateway(request)
     pipeline = Pipeline(gateway.addresses.pipeline)
     with translate_outages():
         told: Any = await gateway.redis.get(pipeline.autoscale_key)
     if told is None:
-        raise ApiError(503, f"no `penstock autoscale` runs for the pipeline {pipeline.name}", code="unavailable")
+        raise ApiError(404, f"no `penstock autoscale` runs for the pipeline {pipeline.name}", code="no_decision")
     return Scaling.model_validate_json(told)
