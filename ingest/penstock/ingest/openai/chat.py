@@ -499,14 +499,19 @@ class ParsedChatChunks(ChatChunks):
         return [self._make_event(event.id, choice)]
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """Return the finish reason, with what was held back."""
+        """Return what was held back, each call in an event of its own, as some frameworks read one; the last event has
+        the finish reason.
+        """
         self._usages[index] = event.usage
         parser = self._parsers[index]
         delta = self._make_delta(index, parser.end(event.text), is_end=True)
-        if self._held[index]:
-            delta["tool_calls"] = [*delta.get("tool_calls", []), *self._held[index].values()]
-        reason = _find_reason(parser, finish_reason(event))
-        return [self._make_event("e1", self._make_choice(index, "", finish_reason=reason) | {"delta": delta})]
+        calls = [*delta.pop("tool_calls", []), *self._held[index].values()]
+        deltas = [one for one in (delta, *({"tool_calls": [call]} for call in calls)) if one] or [{}]
+        reasons = [None] * (len(deltas) - 1) + [_find_reason(parser, finish_reason(event))]
+        return [
+            self._make_event(f"e{number}", self._make_choice(index, "", finish_reason=reason) | {"delta": one})
+            for number, (one, reason) in enumerate(zip(deltas, reasons, strict=True), 1)
+        ]
 
     def _make_delta(self, index: int, part: AnswerPart, *, is_end: bool = False) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
