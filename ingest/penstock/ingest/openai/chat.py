@@ -475,8 +475,8 @@ class ParsedChatChunks(ChatChunks):
     """As `ChatChunks`, with calls and reasoning apart from the text.
 
     Calls come in the pieces that the parser tells, but no call is whole before the answer's end: the last character of
-    the first call, and the calls behind it, come with the finish reason. Some agents run a call as soon as it is whole,
-    and ask again if the stream breaks before the end: they would run it twice.
+    the first call, and the calls behind it, come right before the finish reason. Some agents run a call as soon as it
+    is whole, and ask again if the stream breaks before the end: they would run it twice.
     """
 
     def __init__(self, meta: StreamMeta) -> None:
@@ -499,14 +499,14 @@ class ParsedChatChunks(ChatChunks):
         return [self._make_event(event.id, choice)]
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """Return what was held back, each call in an event of its own, as some frameworks read one; the last event has
-        the finish reason.
+        """Return what was held back, and the finish reason. Each call has an event of its own: some frameworks read one
+        of an event, and none that comes with a finish reason.
         """
         self._usages[index] = event.usage
         parser = self._parsers[index]
         delta = self._make_delta(index, parser.end(event.text), is_end=True)
         calls = [*delta.pop("tool_calls", []), *self._held[index].values()]
-        deltas = [one for one in (delta, *({"tool_calls": [call]} for call in calls)) if one] or [{}]
+        deltas = [delta] if not calls else [*([delta] if delta else []), *({"tool_calls": [one]} for one in calls), {}]
         reasons = [None] * (len(deltas) - 1) + [_find_reason(parser, finish_reason(event))]
         return [
             self._make_event(f"e{number}", self._make_choice(index, "", finish_reason=reason) | {"delta": one})
