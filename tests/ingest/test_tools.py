@@ -88,13 +88,15 @@ def test_calls_are_told_from_text_and_their_results_go_back(sdk: Any, model: str
 def test_no_call_is_whole_before_the_answer_ends(sdk: Any, model: str) -> None:
     """An agent that runs a call as soon as it is whole, and asks again after a broken stream, runs it once."""
     told: dict[int, str] = {}
+    num_whole: list[int] = []
     for (choice,) in (chunk.choices for chunk in sdk.chat.completions.create(model=model, stream=True, **ASKED)):
+        assert len(choice.delta.tool_calls or ()) < 2, "some frameworks read one"
         for call in choice.delta.tool_calls or ():
             told[call.index] = told.get(call.index, "") + call.function.arguments
-        if choice.finish_reason is None:
-            assert not any(text.endswith("}") for text in told.values())
-    assert [sorted(json.loads(text)) for text in told.values()] == [["city"]] * len(told)
-    assert len(told) == 2
+        num_whole.append(sum(text.endswith("}") for text in told.values()))
+        assert choice.finish_reason is None or not choice.delta.tool_calls, "some look for none there"
+    assert num_whole == [0] * (len(num_whole) - 3) + [1, 2, 2], "three events of the end"
+    assert [sorted(json.loads(text)) for text in told.values()] == [["city"]] * 2
 
 
 def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(urls: tuple[str, str], model: str) -> None:

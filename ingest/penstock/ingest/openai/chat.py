@@ -475,8 +475,8 @@ class ParsedChatChunks(ChatChunks):
     """As `ChatChunks`, with calls and reasoning apart from the text.
 
     Calls come in the pieces that the parser tells, but no call is whole before the answer's end: the last character of
-    the first call, and the calls behind it, come with the finish reason. Some agents run a call as soon as it is whole,
-    and ask again if the stream breaks before the end: they would run it twice.
+    the first call, and the calls behind it, come right before the finish reason. Some agents run a call as soon as it
+    is whole, and ask again if the stream breaks before the end: they would run it twice.
     """
 
     def __init__(self, meta: StreamMeta) -> None:
@@ -499,14 +499,19 @@ class ParsedChatChunks(ChatChunks):
         return [self._make_event(event.id, choice)]
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """Return the finish reason, with what was held back."""
+        """Return what was held back, and the finish reason. Each call has an event of its own: some frameworks read one
+        of an event, and none that comes with a finish reason.
+        """
         self._usages[index] = event.usage
         parser = self._parsers[index]
         delta = self._make_delta(index, parser.end(event.text), is_end=True)
-        if self._held[index]:
-            delta["tool_calls"] = [*delta.get("tool_calls", []), *self._held[index].values()]
-        reason = _find_reason(parser, finish_reason(event))
-        return [self._make_event("e1", self._make_choice(index, "", finish_reason=reason) | {"delta": delta})]
+        calls = [*delta.pop("tool_calls", []), *self._held[index].values()]
+        deltas = [delta] if not calls else [*([delta] if delta else []), *({"tool_calls": [one]} for one in calls), {}]
+        reasons = [None] * (len(deltas) - 1) + [_find_reason(parser, finish_reason(event))]
+        return [
+            self._make_event(f"e{number}", self._make_choice(index, "", finish_reason=reason) | {"delta": one})
+            for number, (one, reason) in enumerate(zip(deltas, reasons, strict=True), 1)
+        ]
 
     def _make_delta(self, index: int, part: AnswerPart, *, is_end: bool = False) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
