@@ -266,7 +266,7 @@ class Heartbeat:
         """Return the name's holder if a beat was refused. Raises `redis.RedisError` if it was not written."""
         reply = beat.read_reply()
         is_compared = beat.args[3] != ""
-        if len(reply) == 3 and not isinstance(reply[0], int):
+        if len(reply) == 3 and not isinstance(reply[0], list):
             other: dict[str, Any] = json.loads(reply[0])
             self._different = _Different(str(other["token"]), other["name"], other["arithmetic"], int(reply[1]))
             del self._status["arithmetic"]
