@@ -66,7 +66,7 @@ def run_sleeping_worker() -> None:
     from penstock.prefill_worker.main import run_auto_worker
 
     open_engine, slowness = opening.open_engine, float(os.environ.get(SLOW_VARIABLE, "1"))
-    cost = StepCost(**{name: slowness * seconds for name, seconds in asdict(COST).items()})
+    cost = StepCost(**{name: slowness * seconds for name, seconds in asdict(COST).items() if seconds is not None})
 
     def open_sleeping_engine(*given: Any, **options: Any) -> Engine:
         engine = open_engine(*given, **options)

@@ -17,7 +17,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Member
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, RecordSettings
-from penstock.names import Pipeline
+from penstock.names import MODELS_KEY, Pipeline
 from penstock.record import Record
 from sim import forked
 from sim.kafka_server import find_or_start_kafka
@@ -115,7 +115,9 @@ def pipeline() -> Pipeline:
 
 @pytest.fixture
 def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
-    """Where the pipeline is, on Redis alone."""
+    """Where the pipeline is, on Redis alone. No model of another test's pipeline is known there."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.delete(MODELS_KEY)
     return Addresses(pipeline=pipeline.name, stream_url=redis_url)
 
 

@@ -341,6 +341,7 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
     assert load["interactive"] == {
         "requests": 1, "jobs": 0, "in_place": 0, "running": 1, "capacity": 31, "prompt_tokens": 0, "output_tokens": 7,
         "mean_prompt_tokens": 0.0, "mean_output_tokens": None, "partitions": [], "waiting_tokens": 0,
+        "job_partitions": [], "waiting_jobs": 0,
     }  # fmt: skip
 
 

@@ -173,12 +173,13 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
     with mock.patch.object(plan, "MAX_SIMULATED_TOKENS", 1000):
         made = make_plan(trace, RATES, goals)
         coarse = play_trace(trace, RATES, RATES.batches[1], 2, 6)
-    for told, simulated in (
-        ([one.ttft_s for one in coarse], [one.ttft_s for one in waits]),
-        ([one.itl_s for one in coarse], [one.itl_s for one in waits]),
+    # Requests go where they go in the simulation; jobs by turns, and there by heartbeats.
+    for told, simulated, most in (
+        ([one.ttft_s for one in coarse], [one.ttft_s for one in waits], 0.03),
+        ([one.itl_s for one in coarse], [one.itl_s for one in waits], 0.1),
     ):
         off_s = np.abs(np.array(told) - np.array(simulated)).mean()
-        assert off_s < 0.03 * np.mean(simulated), "each request goes where it goes in the simulation"
+        assert off_s < most * np.mean(simulated)
     assert (made.prefill, made.decode) == (real.prefill, real.decode)
     assert made.auto == pytest.approx(real.auto, abs=1)
     assert made.auto_waits.ttft_p50_s == pytest.approx(real.auto_waits.ttft_p50_s, rel=0.2)

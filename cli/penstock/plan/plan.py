@@ -1,7 +1,6 @@
 """From a trace and measured rates to numbers of workers: each calculation, and the line that shows it."""
 
 import math
-import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -297,7 +296,7 @@ def play_coarsely(
     if len(jobs):
         jobs = jobs[np.argsort(first_s[jobs], kind="stable")]
         answers = CoarseLoad.without_chats(first_s[jobs], prompt[jobs], output[jobs] - 1)
-        workers = np.array([zlib.crc32(b"%d" % number) % decode[0] for number in jobs])
+        workers = np.arange(len(jobs)) % decode[0]  # about as they go to the worker with the fewest rows
         ended = CoarseSimulation(*decode, answers, workers=workers, are_jobs=True).run()
         itl_s[jobs] = (ended.end_s - first_s[jobs]) / (output[jobs] - 1)
     times = zip(trace, (first_s - at_s).tolist(), itl_s.tolist(), strict=True)
