@@ -232,11 +232,6 @@ class Pipeline:
         """The beginning of the heartbeat keys of all workers of the pipeline."""
         return f"penstock:{self.name}:worker:"
 
-    @property
-    def fastest_key(self) -> str:
-        """The key of the speed of the fastest worker, where workers share the topics."""
-        return f"penstock:{self.name}:fastest"
-
     def left_key(self, stage: str, name: str) -> str:
         """Return the key that a worker sets when it leaves, so that it does not count as lost."""
         return f"penstock:{self.name}:left:{stage}:{name}"

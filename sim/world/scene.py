@@ -65,7 +65,6 @@ from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
-from penstock.worker_speed import WorkerSpeed
 from sim.chaos.checker import Entry, Finding, check_history
 from sim.world.batches import BatchClient
 from sim.world.endpoint import REFUSALS, REFUSED, SILENCE_S, EndpointServers, make_text
@@ -96,8 +95,6 @@ MISSED_S = (0.5, 20.0)
 """Between them are deadlines that may be missed."""
 SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
 """Limits of backpressure that so few requests reach."""
-TOKEN_SECONDS = (None, 0.0005, 0.0005, 0.002, 0.1)
-"""What a prompt token takes, as workers tell: slow ones leave requests to faster ones for a while."""
 LIES: Sequence[dict[str, Any]] = (
     {}, {}, {}, {"waiting_tokens": 0}, {"waiting_tokens": 10**9}, {"partitions": [0]}, {"partitions": [99]},
 )  # fmt: skip
@@ -405,10 +402,7 @@ class Scene:
         assert place.stage is not None
         kind, chance = place.stage, random.Random(self.chance.random())
         settings, name = RecordSettings(max_attempts=int(self.rates.attempts) or 1000), place.name
-        addresses = self.servers.find_addresses(name)
-        beat = Heartbeat(
-            addresses.stream_url, self.pipeline, kind, name, HEARTBEAT_S, shares_topics=not addresses.kafka
-        )
+        beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         role, job_role = self._make_roles(kind, name, settings, chance, beat)
         if isinstance(role, PrefillRole):
             role.prompt_reader.tokenize_prompt = partial(  # type: ignore[method-assign]
@@ -455,8 +449,6 @@ class Scene:
             asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
             return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings)), None
         engine: Any = FormulaEngine(chance, self._delay_step, num_blocks=chance.choice([2, 1000]))
-        token_s = random.Random(f"{self.seed}/{name}/speed").choice(TOKEN_SECONDS)
-        engine.speed = None if token_s is None else WorkerSpeed(token_s, token_s, 0)
         if kind == "decode":
             return DecodeRole(self.pipeline, engine), None
         if kind == "auto":

@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jsonschema
 import pytest
@@ -408,22 +406,6 @@ def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
     assert 0 < speed.idle_prompt_token_s < 1
     ratio = round(len(text) / num_tokens, 1)
     assert list_reported() == [[0, 3], round(3 * mean), [5], 4 * UNKNOWN_PROMPT_TOKENS, ratio]
-
-
-def test_a_slow_worker_leaves_requests_to_the_fastest_one(line: InProcessPipeline) -> None:
-    beat: Any = SimpleNamespace(fastest=WorkerSpeed(1e-9, 1e-9, 0, step_s=1e-9, row_s=1e-9, slowdown=1.0))
-    line.prefill._beat = beat
-    core_of(line.prefill)._rate.record_step(100, 100, 1.0)
-    with mock.patch.object(line.prefill.member, "leave_new") as leave_new:
-        line.prefill.report_load()
-        ((seconds,),) = (call.args for call in leave_new.call_args_list)
-    assert seconds > 0
-    capacity = line.prefill.intake.free_capacity("interactive")
-    assert 0 < line.prefill.load.waiting_share < 0.1
-    line.prefill._beat = None
-    line.prefill.report_load()
-    assert line.prefill.load.waiting_share == 1.0
-    assert line.prefill.intake.free_capacity("interactive") >= capacity
 
 
 def test_the_reported_load_does_not_grow_with_the_context(line: InProcessPipeline) -> None:

@@ -237,11 +237,6 @@ class Member(Protocol):
         It is empty where `list_partitions` would be.
         """
 
-    def leave_new(self, seconds: float) -> None:
-        """Leave new messages to other members for so long, where members share the topics: these are faster. Any thread
-        may call this. It does nothing where a message can only be this member's.
-        """
-
     def create_orphan_readers(self) -> "list[OrphanReader]":
         """Return a reader for partitions of dead members of each group; none where members share the topics."""
 

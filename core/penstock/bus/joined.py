@@ -133,11 +133,6 @@ class JoinedMember:
         """Return what waits in the partitions of both topics; see `contract.Member.count_waiting`."""
         return {**self._requests.count_waiting(), **self._jobs.count_waiting()}
 
-    def leave_new(self, seconds: float) -> None:
-        """Leave messages to other members for so long; see `contract.Member.leave_new`."""
-        self._requests.leave_new(seconds)
-        self._jobs.leave_new(seconds)
-
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return the readers for partitions of dead members of both groups; none where members share the topics."""
         return [*self._jobs.create_orphan_readers(), *self._requests.create_orphan_readers()]

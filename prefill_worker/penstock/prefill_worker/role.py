@@ -176,7 +176,7 @@ class PrefillRole(ModelRole):
             return 0
         limits = self.engine.limits
         mean_tokens, max_requests = load.estimate_admission(priority_class, limits.max_batch - len(tasks) - num_read)
-        max_waiting_tokens = max(2, round(MAX_WAITING_STEPS * limits.max_step_tokens * load.waiting_share))
+        max_waiting_tokens = MAX_WAITING_STEPS * limits.max_step_tokens
         counted_tokens = min(mean_tokens, max_waiting_tokens // 2)
         num_waiting_tokens = (
             self.engine.count_waiting_tokens(priority_class, max_waiting_tokens // 2) + num_read * counted_tokens

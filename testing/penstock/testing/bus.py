@@ -220,9 +220,6 @@ class MemoryMember:
         """Return nothing: members share the topics."""
         return {}
 
-    def leave_new(self, seconds: float) -> None:
-        """Do nothing: each message goes to the first member that asks."""
-
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return none: any member can take the messages that no member has polled."""
         return []

@@ -30,7 +30,6 @@ from penstock.redis.scripts import ScriptCall, load_script
 from penstock.telemetry.seconds import Work
 from penstock.worker.account import SecondsAccount
 from penstock.worker.watch import DEFAULT_STALL_LIMIT_S, LoopWatch
-from penstock.worker_speed import WorkerSpeed
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +65,10 @@ class Heartbeat:
         name: str,
         interval_s: float,
         stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
-        *,
-        shares_topics: bool = False,
     ) -> None:
-        """`shares_topics`: any worker may take any message, so the fastest one's speed is kept."""
         self.watch = LoopWatch(stall_limit_s)
         self._redis, self._pipeline, self._stage = redis_client(url), pipeline, stage
-        self._interval_s, self._token, self._shares_topics = interval_s, uuid.uuid4().hex, shares_topics
+        self._interval_s, self._token = interval_s, uuid.uuid4().hex
         self._since_s: float | None = None
         self._status: dict[str, object] = {
             "stage": stage, "host": socket.gethostname(), "pid": os.getpid(),
@@ -83,8 +79,6 @@ class Heartbeat:
         self.kinds_decoding: frozenset[WorkerKind] = frozenset()
         """The kinds of the other workers that decode, as of the last beat. Known where this one may hand requests to
         them."""
-        self.fastest: WorkerSpeed | None = None
-        """The speed of the fastest worker as of the last beat, where workers share the topics."""
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._account: SecondsAccount | None = None
@@ -232,9 +226,7 @@ class Heartbeat:
         self.name = name
         self._status["name"] = name
         pipeline, stage = self._pipeline, self._stage
-        self._keys = [
-            pipeline.worker_key(stage, name), WORKERS_KEY, pipeline.left_key(stage, name), pipeline.fastest_key
-        ]  # fmt: skip
+        self._keys = [pipeline.worker_key(stage, name), WORKERS_KEY, pipeline.left_key(stage, name)]
 
     def _try_name(self) -> "_Holder | None":
         """Write a beat, and return None; return the name's holder if that is another process."""
@@ -255,18 +247,14 @@ class Heartbeat:
         counted = [self._pipeline.worker_key(kind, "") for kind in DECODING_KINDS] if self._stage == "auto" else []
         compared = self._pipeline.worker_prefix if "arithmetic" in status and not self._declared else ""
         is_accepted = int(self._is_mix_accepted)
-        is_serving = self._shares_topics and self.state in ("ready", "degraded")
-        load: Any = status.get("load", {}) if is_serving else {}
-        speed = WorkerSpeed.parse(load.get("speed"))
-        told = "" if speed is None else json.dumps(speed.as_json())
-        args: list[str | int] = [self._token, json.dumps(status), lease_ms, compared, is_accepted, told, *counted]
+        args: list[str | int] = [self._token, json.dumps(status), lease_ms, compared, is_accepted, *counted]
         return ScriptCall(BEAT, self._keys, args)
 
     def _read_holder(self, beat: ScriptCall) -> "_Holder | None":
         """Return the name's holder if a beat was refused. Raises `redis.RedisError` if it was not written."""
         reply = beat.read_reply()
         is_compared = beat.args[3] != ""
-        if len(reply) == 3 and not isinstance(reply[0], list):
+        if len(reply) == 3:
             other: dict[str, Any] = json.loads(reply[0])
             self._different = _Different(str(other["token"]), other["name"], other["arithmetic"], int(reply[1]))
             del self._status["arithmetic"]
@@ -278,9 +266,8 @@ class Heartbeat:
             self.kinds_decoding = frozenset(
                 kind for kind, count in zip(DECODING_KINDS, reply[0], strict=False) if count
             )
-            self.fastest = WorkerSpeed.parse(json.loads(reply[1])["speed"]) if reply[1] else None
-            if len(reply) > 2:
-                other = json.loads(reply[2])
+            if len(reply) > 1:
+                other = json.loads(reply[1])
                 log.warning(
                     "%s computes in %s, and %s in %s (PENSTOCK_ENGINE_MIXED): neither reads the other's KV, and an "
                     "answer's tokens depend on which of them goes on with it",

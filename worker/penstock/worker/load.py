@@ -11,7 +11,6 @@ from typing import NamedTuple
 from penstock.messages import estimate_open_answer_tokens
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.running_mean import RunningMean
-from penstock.worker_speed import WorkerSpeed
 
 MEAN_MESSAGES = 64
 """About how many of the last messages a mean covers."""
@@ -19,9 +18,6 @@ MEAN_TOKENS = 65_536
 """About how many of the last prompt tokens the mean of their characters covers."""
 UNKNOWN_PROMPT_TOKENS = 256
 """Expected of a request that waits before a worker has seen any."""
-SLOWER = 1.5
-"""From this factor on a worker leaves requests to faster ones for a while. Equal ones measure less of a difference."""
-MAX_PATIENCE_S = 30.0
 HALF_LIFE_S = 5.0
 """Seconds of working time after which older work counts half in a worker's throughput."""
 
@@ -79,24 +75,8 @@ class WorkerLoad:
         """Characters of prompts that were texts, for each of their tokens."""
         self.hand_offs = Counter[str]()
         """How many requests were handed off, by cause."""
-        self.waiting_share = 1.0
-        """How many prompt tokens may wait here, to those of a worker that is as fast as the fastest."""
         self.capacities: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         """How many more requests of each class the worker could run when the loop last polled."""
-
-    def compare_speed(self, mine: WorkerSpeed | None, fastest: WorkerSpeed | None) -> float:
-        """Return for how many seconds new requests are left to faster workers: as long as their first tokens would be
-        later here than those of the fastest one. Take fewer to wait here from now on.
-        """
-        self.waiting_share = 1.0
-        if mine is None or fastest is None or mine.prompt_token_s < SLOWER * fastest.prompt_token_s:
-            return 0.0
-        self.waiting_share = fastest.prompt_token_s / mine.prompt_token_s
-        mean_tokens = self.mean_computed_tokens["interactive"].value
-        num_tokens = UNKNOWN_PROMPT_TOKENS if mean_tokens is None else mean_tokens
-        later_s = num_tokens * (mine.prompt_token_s - fastest.prompt_token_s)
-        later_s += max(0.0, (mine.estimate_step_s() or 0.0) - (fastest.estimate_step_s() or 0.0))
-        return min(later_s, MAX_PATIENCE_S)
 
     def estimate_admission(self, priority_class: PriorityClass, max_requests: int) -> tuple[int, int]:
         """Return the prompt tokens expected of each next request of a class, and how many requests to admit.

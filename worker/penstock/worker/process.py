@@ -108,9 +108,8 @@ class WorkerProcess:
         with contextlib.ExitStack() as stack, run_on_cores(self._all_cores):
             stack.enter_context(watch_eviction(addresses, settings.record.eviction))
             self.beat = Heartbeat(
-                addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s,
-                shares_topics=not addresses.kafka,
-            )  # fmt: skip
+                addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s
+            )
             self.name = self.beat.take_name(next_free=self._next_name)
             stack.enter_context(self.beat)
             telemetry = open_telemetry(

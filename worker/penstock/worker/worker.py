@@ -92,7 +92,6 @@ from penstock.worker.message_reader import may_have_grammar
 from penstock.worker.settler import Settler, Settling
 from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
-from penstock.worker_speed import WorkerSpeed
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ class Worker:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
-        self.watch, self._beat = LoopWatch() if beat is None else beat.watch, beat
+        self.watch = LoopWatch() if beat is None else beat.watch
         self.session = ShardedSession(
             record,
             name,
@@ -784,10 +783,7 @@ class Worker:
         load = self.load.summarize_load(
             task_loads, held, read["prefill"], waiting["prefill"], read["decode"], waiting["decode"]
         )
-        rates = self.role.report_rates(self.load)
-        fastest = None if self._beat is None else self._beat.fastest
-        self.member.leave_new(self.load.compare_speed(WorkerSpeed.parse(rates.get("speed")), fastest))
-        return load | rates
+        return load | self.role.report_rates(self.load)
 
     def stop_accepting(self) -> None:
         """Take no new requests. Running ones go on under their claims.

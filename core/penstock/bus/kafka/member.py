@@ -235,9 +235,6 @@ class KafkaMember:
         buffered = Counter(delivery.offset[0] for delivery in self.list_prefetched())
         return {one: self._unread.get(one, 0) + buffered[one] for one in self._list_read()}
 
-    def leave_new(self, seconds: float) -> None:
-        """Do nothing: others do not read this member's partitions."""
-
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
         find_start = self._places.find_start

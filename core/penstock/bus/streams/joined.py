@@ -21,10 +21,6 @@ class JoinedStreams(JoinedMember):
         self.forget_settled(found)
         return found
 
-    def leave_new(self, seconds: float) -> None:
-        """Leave messages to other members for so long; see `contract.Member.leave_new`."""
-        self._reader.patience_s = seconds
-
     def close(self) -> None:
         """Leave both groups: unsettled deliveries go to other members at once."""
         self._reader.close()

@@ -96,10 +96,6 @@ class StreamsMember:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
         return self._reader.poll(timeout_s, capacity)
 
-    def leave_new(self, seconds: float) -> None:
-        """Leave messages to other members for so long; see `contract.Member.leave_new`."""
-        self._reader.patience_s = seconds
-
     def note_lost_reply(self) -> None:
         """Note that this member may hold deliveries that it does not know."""
         self._recovering = True
@@ -370,8 +366,6 @@ class StreamsReader:
         self._members, self._bell, self._closing = members, StreamsBell(url), threading.Event()
         self._reads = [stream for member in members for stream in member.list_reads()]
         self._read_at = 0.0
-        self.patience_s = 0.0
-        """For how long messages are left to other members."""
         self._taken: list[Delivery] = []
         """Deliveries that were not returned yet, as something failed after they were taken."""
 
@@ -414,11 +408,10 @@ class StreamsReader:
         words, begun_s = list[Any](left[priority_class] for priority_class in CLASSES), time.monotonic()
         for _, *about in self._reads:
             words += about
-        keys, patience_s = [key for key, *_ in self._reads], self.patience_s
-        command = READ.command(keys, [*words, round(1000 * patience_s)])
+        keys = [key for key, *_ in self._reads]
+        command = READ.command(keys, words)
         [(found, after)] = raise_first_error(READ.run_once(self._members[0].client, [command]))
-        # What is too young will not be old enough at once.
-        self._read_at = time.monotonic() + max(_find_pause(begun_s), 0.0 if any(found) else patience_s / 4)
+        self._read_at = time.monotonic() + _find_pause(begun_s)
         per_member = len(CLASSES)
         for number, member in enumerate(self._members):
             self._taken += member.accept_new(found[number * per_member :][:per_member], left)

@@ -4,13 +4,12 @@
 -- KEYS[1]  heartbeat  string, JSON with the holder's token, host and pid
 -- KEYS[2]  workers    set of all heartbeat keys
 -- KEYS[3]  left       string: the worker shut down normally
--- KEYS[4]  fastest    string, JSON with the heartbeat's key and speed of the worker that computes prompts fastest now
 -- ARGV     token, heartbeat as JSON ('' releases the name), lease in ms (with '': ttl of `left`), prefix of the
---          heartbeat keys whose `arithmetic` is compared ('': none), 1 if another `arithmetic` is accepted, the speed
---          of this worker as JSON ('': it is not compared), then the prefixes of the heartbeat keys to count
+--          heartbeat keys whose `arithmetic` is compared ('': none), 1 if another `arithmetic` is accepted, then the
+--          prefixes of the heartbeat keys to count
 --
--- Replies  {{number of other heartbeats with each of these prefixes}, the fastest worker ('': it is not known)}, followed
---          by a heartbeat of another `arithmetic` if there is one and none has the same; or, if nothing was changed,
+-- Replies  {number of other heartbeats with each of these prefixes}, followed by a heartbeat of another `arithmetic` if
+--          there is one and none has the same; or, if nothing was changed,
 --          {heartbeat of the holder, rest of its lease in ms}, or
 --          {the heartbeat of another `arithmetic` that lasts longest, rest of its lease in ms, ''}
 --
@@ -33,18 +32,6 @@ if ARGV[4] ~= '' then
   end
   if other and ARGV[5] == '0' then return {other, lasts, ''} end
 end
-local told = redis.call('GET', KEYS[4])
-local fastest = told and cjson.decode(told)
-local is_fastest = fastest and fastest['worker'] == KEYS[1]
-if ARGV[6] and ARGV[6] ~= '' then
-  local mine = cjson.decode(ARGV[6])
-  if not fastest or is_fastest or mine['prompt_token_s'] < fastest['speed']['prompt_token_s'] then
-    told = cjson.encode({worker = KEYS[1], speed = mine})
-    redis.call('SET', KEYS[4], told, 'PX', ARGV[3])
-  end
-elseif is_fastest then
-  redis.call('DEL', KEYS[4])
-end
 if ARGV[2] == '' then
   redis.call('SET', KEYS[3], '', 'PX', ARGV[3])
   redis.call('DEL', KEYS[1])
@@ -54,13 +41,13 @@ else
   redis.call('DEL', KEYS[3])
 end
 local others = {}
-for i = 7, #ARGV do
-  others[i - 6] = 0
+for i = 6, #ARGV do
+  others[i - 5] = 0
   for _, key in ipairs(redis.call('SMEMBERS', KEYS[2])) do
     if key ~= KEYS[1] and string.sub(key, 1, #ARGV[i]) == ARGV[i] then
-      others[i - 6] = others[i - 6] + redis.call('EXISTS', key)
+      others[i - 5] = others[i - 5] + redis.call('EXISTS', key)
     end
   end
 end
-if other then return {others, told or '', other} end
-return {others, told or ''}
+if other then return {others, other} end
+return {others}
