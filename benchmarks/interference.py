@@ -1,4 +1,4 @@
-"""What long prompts do to running streams, and whether their gaps stay within the bound that is set for them.
+"""The gaps of running streams beside long prompts, and whether they stay within the bound that is set for them.
 
 python -m benchmarks.interference [--quick | --smoke] [--json FILE]
 

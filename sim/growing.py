@@ -139,7 +139,7 @@ class GrowingSimulation(Simulation):
         if self._oracle is not None:
             number = self._oracle(self._now_s)
         else:
-            decision = self._controller.decide(self._see(present))
+            decision = self._controller.decide_numbers(self._see(present))
             self._grown.decisions.append(decision)
             number = decision.numbers["auto"]
         if number != len(present):

@@ -72,7 +72,7 @@ class FluidPipeline:
         load = Load(0.0, 0.0, 0.0, output_tokens=64.0, backlog_s=self.backlog_s, batch_s=self.batch_s)
         num_open = round(rate > 0) + round(self.backlog_s > 0) + round(self.batch_s > 0)
         seen = Seen(self.now_s, workers, passed, num_open, load, SPEED, self.missing)
-        self.decisions.append(self.controller.decide(seen))
+        self.decisions.append(self.controller.decide_numbers(seen))
         return self.decisions[-1]
 
     def follow(self, decision: Decision) -> None:

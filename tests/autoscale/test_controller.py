@@ -149,7 +149,7 @@ def test_another_controller_goes_on_with_what_is_written_down() -> None:
         expected = [decision.numbers for decision in one.run(rate, seconds)]
         found = []
         for _ in range(0, seconds, 100):
-            state = json.loads(json.dumps(two.controller.dump()))
+            state = json.loads(json.dumps(two.controller.export_state()))
             two.controller = Controller(TARGETS, two.bounds, state)
             found += [decision.numbers for decision in two.run(rate, 100)]
         assert found == expected

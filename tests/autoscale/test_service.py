@@ -54,14 +54,14 @@ def test_one_decides_and_all_tell_the_same(
     addresses: Addresses, services: list[AutoscaleService], client: "redis.Redis", pipeline: Pipeline
 ) -> None:
     one, other = services
-    assert other.look() is not None
-    told = one.look()
+    assert other.look_and_decide() is not None
+    told = one.look_and_decide()
     assert told is not None
     assert told["workers"] == {"auto": 1, "prefill": 0, "decode": 0}, "as many as are asked for at least"
     live = LiveWatch(addresses, BusSettings()).read_latest()["scaling"]
     assert live == {name: value for name, value in told.items() if name != "state"}
     holder = client.get(pipeline.autoscale_lease_key)
-    other.look()
+    other.look_and_decide()
     assert client.get(pipeline.autoscale_lease_key) == holder
 
 
@@ -70,11 +70,11 @@ def test_where_one_was_killed_another_goes_on_with_what_it_knew(
 ) -> None:
     one, other = services
     write_beats(addresses, "a", "b", "c")
-    first = one.look()
+    first = one.look_and_decide()
     assert first is not None
     assert first["workers"]["auto"] == 3, "what there is, as nothing is known of the load"
     run_out(client, pipeline)
-    second = other.look()
+    second = other.look_and_decide()
     assert second is not None
     assert second["workers"] == first["workers"]
     assert second["state"]["kinds"]["auto"]["ready"] == ["a", "b", "c"]
@@ -84,7 +84,7 @@ def test_what_another_version_has_written_is_begun_anew(
     services: list[AutoscaleService], client: "redis.Redis", pipeline: Pipeline
 ) -> None:
     client.set(pipeline.autoscale_key, json.dumps({"state": {"kinds": {"auto": {"novel": 1}}, "passed": [[1.0]]}}))
-    told = services[0].look()
+    told = services[0].look_and_decide()
     assert told is not None
     assert told["workers"]["auto"] == 1
 
@@ -104,18 +104,18 @@ def test_one_that_was_cut_off_in_the_middle_tells_nothing(
         found = real()
         run_out(client, pipeline)
         write_beats(addresses, "b", "c")
-        assert other.look() is not None
+        assert other.look_and_decide() is not None
         return found
 
     monkeypatch.setattr(one._watch, "read_latest", cut_off)
-    told = one.look()
+    told = one.look_and_decide()
     assert told is not None
     assert told["workers"]["auto"] == 3, "the other one's"
     stored = client.get(pipeline.autoscale_key)
     assert stored is not None
     assert json.loads(stored)["workers"]["auto"] == 3
     monkeypatch.undo()
-    assert one.look() == json.loads(stored), "it follows"
+    assert one.look_and_decide() == json.loads(stored), "it follows"
 
 
 def test_at_zero_an_arrival_wakes_it(addresses: Addresses, pipeline: Pipeline, client: "redis.Redis") -> None:

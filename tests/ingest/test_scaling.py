@@ -27,8 +27,8 @@ async def test_keda_is_told_the_numbers_and_nothing_where_no_controller_runs(
         silent = await client.get("/v1/penstock/autoscale")
         assert (silent.status_code, silent.json()["error"]["code"]) == (404, "no_decision")
         with redis_client(addresses.stream_url) as server:
-            assert ScalingLease(server, pipeline, "a").publish(TOLD)
-            assert not ScalingLease(server, pipeline, "b").publish(TOLD | {"workers": {}})
+            assert ScalingLease(server, pipeline, "a").publish_decision(TOLD)
+            assert not ScalingLease(server, pipeline, "b").publish_decision(TOLD | {"workers": {}})
         told = (await client.get("/v1/penstock/autoscale")).json()
     await app.state.gateway.redis.aclose()
     assert told["workers"]["auto"] == 3, "as valueLocation workers.auto finds it"

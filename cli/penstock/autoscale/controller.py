@@ -46,12 +46,12 @@ class Workers(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one look found."""
+    """The findings of one look."""
 
     at_s: float
     workers: Mapping[WorkerKind, Workers]
     passed: Passed | None
-    """What happened since the last look; None where that is not known."""
+    """Arrivals and prompts since the last look; None where they are not known."""
     num_open: int
     """Messages that are not settled."""
     load: Load | None
@@ -66,15 +66,15 @@ class Bounds:
     """Limits of the numbers."""
 
     least: int = 0
-    """Of all kinds together; with 0 they go to zero."""
+    """The fewest workers of all kinds together; with 0 they go to zero."""
     most: int | None = None
-    """Of all kinds together."""
+    """The most workers of all kinds together."""
     zero_after_s: float = 300.0
 
 
 @dataclass
 class KindState:
-    """What is remembered of one kind."""
+    """The controller's memory of one kind."""
 
     ready: list[str] = field(default_factory=list)
     """The names of those that served at the last look."""
@@ -83,7 +83,7 @@ class KindState:
     leaving: list[float] = field(default_factory=list)
     """When each worker was told to go that is still there."""
     needs: list[int] = field(default_factory=list)
-    """What the last windows needed, with the dead band."""
+    """The needs of the last windows, with the dead band."""
     number: int = 0
     """The last decision."""
     start_s: float = FIRST_START_S
@@ -122,21 +122,21 @@ class Controller:
         """When something was open or arrived the last time."""
         self._batch_since_s: float | None = state.get("batch_since_s")
 
-    def dump(self) -> dict[str, Any]:
+    def export_state(self) -> dict[str, Any]:
         """Return the state, as JSON has it."""
         return {
-            "passed": self._windows.dump(),
+            "passed": self._windows.export_passed(),
             "kinds": {kind: asdict(one) for kind, one in self._kinds.items()},
             "window_ends_s": self._window_ends_s,
             "busy_s": self._busy_s,
             "batch_since_s": self._batch_since_s,
         }
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide_numbers(self, seen: Seen) -> Decision:
         """Return the numbers of workers, and remember what was asked for."""
         now_s = seen.at_s
         if seen.passed is not None:
-            self._windows.add(seen.passed)
+            self._windows.add_passed(seen.passed)
         if self._busy_s is None or seen.num_open or seen.passed is None or seen.passed.arrived:
             self._busy_s = now_s
         for kind, workers in seen.workers.items():

@@ -53,22 +53,22 @@ class AutoscaleService:
         self._before: Look | None = None
         self._shown: Json = {}
 
-    def look(self) -> Json | None:
+    def look_and_decide(self) -> Json | None:
         """Decide, or return what another controller told; None where none has.
 
         Raises `BusUnavailable` or `redis.RedisError`.
         """
-        if not self._lease.acquire():
+        if not self._lease.acquire_lease():
             self._controller = self._before = None
             return read_scaling(self._redis, self._pipeline)
         if self._controller is None:
             self._controller = self._resume()
         look = self._watch.read_latest()
         seen = find_signals(look, self._before, self._pipeline, self._targets, self._block_size)
-        decision = self._controller.decide(seen)
-        told = build_told(decision, look) | {"state": self._controller.dump()}
+        decision = self._controller.decide_numbers(seen)
+        told = build_told(decision, look) | {"state": self._controller.export_state()}
         self._before = look
-        if not self._lease.publish(told):
+        if not self._lease.publish_decision(told):
             self._controller = self._before = None
             return read_scaling(self._redis, self._pipeline)
         self._log_change(told)
@@ -98,7 +98,7 @@ class AutoscaleService:
         while not stop():
             told: Json | None = None
             try:
-                told = self.look()
+                told = self.look_and_decide()
                 is_away_told = False
             except (BusUnavailable, redis.RedisError) as error:
                 if isinstance(error, redis.RedisError) and not is_away(error):

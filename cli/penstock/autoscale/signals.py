@@ -1,4 +1,4 @@
-"""What the controller sees: topics and heartbeats at one moment, and what happened since the look before."""
+"""The controller's view: topics and heartbeats at one moment, and arrivals and prompts since the look before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -33,7 +33,7 @@ BATCH_WINDOW_S = 86_400.0
 
 @dataclass(frozen=True)
 class Speed:
-    """What one worker does, on the mean of those that serve."""
+    """The speed of one worker, on the mean of those that serve."""
 
     rows: int
     """The answers that it decodes at once, at the longest step that keeps to the gap."""

@@ -17,7 +17,7 @@ MIN_KNOWN_S = 60.0
 
 
 class Passed(NamedTuple):
-    """What happened in the seconds before a moment."""
+    """Arrivals and prompts in the seconds before a moment."""
 
     at_s: float
     seconds: float
@@ -46,13 +46,13 @@ class LoadWindows:
     def __init__(self, passed: Sequence[Sequence[float]] = ()) -> None:
         self._passed = deque(Passed(*one) for one in passed)
 
-    def add(self, passed: Passed) -> None:
+    def add_passed(self, passed: Passed) -> None:
         """Add what passed since the last call, and forget what is older than ten minutes."""
         self._passed.append(passed)
         while self._passed and self._passed[0].at_s <= passed.at_s - LONG_S:
             self._passed.popleft()
 
-    def dump(self) -> list[Passed]:
+    def export_passed(self) -> list[Passed]:
         """Return what the constructor takes."""
         return list(self._passed)
 

@@ -12,9 +12,6 @@ from penstock.config.settings import BusSettings, EngineSettings, SloSettings, l
 from penstock.errors import SettingsError
 from penstock.worker.loop import StopSignal
 
-USUAL_GAP_S = 0.05
-"""How long a token may come after the one before, at most."""
-
 
 def parse_bounds(text: str, option: str = "--workers") -> Bounds:
     """Return the bounds that `MIN..MAX` means. Raises `SettingsError`."""
@@ -28,7 +25,8 @@ def parse_bounds(text: str, option: str = "--workers") -> Bounds:
 
 def open_service(addresses: Addresses, bounds: Bounds) -> AutoscaleService:
     """Return the controller of a pipeline, with the targets of the settings."""
-    targets = Targets(load_settings(SloSettings).interactive_ttft_s, USUAL_GAP_S)
+    slo = load_settings(SloSettings)
+    targets = Targets(slo.interactive_ttft_s, slo.interactive_gap_s)
     block_size = load_settings(EngineSettings).block_size
     return AutoscaleService(addresses, load_settings(BusSettings), targets, bounds, block_size)
 

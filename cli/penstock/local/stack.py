@@ -192,10 +192,12 @@ class Stack:
                 self._describe_states(client)  # it learns the names that workers took
             own = {worker.taken_name or worker.name for worker in [*self.workers, *self._leaving]}
             number = max(0, told["workers"][stage] - len([name for name in names if name not in own]))
-            said += [f"{line} ({told['reasons'][stage]})" for line in self.resize(stage, number, told["leave"][stage])]
+            said += [
+                f"{line} ({told['reasons'][stage]})" for line in self.set_number(stage, number, told["leave"][stage])
+            ]
         return said
 
-    def resize(self, stage: WorkerKind, number: int, leaver: str | None = None) -> list[str]:
+    def set_number(self, stage: WorkerKind, number: int, leaver: str | None = None) -> list[str]:
         """Start workers of a kind, or tell some to stop, until there are so many. Return a line for each.
 
         The first one that stops is `leaver`, by the name that it took. One that stops hands its requests on.

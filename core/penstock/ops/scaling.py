@@ -19,11 +19,11 @@ class ScalingLease:
     def __init__(self, client: "redis.Redis", pipeline: Pipeline, holder: str) -> None:
         self._client, self._pipeline, self._holder = client, pipeline, holder
 
-    def acquire(self) -> bool:
+    def acquire_lease(self) -> bool:
         """Take or renew the lease. Return False if another controller has it. Raises `redis.RedisError`."""
         return bool(RENEW_LEASE.run(self._client, [self._pipeline.autoscale_lease_key], [self._holder, LEASE_MS]))
 
-    def publish(self, told: Json) -> bool:
+    def publish_decision(self, told: Json) -> bool:
         """Tell a decision. Return False, and tell nothing, if another controller decides by now."""
         keys = [self._pipeline.autoscale_lease_key, self._pipeline.autoscale_key]
         return bool(RENEW_LEASE.run(self._client, keys, [self._holder, LEASE_MS, json.dumps(told), TOLD_MS]))

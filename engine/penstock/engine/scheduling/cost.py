@@ -251,7 +251,7 @@ class PrefillRate:
         """Record a step of `num_tokens` tokens, `num_prompt_tokens` of them prompt tokens."""
         if 2 * num_prompt_tokens > num_tokens:
             kept = 0.5 ** (num_prompt_tokens / HALF_LIFE_TOKENS)
-            self._mean_tokens_per_s.add(num_prompt_tokens, max(seconds, 1e-9), kept=kept)
+            self._mean_tokens_per_s.add(num_prompt_tokens, max(seconds, MIN_S), kept=kept)
             self.tokens_per_s = self._mean_tokens_per_s.value
             self._best_tokens_per_s = max(self._best_tokens_per_s, self.tokens_per_s or 0.0)
 
@@ -271,6 +271,6 @@ def measure_prefill_rate(compute: Callable[[int], float], max_tokens: int) -> Pr
         measurements.append((num_tokens, compute(num_tokens)))
         spent_s += measurements[-1][1]
     rate = PrefillRate()
-    num_tokens, seconds = max(measurements, key=lambda pair: pair[0] / max(pair[1], 1e-9))
+    num_tokens, seconds = max(measurements, key=lambda pair: pair[0] / max(pair[1], MIN_S))
     rate.record_step(num_tokens, num_tokens, seconds)
     return rate
