@@ -146,3 +146,15 @@ def test_a_template_that_exceeds_its_limits_is_refused_when_its_model_is_loaded(
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ModelLoadError, match=f"the chat template in {tmp_path} takes too much for one short message"):
         load_tokenizer(tmp_path)
+
+
+def test_a_template_in_one_long_operation_is_over_its_time_and_another_child_goes_on() -> None:
+    long = "{% set n = messages|length + 1 %}"
+    long += "{% set a, b = [n] * 999999, [n] * 999998 + [0] %}{{ ([a] * 99999).count(b) }}"
+    process = TemplateProcess()
+    chat: dict[str, Any] = {"messages": [], "variables": {}, "own": {}}
+    try:
+        assert "in one operation" in process.render(Template(long, "(?!)"), chat)["over"]
+        assert "text" in process.render(Template("{{ 1 }}", "(?!)"), chat)
+    finally:
+        process.close()

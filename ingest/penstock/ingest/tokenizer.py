@@ -131,7 +131,7 @@ async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> d
     except (TimeoutError, ValueError):
         line = b""
     if not line.endswith(b"\n"):
-        if process.stdout.at_eof() and await process.wait() == -signal.SIGXCPU:
+        if process.stdout.at_eof() and await process.wait() == -signal.SIGVTALRM:
             raise InvalidRequest("the chat template takes more than its processor time for these messages")
         message = "the process that tokenizes gave no answer: try again, or with a shorter text"
         raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
