@@ -120,8 +120,9 @@ def make_tiers() -> list[Tier]:
 
 
 def play_requests(rule: str, requests: Sequence[PlacedRequest], num_workers: int, slos: Slos, warm_s: float) -> Played:
-    """Play requests under a rule."""
-    simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], make_tiers())
+    """Play requests under a rule, with schedulers that know how long a first token may take."""
+    spec = replace(SPEC, slo=SloSettings(interactive_ttft_s=slos["interactive"].ttft_s))
+    simulation = Simulation({"auto": (num_workers, spec)}, [RULES[rule]() for _ in range(NUM_PLACERS)], make_tiers())
     counted = [one for one in simulation.run(requests) if one.request.at_s >= warm_s]
     firsts = [one.ttft_s for one in counted]
     num_tokens = sum(one.request.prompt_tokens for one in counted)
