@@ -9,7 +9,7 @@ from penstock.client.core import Answer
 from penstock.messages import EndEvent, Logprobs, PromptToken, TokenLogprob, Usage
 
 CHARS_PER_TOKEN = 4
-"""An estimate, as the gateway has no tokenizer. The real usage is known at the end."""
+"""An estimate: to tokenize takes longer than it is worth. The real usage is known at the end."""
 
 
 class PromptTokensDetails(BaseModel):
