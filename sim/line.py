@@ -168,7 +168,7 @@ class InProcessPipeline(PipelineServers):
         self._stores.append(store)
         member, engine = self._join_group(kind, name), ServingEngine(core, store)
         decode = DecodeRole(self.pipeline, engine)
-        prefill = StayingRole(self.pipeline, engine, stays) if stays else PrefillRole(self.pipeline, engine)
+        prefill = StayingRole(self.pipeline, engine, stays, "", name) if stays else PrefillRole(self.pipeline, engine)
         self._grammars += [decode.grammars, prefill.grammars]
         role: Role = decode if kind == "decode" else prefill
         job_role = decode if kind == "auto" else None

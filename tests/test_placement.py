@@ -570,6 +570,12 @@ def test_jobs_that_were_sent_count_until_a_heartbeat_has_them() -> None:
     assert choose(4.1) is None, "heartbeats are too old"
 
 
+def test_a_job_does_not_return_to_its_sender_while_another_worker_reads_jobs() -> None:
+    need, own, other = JobNeed("interactive", 10, "a"), make_job_beat("a", [0]), make_job_beat("b", [1], 9, free=0)
+    assert placer_of(own, other).choose_job_partition(need, "r", range(2), 0.0) == 1
+    assert placer_of(own).choose_job_partition(need, "r", range(2), 0.0) == 0, "nobody else reads jobs"
+
+
 def test_beside_a_worker_that_does_not_tell_its_jobs_the_hash_places_them() -> None:
     older = replace(make_job_beat("b", [1]), jobs=None)
     placer = placer_of(make_job_beat("a", [0]), older)

@@ -454,7 +454,7 @@ class Scene:
         if kind == "auto":
             limits = StaySettings(max_prompt_tokens=chance.choice([20, 512]))
             stays = StayPolicy(limits, lambda: beat.kinds_decoding)
-            return StayingRole(self.pipeline, engine, stays), DecodeRole(self.pipeline, engine)
+            return StayingRole(self.pipeline, engine, stays, worker=name), DecodeRole(self.pipeline, engine)
         if self.memory is None:
             return PrefillRole(self.pipeline, engine), None
         watch = LagWatch(self.servers.find_addresses(name), BusSettings())

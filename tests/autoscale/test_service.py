@@ -1,13 +1,14 @@
 """One of many controllers decides, on a real Redis, with workers that the test plays."""
 
 import json
+import threading
 from collections.abc import Iterator
 
 import pytest
 import redis
 
 from penstock.autoscale.controller import Bounds
-from penstock.autoscale.service import AutoscaleService
+from penstock.autoscale.service import LOOK_AT_ZERO_S, LOOK_S, AutoscaleService
 from penstock.bus.connect import connect_bus
 from penstock.cli.autoscale import parse_bounds
 from penstock.config.addresses import Addresses
@@ -129,9 +130,24 @@ def test_at_zero_an_arrival_wakes_it(addresses: Addresses, pipeline: Pipeline, c
         if len(numbers) == 2:  # the first look has no past
             client.xadd(pipeline.stream_key(pipeline.request_topic("interactive")), {"x": "x"})
 
-    service.run_until_stopped(lambda: len(numbers) == 3, follow)
+    service.run_until_stopped(lambda left_s: len(numbers) == 3 or threading.Event().wait(left_s), follow)
     service.close()
     assert numbers == [0, 0, 1]
+
+
+def test_between_looks_it_waits_for_its_stop_alone(addresses: Addresses, services: list[AutoscaleService]) -> None:
+    waited, decided = list[float](), list[object]()
+
+    def wait(left_s: float) -> bool:
+        waited.append(left_s)
+        return left_s > 0.0 or len(decided) == 1
+
+    write_beats(addresses, "a")
+    services[0].run_until_stopped(wait, decided.append)
+    assert len(decided) == 1, "once it is stopped it looks no more"
+    begin, between, end = waited
+    assert begin == end == 0.0
+    assert LOOK_AT_ZERO_S < between <= LOOK_S, "one wait for all of the time until the next look"
 
 
 @pytest.mark.parametrize("text", ["", "3", "a..b", "-1..2", "4..2", "0..0"])

@@ -39,6 +39,14 @@ def test_it_is_a_compose_file() -> None:
     assert {*parsed.service_names()} == SERVICES.keys() >= {*OURS}
 
 
+def test_one_worker_of_both_stages_is_started_unless_the_stages_are_asked_for_apart() -> None:
+    def count_workers(**given: str) -> dict[str, int]:
+        return {kind: int(compose(GIVEN | given)["services"][kind]["scale"]) for kind in ("auto", "prefill", "decode")}
+
+    assert count_workers() == {"auto": 1, "prefill": 0, "decode": 0}
+    assert count_workers(AUTO="0", PREFILL="1", DECODE="2") == {"auto": 0, "prefill": 1, "decode": 2}
+
+
 def test_only_this_machine_reaches_it_and_secrets_have_to_be_given() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) == 4

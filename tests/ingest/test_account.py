@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.redis.client import redis_client
 from sim.waiting import wait_for
 from tests.commands import Terminal
 from tests.gateways import open_stack, write_keys
+from tests.ingest.batch_files import lines, row
 
 TABLE = """
 currency = "EUR"
@@ -50,6 +52,11 @@ def test_a_gateway_with_prices_tells_the_margin_of_each_key(tmp_path: Path, term
             own = {"Authorization": f"Bearer {key}"}
             answer = httpx.post(f"{stack.gateway_url}/v1/completions", json=body, headers=own, timeout=None)
             assert answer.status_code == 200
+        own, content = {"Authorization": f"Bearer {keys[0]}"}, {"file": ("in.jsonl", lines([row(0)]))}
+        post = partial(httpx.post, headers=own, timeout=None)
+        file = post(f"{stack.gateway_url}/v1/files", files=content, data={"purpose": "batch"}).json()["id"]
+        asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        assert post(f"{stack.gateway_url}/v1/batches", json=asked).status_code == 200
 
         def read() -> dict[str, Any]:
             given = {"PENSTOCK_STREAM_URL": stack.addresses.stream_url, "PENSTOCK_PIPELINE": "priced"}
@@ -57,17 +64,20 @@ def test_a_gateway_with_prices_tells_the_margin_of_each_key(tmp_path: Path, term
             found: dict[str, Any] = json.loads(told.stdout)
             return found
 
-        wait_for(lambda: sum(row["requests"] for row in read()["rows"]) == 2, "both are counted")
+        wait_for(lambda: sum(of["requests"] for of in read()["rows"]) == 3, "all are counted")
         stack.stop_workers()  # they write what they have not written
         told = read()
-        assert [row["key"] for row in told["rows"]] == sorted(key.split("_")[1] for key in keys)
-        for row in told["rows"]:
-            assert (row["tenant"], row["model"], row["priority_class"]) == ("acme", "demo", "interactive")
-            sold = row["prefill_tokens"] * 10 + row["cached_tokens"] * 5 + row["decode_tokens"] * 20
-            assert row["sold"] == pytest.approx(sold / 1e6)
-            assert row["decode_tokens"] == 8
-            assert row["prefill_s"] > 0
-            assert row["cost"] == pytest.approx(2 * (row["prefill_s"] + row["decode_s"]))
+        one, other = (key.split("_")[1] for key in keys)
+        wanted = [(one, "interactive", 8, 10), (one, "batch", 6, 1), (other, "interactive", 8, 10)]
+        assert sorted((of["key"], of["priority_class"]) for of in told["rows"]) == sorted(of[:2] for of in wanted)
+        for key, priority_class, num_tokens, price in wanted:
+            (found,) = (of for of in told["rows"] if (of["key"], of["priority_class"]) == (key, priority_class))
+            assert (found["tenant"], found["model"]) == ("acme", "demo")
+            sold = found["prefill_tokens"] + found["cached_tokens"] * 0.5 + found["decode_tokens"] * 2
+            assert found["sold"] == pytest.approx(price * sold / 1e6)
+            assert found["decode_tokens"] == num_tokens
+            assert found["prefill_s"] > 0
+            assert found["cost"] == pytest.approx(2 * (found["prefill_s"] + found["decode_s"]))
         assert told["idle_cost"] == pytest.approx(2 * told["idle_s"]) != 0
         assert told["margin"] == pytest.approx(told["sold"] - told["cost"] - told["idle_cost"])
         assert (told["currency"], told["unpriced_tokens"]) == ("EUR", 0)

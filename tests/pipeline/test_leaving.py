@@ -98,9 +98,15 @@ def test_what_leaves_goes_on_with_the_kv_that_it_has(
     line.send_requests(request := ask())
     stays = StayPolicy(settings, lambda: {"decode"})
     loaded, (shared,) = note_loaded(line.decode), serving_engine(line.decode).store.tiers
-    with closing(line.make_auto("auto", stays)) as worker, without_jobs(worker):
+    with (
+        closing(line.make_auto("auto", stays)) as worker,
+        without_jobs(worker),
+        patch.object(worker.member, "settle", wraps=worker.member.settle) as settle,
+    ):
         act(worker)
         run_until_idle(worker)
+    settled = [output for call in settle.call_args_list for one in call.args[0] for output in one.outputs]
+    assert [one.job and one.job.sender for one in settled] == ["auto:auto"], "as its heartbeat is named"
     assert causes == [cause]
     assert shared.read_usage().leased == num_blocks
     check_tokens(line.run_until_results(1), [request])

@@ -121,6 +121,26 @@ async def test_more_workers_than_lines_are_scrolled_and_lost_ones_are_said(stack
         assert "prefill-29" in without_fonts(picture)
 
 
+async def test_a_controller_is_shown_where_one_runs(stack: Stack) -> None:
+    found, told = LiveWatch(stack.addresses, BusSettings()).read_latest(), list[dict[str, Any] | None]([None])
+    decision = {
+        "workers": {"auto": 3, "prefill": 0, "decode": 0}, "reasons": {"auto": "backlog: 2 to 3"},
+        "there": {"auto": ["auto-0", "auto-1"]}, "alerts": ["a start of kind auto is not over"],
+        "predicted_ttft_p99_s": 1.25, "observed_ttft_p99_s": None,
+    }  # fmt: skip
+    app = TopApp(lambda: found | {"scaling": told[0]}, interval_s=0.1)
+    async with app.run_test(size=SIZE) as pilot:
+        lines = await until(pilot, lambda lines: bool(line_of(lines, "decode-0")), "figures")
+        assert not line_of(lines, "wanted"), "none runs"
+        told[0] = decision
+        lines = await until(pilot, lambda lines: bool(line_of(lines, "3", "2", "backlog: 2 to 3")), "the numbers")
+        assert line_of(lines, "TTFT p99: 1.2 s predicted, – observed")
+        assert line_of(lines, "a start of kind auto is not over")
+        assert line_of(lines, "decode-0"), "workers have the rest of the screen"
+        told[0] = None
+        await until(pilot, lambda lines: not line_of(lines, "wanted"), "it has ended")
+
+
 async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServer) -> None:
     async with opened(stack).run_test(size=SIZE) as pilot:
         await until(pilot, lambda lines: bool(line_of(lines, "decode-0", "ready")), "figures")

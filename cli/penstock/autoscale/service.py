@@ -6,7 +6,8 @@
     4  tell     the decision and the state, in one step with the lease: who lost it meanwhile tells nothing
 
 A crash after any of them costs a lease: then another controller goes on with the state of the last decision. One that
-was cut off for longer reads that state anew. At zero the loop looks for arrivals twice a second.
+was cut off for longer reads that state anew. Between looks the loop waits for its stop; at zero it asks twice a second
+whether something has arrived.
 """
 
 import contextlib
@@ -89,13 +90,16 @@ class AutoscaleService:
                 log.warning("%s", alert)
         self._shown = told
 
-    def run_until_stopped(self, stop: Callable[[], object], follow: Callable[[Json], None] = lambda told: None) -> None:
+    def run_until_stopped(
+        self, wait: Callable[[float], bool], follow: Callable[[Json], None] = lambda told: None
+    ) -> None:
         """Look every five seconds, or when something arrives where there is no worker.
 
-        `follow` gets what this process has decided.
+        `wait` waits for so many seconds to be stopped, and returns whether it is. `follow` gets what this process has
+        decided.
         """
         is_away_told = False
-        while not stop():
+        while not wait(0.0):
             told: Json | None = None
             try:
                 told = self.look_and_decide()
@@ -108,18 +112,19 @@ class AutoscaleService:
                 is_away_told = True
             if told is not None and self._controller is not None:
                 follow(told)
-            self._wait(stop, told)
+            self._wait_for_look(wait, told)
 
-    def _wait(self, stop: Callable[[], object], told: Json | None) -> None:
+    def _wait_for_look(self, wait: Callable[[float], bool], told: Json | None) -> None:
+        """Return when the next look is due, after a stop, or at zero after an arrival."""
         is_at_zero = told is not None and not any(told["workers"].values())
-        until_s, look_s = time.monotonic() + LOOK_S, time.monotonic() + LOOK_AT_ZERO_S
-        while not stop() and time.monotonic() < until_s:
-            if is_at_zero and time.monotonic() >= look_s:
-                look_s += LOOK_AT_ZERO_S
+        until_s = time.monotonic() + LOOK_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            if wait(min(left_s, LOOK_AT_ZERO_S) if is_at_zero else left_s):
+                return
+            if is_at_zero:
                 with contextlib.suppress(BusUnavailable, redis.RedisError):
                     if any(self._watch.read_latest().unsettled.values()):
                         return
-            time.sleep(0.1)
 
     def close(self) -> None:
         """Free the connections. Another controller decides once the lease has run out."""

@@ -39,6 +39,6 @@ def autoscale(
     """Say how many workers of each kind the load needs, and why. It starts none: KEDA does, or `penstock up --auto`."""
     service = open_service(load_settings(Addresses), parse_bounds(workers))
     try:
-        service.run_until_stopped(StopSignal().install().__bool__)
+        service.run_until_stopped(StopSignal().install().wait)
     finally:
         service.close()

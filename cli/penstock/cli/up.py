@@ -168,7 +168,7 @@ def follow_load(stack: Stack, bounds: Bounds | None) -> Iterator[Callable[[], li
         return
     decided, is_over = deque[dict[str, Any]](maxlen=1), threading.Event()
     service = open_service(stack.addresses, bounds)
-    thread = CheckedThread("autoscale", lambda: service.run_until_stopped(is_over.is_set, decided.append))
+    thread = CheckedThread("autoscale", lambda: service.run_until_stopped(is_over.wait, decided.append))
 
     def keep_numbers() -> list[str]:
         thread.raise_failure()

@@ -43,6 +43,7 @@ class TopApp(App[None]):
     .panels { height: 5; margin-bottom: 1; }
     .left { width: 54; }
     .right { width: 1fr; }
+    #scaling { height: auto; margin-bottom: 1; }
     DataTable { height: 1fr; background: $background; scrollbar-size: 1 1; overflow-x: hidden; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -72,6 +73,7 @@ class TopApp(App[None]):
         with Horizontal(classes="panels"):
             yield Static(id="lag", classes="left")
             yield Static(id="tiers", classes="right")
+        yield Static(id="scaling")
         yield DataTable[object](id="workers", cursor_type="row", zebra_stripes=True)
         yield Footer()
 
@@ -129,10 +131,12 @@ class TopApp(App[None]):
             "latencies": panels.build_latencies(self.snapshot),
             "lag": panels.build_lag(self.snapshot),
             "tiers": panels.build_tiers(self.snapshot),
+            "scaling": panels.build_scaling(self.snapshot),
         }
         with self.batch_update():
             for name, panel in drawn.items():
                 self.query_one(f"#{name}", Static).update(panel)
+            self.query_one("#scaling").display = bool(self.snapshot and self.snapshot["scaling"])
             self._draw_workers()
 
     def _draw_workers(self) -> None:

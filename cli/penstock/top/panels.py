@@ -94,6 +94,22 @@ def build_tiers(snapshot: Snapshot | None) -> Table:
     return table
 
 
+def build_scaling(snapshot: Snapshot | None) -> Table:
+    """Return the controller's decision: how many workers of each kind it wants, how many there are, and why; how late
+    first tokens are to be and are; its alerts. The table is empty where no controller runs.
+    """
+    told = (snapshot and snapshot["scaling"]) or {"reasons": {}, "alerts": ()}
+    table = _make_table(("kind", "left"), ("wanted", "right"), ("there", "right"), ("why", "left"))
+    for kind, reason in told["reasons"].items():
+        table.add_row(kind, str(told["workers"][kind]), str(len(told["there"][kind])), reason)
+    if told["reasons"]:
+        times = (format_seconds(told[f"{name}_ttft_p99_s"]) for name in ("predicted", "observed"))
+        table.add_row("", "", "", "TTFT p99: {} predicted, {} observed".format(*times))
+    for alert in told["alerts"]:
+        table.add_row("", "", "", Text(alert, "bold red"))
+    return table
+
+
 def _make_table(*columns: tuple[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name, side in columns:

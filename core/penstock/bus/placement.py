@@ -87,6 +87,8 @@ class JobNeed:
     priority_class: PriorityClass
     num_blocks: int
     """KV blocks of its tokens."""
+    sender: str = ""
+    """The worker that hands it off, as its heartbeat is named, if it reads jobs too."""
 
 
 def chain_prompt(request: Request, explain: Callable[[str], object] | None = None) -> PromptChain:
@@ -293,7 +295,8 @@ class Placer:
         decides: no heartbeat is fresh, or one is of a version that does not tell of jobs.
 
         Among the workers whose pools have room for its blocks, or among all where none has, it is the one whose steps
-        take least with the job in them; jobs that wait there, and those that were sent there since, count as rows.
+        take least with the job in them; jobs that wait there, and those that were sent there since, count as rows. The
+        job does not return to its sender where another worker reads jobs.
         """
         fresh = {worker: beat.jobs for worker, beat in self._beats.items() if now_s < beat.stale_s}
         if None in fresh.values():
@@ -311,6 +314,8 @@ class Placer:
                 costs[worker], read[worker] = (is_full, pace.step_s + num_more * pace.row_s, chance), set(mine)
         if not costs:
             return None
+        if len(costs) > 1:  # its heartbeat may tell of room that it had before it handed the job off
+            costs.pop(job.sender, None)
         chosen = min(costs, key=costs.__getitem__)
         self._sent_jobs[chosen].append((now_s, job.num_blocks))
         return choose_by_hash(key.encode(), sorted(read[chosen]))

@@ -63,15 +63,15 @@ class AsyncClient(BaseClient):
         self._mailboxes = set[AsyncMailbox]()
         """The mailboxes of the streams that are being read."""
 
-    async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
-        """Send a request and return its id once it is durable. Raises as `Client.submit`."""
+    async def submit(self, prompt: str | None = None, *, key: str = "", **fields: Unpack[RequestFields]) -> str:
+        """Send a request and return its id once it is durable. Raises as `Client.submit`. `key`: see `send`."""
         called_s = now_s()
         encoded = encode_request(make_request(prompt, fields))
         request_id = encoded.request.id
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers find a conflict
                 check_conflict(request_id, encoded.body_hash, await self.status(request_id))
-        await self.send(encoded, called_s)
+        await self.send(encoded, called_s, key)
         return request_id
 
     async def send(self, encoded: EncodedRequest, since_s: float | None = None, key: str = "") -> str:

@@ -63,7 +63,9 @@ def build_job(task: Task, fingerprint: str) -> Job:
     )
 
 
-def build_job_message(pipeline: Pipeline, job: Job, task: Task, context: Context, block_size: int = 0) -> Outgoing:
+def build_job_message(
+    pipeline: Pipeline, job: Job, task: Task, context: Context, block_size: int = 0, sender: str = ""
+) -> Outgoing:
     """Return the message for the jobs topic of the job's class. Without KV, `block_size` is 0."""
     headers = task.account_headers | {
         names.VERSION_HEADER: str(job.v),
@@ -74,7 +76,7 @@ def build_job_message(pipeline: Pipeline, job: Job, task: Task, context: Context
     trace_headers = (
         tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     )
-    need = JobNeed(job.priority_class, len(job.token_ids) // block_size + 1 if block_size else 0)
+    need = JobNeed(job.priority_class, len(job.token_ids) // block_size + 1 if block_size else 0, sender)
     topic = pipeline.job_topic(job.priority_class)
     return Outgoing(topic, job.encode(), key=job.id, headers=headers | trace_headers, job=need)
 

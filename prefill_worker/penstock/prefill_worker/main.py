@@ -14,7 +14,7 @@ def run_auto_worker(*, next_name: bool = False) -> None:
             from penstock.prefill_worker.staying_role import StayingRole
         name = process.settings.engine.find_served_name()
         stays = StayPolicy(process.settings.stay, process.find_kinds_to_hand_to)
-        role = StayingRole(process.pipeline, engine, stays, name)
+        role = StayingRole(process.pipeline, engine, stays, name, process.name)
         job_role = DecodeRole(process.pipeline, engine, name)
         job_role.grammars = role.grammars
         process.exits.callback(role.grammars.close)

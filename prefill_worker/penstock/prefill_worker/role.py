@@ -74,6 +74,8 @@ class PrefillRole(ModelRole):
     stage: Stage = "prefill"
     max_inline_bytes = MAX_INLINE_BYTES
     hands_off_for = "prefill"
+    sender = ""
+    """The worker's name in `JobNeed`."""
 
     def __init__(
         self,
@@ -247,7 +249,7 @@ class PrefillRole(ModelRole):
         job = build_job(task, self.engine.model.fingerprint)
         context = tracing.with_span(task.settling_span, task.parent_context)
         block_size = 0 if task.blocks is None else task.blocks.hasher.block_size
-        outputs = [build_job_message(self.pipeline, job, task, context, block_size)]
+        outputs = [build_job_message(self.pipeline, job, task, context, block_size, self.sender)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
         return StageOutput(outputs, dead_letters, {"job": job.job, "cause": task.leaving_for}, rename_job)
 

@@ -22,10 +22,12 @@ class StayingRole(PrefillRole):
 
     hands_off_for = ""
 
-    def __init__(self, pipeline: Pipeline, engine: InferenceEngine, stays: StayPolicy, served_name: str = "") -> None:
-        """`stays` decides which requests are decoded here."""
+    def __init__(
+        self, pipeline: Pipeline, engine: InferenceEngine, stays: StayPolicy, served_name: str = "", worker: str = ""
+    ) -> None:
+        """`stays` decides which requests are decoded here. `worker` is the worker's name."""
         super().__init__(pipeline, engine, None, served_name)
-        self._stays = stays
+        self._stays, self.sender = stays, f"auto:{worker}"
 
     def note_loaded(self, task: Task, loaded: Loaded) -> None:
         """Decide whether a request is decoded here, now that it is known how much of its prompt is to be computed."""

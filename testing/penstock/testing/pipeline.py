@@ -100,7 +100,7 @@ class _Running:
         decode = DecodeRole(bus.pipeline, engine)
         roles: dict[WorkerKind, Role] = {
             "prefill": PrefillRole(bus.pipeline, engine),
-            "auto": StayingRole(bus.pipeline, engine, stays),
+            "auto": StayingRole(bus.pipeline, engine, stays, worker=name),
         }
         role, member = roles.get(kind, decode), bus.join_group(kind, name)
         self.kind = kind

@@ -47,6 +47,8 @@ class BatchSpec(BaseModel):
 
     id: str
     tenant: str
+    key: str = ""
+    """The id of the API key that made it: its lines are counted by it."""
     weight: float = 1.0
     max_request_tokens: int | None = None
     """The most output tokens that one request of its tenant may ask for."""
@@ -78,6 +80,7 @@ class BatchStore:
         spec = BatchSpec(
             id=batch_id,
             tenant=caller.tenant,
+            key=caller.key,
             weight=caller.weight,
             max_request_tokens=caller.max_request_tokens,
             max_batch_tokens=caller.max_batch_tokens,

@@ -51,6 +51,7 @@ class BatchWork:
             read_input=self._read_input,
             flush_interval_s=FLUSH_INTERVAL_S,
             tenant=spec.tenant,
+            key=spec.key,
             weight=spec.weight,
             deadline=float(spec.expires_at),
             max_request_tokens=spec.max_request_tokens,
