@@ -30,6 +30,8 @@ BROKER_REST_S = 10.0
 """How long all brokers go on before one of them stands still."""
 KILLED = 0.3
 """The share of the workers that are too many which are killed. The others are told to leave."""
+CONTROLLER_FAULTS = 8
+"""In a round with controllers each fault of one and of all happens once: then there were so many."""
 CONTROLLERS_SETTLE_S = 45.0
 """After this time of a round the number of workers has come to what the load needs."""
 BACKLOG_FAULTS = ("freeze", "resize")

@@ -36,6 +36,7 @@ from sim.chaos.controllers import CONTROLLERS, PACE, ControlledStack
 from sim.chaos.controllers import SETTINGS as CONTROLLED
 from sim.chaos.faults import (
     ANY_TIME,
+    CONTROLLER_FAULTS,
     NUM_ENDPOINTS,
     Bus,
     Fault,
@@ -285,7 +286,11 @@ def _plan_faults(plan: ChaosRound, stack: ChaosStack, num_endpoints: int) -> Ite
 
 
 def _is_enough(plan: ChaosRound, stack: ChaosStack) -> bool:
-    """Return whether there were as many starts and stops, or as many kills, of workers of each kind at their steps."""
+    """Return whether there were as many starts and stops, or faults of controllers, or as many kills, of workers of
+    each kind at their steps.
+    """
+    if plan.with_controllers:  # the next one comes when the last one is over
+        return sum(num for (whose, _), num in stack.counts.faults.items() if whose == "controller") > CONTROLLER_FAULTS
     if plan.starts_and_stops or not plan.kills:
         return 0 < plan.starts_and_stops <= stack.counts.starts_and_stops
     at_steps = {kind for kind, step in stack.counts.kills if step != ANY_TIME}

@@ -8,7 +8,7 @@ import pytest
 
 from sim.chaos.checker import Entry
 from sim.chaos.controllers import CONTROLLERS, find_swings
-from sim.chaos.faults import Fault, generate_controller_faults, generate_starts_and_stops
+from sim.chaos.faults import CONTROLLER_FAULTS, Fault, generate_controller_faults, generate_starts_and_stops
 from sim.chaos.runner import ChaosRound, run_round
 from sim.waiting import PATIENCE_S
 
@@ -17,11 +17,11 @@ WORKERS = [f"auto-{number}" for number in range(4)]
 
 def test_everything_is_answered_while_workers_come_and_go(tmp_path: Path) -> None:
     plan = ChaosRound(
-        seed=5, bus="embedded", seconds=PATIENCE_S, prefill=0, decode=0, auto=3, num_in_flight=6, starts_and_stops=10
+        seed=5, bus="embedded", seconds=PATIENCE_S, prefill=0, decode=0, auto=2, num_in_flight=4, starts_and_stops=6
     )
     outcome = run_round(plan, tmp_path / "round")
     assert outcome.findings == []
-    assert outcome.counts.starts_and_stops >= 10
+    assert outcome.counts.starts_and_stops >= 6
     assert outcome.requests > 0
 
 
@@ -44,8 +44,11 @@ def test_workers_go_to_none_and_come_again() -> None:
 
 
 def test_one_controller_and_all_are_killed_and_cut_off() -> None:
-    faults = list(islice(generate_controller_faults(2, CONTROLLERS, 12.0), 16))
+    faults = list(islice(generate_controller_faults(2, CONTROLLERS, 12.0), CONTROLLER_FAULTS))
     assert {"crash"} < {fault.what for fault in faults} <= {"crash", "hang", "refuse"}
+    assert {(one.what == "crash", one.target) for one in faults} == {
+        (is_crash, name) for is_crash in (True, False) for name in CONTROLLERS
+    }
     at_once = [{two.target for two in faults if two.at_s == one.at_s} for one in faults]
     assert set(CONTROLLERS) in at_once
     assert {CONTROLLERS[0]} in at_once
