@@ -43,9 +43,11 @@ MUTANT_LISTS = Path("docs/figures/mutants")
 SUFFIXES = {".py", ".lua", ".cpp", ".h", ".js", ".html", ".css", ".json"}
 FIRST_SEED = 20_000_000
 """Seeds begin here: smaller ones were played before there were campaigns."""
-WORLD_S, FLAW_SEEDS = 60, 400
+WORLD_S, FLAW_SEEDS, RESIZE_S = 60, 400, 0.5
 REQUESTS_OF_A_SEED = 20
 """Of the world."""
+RESIZED = "starts and stops"
+"""The world at a drawn level, whose workers are started and stopped all the time, down to none."""
 MAIN_PARTS = ("world", "kills", "unlike")
 PYTHON = sys.executable
 
@@ -194,21 +196,24 @@ def _read_world(seed: int, output: str, status: int) -> Told:
     seeds = [int(seed) for seed in re.findall(r"^seed (\d+):", output, re.MULTILINE)]
     found = re.findall(r"^    (\w+: .*)$", output, re.MULTILINE)
     counts = {"requests": int(totals[1]), "kills": int(totals[2])}
+    if resized := re.search(r"(\d+) starts and stops$", output, re.MULTILINE):
+        counts |= {RESIZED: int(resized[1])} if int(resized[1]) else {}
     last = [seed + counts["requests"] // REQUESTS_OF_A_SEED]
     return Told(counts, [f"seeds {', '.join(map(str, seeds))}: {line}" for line in found], last)
 
 
 def _make_world(figures: Figures) -> list[Task]:
     """Play the levels with the fewest requests, one on each core."""
-    levels = sorted(LEVELS, key=lambda level: figures.count("world", "requests", level))[: os.cpu_count() or 1]
+    levels = sorted([*LEVELS, RESIZED], key=lambda level: figures.count("world", "requests", level))
 
     def make(level: str) -> Task:
         seed = figures.find_next_seed("world", level)
-        words = ["--seed", str(seed), "--seeds", "1000000", "--max-s", str(WORLD_S), "--level", level]
+        words = ["--seed", str(seed), "--seeds", "1000000", "--max-s", str(WORLD_S)]
+        words += ["--rate", f"resize_s={RESIZE_S}"] if level == RESIZED else ["--level", level]
         read = partial(_read_world, seed)
         return Task(level, [PYTHON, "-m", "sim.world", *words], read, seed, {"PYTHONHASHSEED": "0"})
 
-    return [make(level) for level in levels]
+    return [make(level) for level in levels[: os.cpu_count() or 1]]
 
 
 def _read_scene(output: str, status: int) -> Told:
@@ -220,6 +225,7 @@ def _read_scene(output: str, status: int) -> Told:
         return Told(left_out=told["left_out"])
     known = next(scene.known for scene in SCENES if scene.name == told["scene"])
     counts = {"requests": told["requests"], "kills": told["kills"]}
+    counts |= {RESIZED: told["starts_and_stops"]} if told["starts_and_stops"] else {}
     found = told["findings"]
     found = [*found[:4], f"and {len(found) - 4} more"] if len(found) > 5 else found
     return Told(counts, found, [told["seed"]], told["known"], known if told["known"] else "")

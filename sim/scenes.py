@@ -32,7 +32,8 @@ from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from sim.agents import play_line
 from sim.chaos.clients import Load
-from sim.chaos.faults import Bus
+from sim.chaos.controllers import find_swings
+from sim.chaos.faults import CONTROLLER_FAULTS, Bus
 from sim.chaos.history import read_history
 from sim.chaos.poison import POISON, name_poison
 from sim.chaos.runner import ChaosRound, run_round
@@ -46,6 +47,8 @@ WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 """How many workers of prefill, of decode and of both there may be in a round with kills."""
 KILLS, MAX_KILLS_S = 60, 150.0
 """A round with kills ends after so many, or so many seconds."""
+STARTS_AND_STOPS = 60
+"""A round with starts and stops ends after so many, or as a round with kills does: five of them make 300."""
 STEADY_S = 40.0
 """How long clients send requests in a round without kills."""
 START_PATIENCE_S = 150.0
@@ -66,6 +69,8 @@ class Played:
     findings: Sequence[str] = ()
     story: str = ""
     """The file with the history, if there is one."""
+    starts_and_stops: int = 0
+    """How many workers were started, or told to leave or killed, because there were to be other ones."""
 
 
 Play = Callable[[int, Path], Played]
@@ -86,8 +91,10 @@ class Scene:
 
     @property
     def group(self) -> str:
-        """`kills`, or `unlike` for worlds unlike a quiet machine with quick servers and equal workers."""
-        return "kills" if self.name.startswith("kills") else "unlike"
+        """`kills` where processes are killed or come and go, or `unlike` for worlds unlike a quiet machine with quick
+        servers and equal workers.
+        """
+        return "kills" if self.name.startswith(("kills", "starts and stops", "controllers")) else "unlike"
 
 
 # Rounds of real processes.
@@ -100,7 +107,8 @@ def _play_round(plan: ChaosRound, seed: int, directory: Path) -> Played:
     told = [f"{one.kind}: {one.id}: {one.description}" for one in outcome.findings]
     if not plan.kills:
         told += [f"a worker ended by itself: {line}" for line in outcome.counts.crashes]
-    return Played(outcome.requests, outcome.counts.kills.total(), told, str(outcome.history))
+    counts = outcome.counts
+    return Played(outcome.requests, counts.kills.total(), told, str(outcome.history), counts.starts_and_stops)
 
 
 def make_kill_round(seed: int, bus: Bus, load: Load, *, is_replicated: bool = False) -> ChaosRound:
@@ -118,6 +126,31 @@ def _kill(bus: Bus, load: Load, *, is_replicated: bool = False) -> Scene:
 
     where = "three brokers and Sentinel" if is_replicated else bus
     return Scene(f"kills, {where}, {load}", ANSWERED, play)
+
+
+def _start_and_stop(where: str, bus: Bus, **fields: Any) -> Scene:
+    """Return a scene in which workers are started and stopped all the time, down to none, beside kills and faults."""
+    plan = ChaosRound(
+        0, **{"bus": bus, "seconds": MAX_KILLS_S, "prefill": 0, "decode": 0, "auto": 5,
+              "starts_and_stops": STARTS_AND_STOPS, **fields}
+    )  # fmt: skip
+    return Scene(f"starts and stops{where}", ANSWERED, lambda seed, directory: _play_round(plan, seed, directory))
+
+
+CONTROLLERS_S = 400.0
+"""How long it may take until controllers were killed and cut off, one and all. Usually it is two minutes."""
+
+
+def _play_controllers(seed: int, directory: Path) -> Played:
+    """Play a round with a constant load and controllers, and look whether the number of workers swings."""
+    plan = ChaosRound(
+        seed, "embedded", CONTROLLERS_S, 0, 0, 0, 6, num_in_flight=18, with_controllers=True
+    )  # fmt: skip
+    played = _play_round(plan, seed, directory)
+    history = list(read_history(Path(played.story)))
+    if not played.findings and sum(one["what"] == "fault" for one in history) <= CONTROLLER_FAULTS:
+        raise LeftOutError(f"a machine whose workers start so soon that this takes {CONTROLLERS_S:.0f} s")
+    return replace(played, findings=[*played.findings, *find_swings(history)])
 
 
 def _undisturbed(name: str, known: str = "", must: str = ANSWERED, *, half_core: bool = False, **fields: Any) -> Scene:
@@ -263,6 +296,12 @@ SCENES = (
     Scene("an agent's KV in small tiers", "tokens are those of `generate()`, with retention and without", _play_agents),
     *(_kill(bus, load) for load in LOADS for bus in BUSES),
     _kill("kafka", "text", is_replicated=True),
+    *(_start_and_stop(f", {bus}", bus) for bus in BUSES),
+    _start_and_stop(" on slow servers", "kafka", kills=0, starts_and_stops=20, delays_s={"redis": 0.2, "kafka": 0.2}),
+    Scene(
+        "controllers that are killed, cut off and doubled",
+        f"{ANSWERED}; the number of workers does not swing", _play_controllers,
+    ),
     _undisturbed("Kafka answers 0.2 s late", delays_s={"kafka": 0.2}),
     _undisturbed("Kafka answers 0.5 s late", delays_s={"kafka": 0.5}),
     _undisturbed("Kafka answers 1 s late", delays_s={"kafka": 1.0}),
@@ -306,7 +345,8 @@ def play_scene(scene: Scene, seed: int, directory: Path) -> dict[str, Any]:
         findings = [] if findings else [f"it passes, though it is known to fail by {scene.known}: take the mark away"]
     failed_as_known = bool(scene.known and played.findings)
     return {
-        "scene": scene.name, "seed": seed, "requests": played.requests, "kills": played.kills, "findings": findings,
+        "scene": scene.name, "seed": seed, "requests": played.requests, "kills": played.kills,
+        "starts_and_stops": played.starts_and_stops, "findings": findings,
         "known": list(played.findings)[:3] if failed_as_known else [], "story": played.story if findings else "",
     }  # fmt: skip
 

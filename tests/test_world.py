@@ -49,6 +49,7 @@ def test_nothing_is_lost_doubled_or_wrong(run_world: RunWorld) -> None:
         pytest.param(2, ["gateways=0", "endpoint=0.3", "crash=0.003"], id="endpoints"),
         pytest.param(3, ["gateways=0", "endpoint=0", "bug=0.002", "hostile_s=1", "full_s=10", "slow=0.02"], id="bugs"),
         pytest.param(4, ["gateways=0", "endpoint=0", "wedge=0.002", "stall=0", "deadlines=0.5"], id="endless steps"),
+        pytest.param(5, ["resize_s=0.5"], id="starts and stops"),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, rates: list[str]) -> None:

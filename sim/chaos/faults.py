@@ -28,6 +28,12 @@ NUM_ENDPOINTS = 2
 REPLY_FAULTS: Sequence[Literal["status", "cut", "hang", "error"]] = ("status", "cut", "hang", "error")
 BROKER_REST_S = 10.0
 """How long all brokers go on before one of them stands still."""
+KILLED = 0.3
+"""The share of the workers that are too many which are killed. The others are told to leave."""
+CONTROLLER_FAULTS = 8
+"""In a round with controllers each fault of one and of all happens once: then there were so many."""
+CONTROLLERS_SETTLE_S = 45.0
+"""After this time of a round the number of workers has come to what the load needs."""
 BACKLOG_FAULTS = ("freeze", "resize")
 """Faults that hurt most with a backlog: a burst of requests precedes the first of them."""
 
@@ -86,10 +92,13 @@ class Fault:
     to the disk `full`; to a worker's wall clock `clock`. To all processes `freeze` (SIGSTOP), to Redis `stall` (the
     same, for a moment); to a stage `resize` (one more worker comes, and leaves again). From a producer come a `burst`
     of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked. To the server
-    that endpoint workers ask a `reply`: it fails at a question.
+    that endpoint workers ask a `reply`: it fails at a question. To a worker `start`, `stop` (SIGTERM) or `kill`; to all
+    controllers or one `crash` (SIGKILL).
     """
     target: str
-    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client` or a stage."""
+    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client`, a stage, or a
+    controller.
+    """
     duration_s: float
     clock_shift_s: float = 0.0
     """Seconds by which a clock is put forward (negative: back)."""
@@ -165,6 +174,35 @@ def generate_system_faults(
                 case _:
                     fault = Fault(at_s, what, "client", 0.0)
             yield fault
+
+
+def generate_starts_and_stops(seed: int, workers: Sequence[str]) -> Iterator[Fault]:
+    """Yield starts and stops of workers without end, as of a controller that goes down to none and up again.
+
+    All of them run at first. Of those that are too many some are killed.
+    """
+    chance, at_s, running = random.Random(f"{seed}/numbers"), 2.0, list(workers)
+    while True:
+        at_s += chance.uniform(2.0, 4.0) if running else chance.uniform(0.5, 1.5)
+        numbers = [len(workers), chance.randint(1, len(workers)), *([0] if running else [])]
+        wanted = chance.sample(workers, chance.choice(numbers))
+        for name in workers:
+            if name in wanted and name not in running:
+                yield Fault(at_s, "start", name, 0.0)
+            elif name in running and name not in wanted:
+                yield Fault(at_s, "kill" if chance.random() < KILLED else "stop", name, 0.0)
+        running = wanted
+
+
+def generate_controller_faults(seed: int, controllers: Sequence[str], cut_s: float) -> Iterator[Fault]:
+    """Yield faults of controllers without end: all of them, or one, are killed or cut off for `cut_s`."""
+    chance, at_s = random.Random(f"{seed}/controllers"), CONTROLLERS_SETTLE_S
+    while True:
+        faults = [(what, some) for what in ("crash", "cut") for some in (controllers, controllers[:1], controllers[1:])]
+        for what, some in chance.sample(faults, len(faults)):
+            for name in some:
+                yield Fault(at_s, chance.choice(["hang", "refuse"]) if what == "cut" else what, name, cut_s)
+            at_s += chance.uniform(3.0, 6.0) + cut_s * (what == "cut")
 
 
 def generate_reply_faults(seed: int, max_pieces: int) -> Iterator[Fault]:

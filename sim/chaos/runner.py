@@ -8,7 +8,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,16 +32,21 @@ from sim.chaos.clients import (
     make_plain_task,
     prepare_known_requests,
 )
+from sim.chaos.controllers import CONTROLLERS, PACE, ControlledStack
+from sim.chaos.controllers import SETTINGS as CONTROLLED
 from sim.chaos.faults import (
     ANY_TIME,
+    CONTROLLER_FAULTS,
     NUM_ENDPOINTS,
     Bus,
     Fault,
     KillPlan,
     generate_broker_pauses,
     generate_clock_jumps,
+    generate_controller_faults,
     generate_faults,
     generate_reply_faults,
+    generate_starts_and_stops,
     generate_system_faults,
     plan_kill,
 )
@@ -117,6 +122,12 @@ class ChaosRound:
     """Whether the wall clocks of workers jump all the time."""
     broker_pauses_s: float = 0.0
     """For how long the broker that leads most partitions stands still, again and again; 0 for never."""
+    starts_and_stops: int = 0
+    """After how many starts and stops of workers no more faults are injected; with 0 the same ones stay. With kills
+    every third worker has a kill plan.
+    """
+    with_controllers: bool = False
+    """Whether the number of workers is what controllers say, which are killed and cut off. It begins with one."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,7 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         )
         with clients:
             _inject_faults(plan, stack, servers, clients, history, endpoints, progress)
+            history.add_entry("calm")
             clients.stop_sending()
             wait_until_calm(
                 stack,
@@ -176,7 +188,9 @@ def make_stack(
 ) -> ChaosStack:
     """The stack of a round, whose workers ask the `endpoints` if there are any."""
 
-    def plan_of(worker: WorkerSlot, life: int) -> KillPlan:
+    def plan_of(worker: WorkerSlot, life: int) -> KillPlan | None:
+        if plan.starts_and_stops and random.Random(f"{plan.seed}/{worker.name}/{life}/lives").random() < 2 / 3:
+            return None
         return plan_kill(plan.seed, plan.bus, worker.stage, worker.name, life)
 
     more = int(plan.with_system_faults)
@@ -202,7 +216,11 @@ def make_stack(
     size = {kind: count for kind, count in size.items() if count}
     away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
     size = {kind: count + more for kind, count in size.items()}
-    stack = ChaosStack(directory / "stack", history, servers, plan_of, size, settings, away, plan.slowness)
+    if plan.with_controllers:
+        settings |= CONTROLLED
+        away = {f"{kind}-{number}" for kind, count in size.items() for number in range(1, count)}
+    make = ControlledStack if plan.with_controllers else ChaosStack
+    stack = make(directory / "stack", history, servers, plan_of, size, settings, away, plan.slowness)
     stack.is_killing = plan.kills > 0
     return stack
 
@@ -223,22 +241,10 @@ def _inject_faults(
     """
     begun = looked_at = time.monotonic()
     at_s = 0.0
-    kinds = sorted({worker.stage for worker in stack.workers})
-    plans = [iter([Fault(math.inf, "", "", 0.0)])]
-    if plan.with_clock_jumps:
-        plans.append(generate_clock_jumps(plan.seed, [worker.name for worker in stack.workers]))
-    if plan.kills and not plan.is_replicated:
-        plans.append(generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers]))
-    if plan.broker_pauses_s:
-        plans.append(generate_broker_pauses(plan.broker_pauses_s))
-    if plan.with_system_faults or (plan.is_replicated and plan.kills):
-        plans.append(generate_system_faults(plan.seed, plan.bus, kinds, is_replicated=plan.is_replicated))
-    if endpoints:
-        plans.append(generate_reply_faults(plan.seed, plan.answer_tokens))
-    coming = heapq.merge(*plans, key=lambda fault: fault.at_s)
+    coming = _plan_faults(plan, stack, len(endpoints))
     with FaultInjector(stack, servers, clients, history, endpoints, plan.load) as injector:
         fault = next(coming)
-        while looked_at < begun + plan.seconds and not _has_killed_enough(stack, plan.kills):
+        while looked_at < begun + plan.seconds and not _is_enough(plan, stack):
             stack.restart_dead()
             clients.raise_failure()
             injector.raise_failure()
@@ -253,14 +259,42 @@ def _inject_faults(
             before, looked_at = looked_at, time.monotonic()
             at_s += (looked_at - before) / stack.machine_slowness
     stack.is_killing = False
+    if plan.starts_and_stops:
+        stack.absent.clear()
 
 
-def _has_killed_enough(stack: ChaosStack, num_kills: int) -> bool:
-    """Return whether there were as many kills, and workers of each kind were killed, at their steps too."""
-    if not num_kills:
-        return False
+def _plan_faults(plan: ChaosRound, stack: ChaosStack, num_endpoints: int) -> Iterator[Fault]:
+    """Return the faults of a round by their times, without end."""
+    names = [worker.name for worker in stack.workers]
+    kinds = sorted({worker.stage for worker in stack.workers})
+    plans = [iter([Fault(math.inf, "", "", 0.0)])]
+    if plan.with_clock_jumps:
+        plans.append(generate_clock_jumps(plan.seed, names))
+    if plan.kills and not plan.is_replicated:
+        plans.append(generate_faults(plan.seed, plan.bus, names))
+    if plan.broker_pauses_s:
+        plans.append(generate_broker_pauses(plan.broker_pauses_s))
+    if plan.with_system_faults or (plan.is_replicated and plan.kills):
+        plans.append(generate_system_faults(plan.seed, plan.bus, kinds, is_replicated=plan.is_replicated))
+    if plan.starts_and_stops:
+        plans.append(generate_starts_and_stops(plan.seed, names))
+    if plan.with_controllers:
+        plans.append(generate_controller_faults(plan.seed, CONTROLLERS, 60.0 / PACE))
+    if num_endpoints:
+        plans.append(generate_reply_faults(plan.seed, plan.answer_tokens))
+    return heapq.merge(*plans, key=lambda fault: fault.at_s)
+
+
+def _is_enough(plan: ChaosRound, stack: ChaosStack) -> bool:
+    """Return whether there were as many starts and stops, or faults of controllers, or as many kills, of workers of
+    each kind at their steps.
+    """
+    if plan.with_controllers:  # the next one comes when the last one is over
+        return sum(num for (whose, _), num in stack.counts.faults.items() if whose == "controller") > CONTROLLER_FAULTS
+    if plan.starts_and_stops or not plan.kills:
+        return 0 < plan.starts_and_stops <= stack.counts.starts_and_stops
     at_steps = {kind for kind, step in stack.counts.kills if step != ANY_TIME}
-    return stack.counts.kills.total() >= num_kills and at_steps >= {worker.stage for worker in stack.workers}
+    return stack.counts.kills.total() >= plan.kills and at_steps >= {worker.stage for worker in stack.workers}
 
 
 def wait_until_calm(stack: Stack, clients: Clients, patience_s: float, progress: WriteLine) -> None:
@@ -331,9 +365,12 @@ class FaultInjector:
         self._futures: list[Future[None]] = []
 
     def inject_fault(self, fault: Fault) -> None:
-        """Inject a fault on a thread of the pool."""
+        """Inject a fault on a thread of the pool; what is done to workers and controllers, at once and in order."""
         if fault.what not in ("restart", "pause"):  # those are kills and stops
             self._stack.counts.faults[fault.target.partition("-")[0], fault.what] += 1
+        if fault.what in ("start", "stop", "kill", "crash"):
+            self._change_workers(fault)
+            return
         self._futures.append(self._pool.submit(self._apply_fault, fault, next(self._numbers)))
 
     def raise_failure(self) -> None:
@@ -372,6 +409,16 @@ class FaultInjector:
                 hazards.set_clock(self._stack.clocks[fault.target], 0.0)
             case _:
                 self._disturb_connections(fault)
+
+    def _change_workers(self, fault: Fault) -> None:
+        """Start a worker, let it leave, or kill it, or kill a controller."""
+        self._history.add_entry("fault", fault=fault.what, whose=fault.target)
+        if fault.what == "start":
+            self._stack.absent.discard(fault.target)
+        elif isinstance(self._stack, ControlledStack):
+            self._stack.crash_controller(fault.target)
+        else:
+            self._stack.remove_worker(fault.target, by_kill=fault.what == "kill")
 
     def _resize_stage(self, fault: Fault) -> None:
         """Start the absent worker of a stage, then let it leave; others go on with its requests."""

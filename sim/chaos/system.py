@@ -55,7 +55,8 @@ LOAD_FACTORS = (1.0, 1.0, 0.01, 100.0)
 """How many times its load a worker may tell in its heartbeat."""
 RETENTION_S = 6.0
 """For how long KV is retained, at most."""
-PlanKill = Callable[[WorkerSlot, int], KillPlan]
+PlanKill = Callable[[WorkerSlot, int], KillPlan | None]
+"""Returns how a worker's process of a number is killed; None if it is not."""
 
 
 @dataclass
@@ -85,6 +86,8 @@ class FaultCounts:
     """For each worker that ended by itself, its name and the last line of its log."""
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
     """All other faults, by (target, fault)."""
+    starts_and_stops: int = 0
+    """How many workers were started, or told to leave or killed, because there were to be other ones."""
 
 
 def ignore_line(line: str) -> None:
@@ -159,6 +162,9 @@ class ChaosStack(Stack):
     Call `restart_dead` often: it carries out the kill plans.
     """
 
+    follows_cost = False
+    """Whether steps of workers take as long as `hazards.COST` says."""
+
     def __init__(
         self,
         directory: Path,
@@ -182,6 +188,8 @@ class ChaosStack(Stack):
         self.counts = FaultCounts()
         self.absent = set(away)
         """Names of workers that must not run. Those that do are sent SIGTERM and are not replaced."""
+        self._killed_if_absent, self._waiting = set[str](), set[str]()
+        """Names of those that are sent SIGKILL, and of those that would run now."""
         self._worker_lock = threading.Lock()
         """Held while workers are started, stopped or signalled."""
         self.is_killing = True
@@ -212,6 +220,11 @@ class ChaosStack(Stack):
         if worker.child is not None and worker.child.is_alive():
             self._lives[worker.name].killed = True
             worker.child.kill()
+
+    def remove_worker(self, name: str, *, by_kill: bool = False) -> None:
+        """Let a worker leave, or kill it, and start none in its place until its name is taken out of `absent`."""
+        (self._killed_if_absent.add if by_kill else self._killed_if_absent.discard)(name)
+        self.absent.add(name)
 
     def is_ready(self, worker: WorkerSlot) -> bool:
         """Return whether the worker's current process has reported the state `ready`."""
@@ -300,8 +313,12 @@ class ChaosStack(Stack):
         super().stop_workers()
 
     def _start_slot(self, worker: ProcessSlot) -> None:
-        if worker.name not in self.absent:
-            super()._start_slot(worker)
+        if worker.name in self.absent:
+            self._waiting.add(worker.name)
+            return
+        self.counts.starts_and_stops += worker.name in self._waiting
+        self._waiting.discard(worker.name)
+        super()._start_slot(worker)
 
     def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
         number = self._num_starts[worker.name]
@@ -318,7 +335,8 @@ class ChaosStack(Stack):
         self.counts.faults[worker.stage, "lie"] += load_factor != 1.0
         child = fork_process(
             worker.name, self._log_path(worker), hazards.run_worker, worker.stage, self.clocks[worker.name],
-            self.full_mark, load_factor, self._slowness.get(worker.name, 1.0), environment={**environment, **own},
+            self.full_mark, load_factor, self._slowness.get(worker.name, 1.0), self.follows_cost,
+            environment={**environment, **own},
         )  # fmt: skip
         self._history.add_entry(
             "start",
@@ -347,7 +365,11 @@ class ChaosStack(Stack):
         now, kill_plan = time.monotonic(), life.kill_plan
         if worker.name in self.absent and not life.is_leaving:
             life.is_leaving = True
-            child.send_signal(signal.SIGTERM)
+            self.counts.starts_and_stops += 1
+            if worker.name in self._killed_if_absent:
+                self.kill_worker(worker)
+            else:
+                child.send_signal(signal.SIGTERM)
         if is_stopped(child.pid):
             pause_s = kill_plan.pause_s if kill_plan else 0.0
             if not life.stopped_at:

@@ -37,6 +37,7 @@ class Tally:
 
     requests: int = 0
     kills: int = 0
+    starts_and_stops: int = 0
     findings: int = 0
     processor_s: float = 0.0
     is_interrupted: bool = False
@@ -99,7 +100,9 @@ def main(*words: str) -> None:
             process.kill()
     per_s = tally.requests / (time.monotonic() - begun_s)
     print(
-        f"{tally.requests} requests, {tally.kills} kills, {tally.findings} findings, {per_s:.0f} requests/s", flush=True
+        f"{tally.requests} requests, {tally.kills} kills, {tally.findings} findings, {per_s:.0f} requests/s, "
+        f"{tally.starts_and_stops} starts and stops",
+        flush=True,
     )
     if tally.is_interrupted:
         os._exit(INTERRUPTED)  # the pool would wait for its process
@@ -122,6 +125,7 @@ def run_seeds(given: argparse.Namespace, tally: Tally) -> None:
             process = exits.enter_context(ProcessPoolExecutor(1, context, bind_to_parent))
         verdict, scene_s = process.submit(run_scene, plan, shorten=given.shorten).result()
         tally.requests, tally.kills = tally.requests + verdict.requests, tally.kills + verdict.kills
+        tally.starts_and_stops += verdict.starts_and_stops
         tally.findings, tally.processor_s = tally.findings + len(verdict.findings), tally.processor_s + scene_s
         told = hashlib.sha256(json.dumps(verdict.history, sort_keys=True).encode()).hexdigest()[:12]
         if verdict.findings or given.seeds == 1:

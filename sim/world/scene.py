@@ -114,6 +114,8 @@ HOSTILE = (
     b'{"id": "hostile", "job": "j", "request": null}', b'{"id": "hostile", "job": 5, "request": {}}',
 )  # fmt: skip
 POLL_S = 0.5
+KILLED = 0.3
+"""The share of the workers that are too many which are killed. The others are told to leave."""
 
 
 POISON_ATTEMPTS = 12
@@ -213,6 +215,8 @@ class Rates:
     """After how many attempts a request is given up; 0 where it never is."""
     gone_s: float = 0.0
     """The mean time until all decode workers die, and are away for minutes; 0 if they never do."""
+    resize_s: float = 0.0
+    """The mean time until there are to be other workers, perhaps none; 0 if the same ones stay."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -270,6 +274,8 @@ class Verdict:
     findings: list[Finding]
     requests: int
     kills: int
+    starts_and_stops: int
+    """How many workers were started, or told to leave or killed, because there were to be other ones."""
     virtual_s: float
     history: list[Entry]
 
@@ -286,7 +292,11 @@ class Scene:
         self.chance = random.Random(f"{plan.seed}/mishaps")
         self.pipeline = Pipeline("world")
         self.history: list[Entry] = []
-        self.num_kills = 0
+        self.num_kills = self.num_starts_and_stops = 0
+        self.absent: set[Place] = set()
+        """Places of workers in which none is to run."""
+        self.restarting: set[Place] = set()
+        """Places in which a process will be started."""
         self.numbers = itertools.count()
         self.clients: list[HttpClient] = []
         self.publishers: dict[str, Publisher] = {}
@@ -360,9 +370,11 @@ class Scene:
         self._repeat_mishap(self.rates.away_s, partial(self._kill_workers, {*STAGES, "auto", "endpoint"}))
         self._repeat_mishap(self.rates.gone_s, partial(self._kill_workers, {"decode"}))
         self._repeat_mishap(self.rates.delete_s, self._delete_messages)
+        self._repeat_mishap(self.rates.resize_s, self._resize)
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.ways.is_calm = True
+        self._let_run(self.places)
         is_over = self.world.run(self._is_all_answered, CALM_S + POISON_S * len(self.poison))
         if is_over:
             is_over = self.world.run(self._is_all_settled, CALM_S)
@@ -384,7 +396,8 @@ class Scene:
             self.failures.append(f"deleted, and not told: {sorted(lost)}")
         failures = self.failures + self.servers.list_breaches()
         findings += [Finding("failed", "", text) for text in failures]
-        return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
+        counts = (len(self.accepted), self.num_kills, self.num_starts_and_stops)
+        return Verdict(findings, *counts, self.world.now_s, self.history)
 
     def _note(self, entry: Entry) -> None:
         """Add to the history what happens now."""
@@ -411,6 +424,8 @@ class Scene:
         lie: dict[str, Any] = random.Random(f"{self.seed}/{name}/lie").choice(LIES)
         stop = StopSignal()
         place.stop = stop.set
+        if place in self.absent:
+            stop.set()
 
         def make_worker() -> Worker:
             member = self.servers.join_group(kind, name)
@@ -577,11 +592,14 @@ class Scene:
             place.process.stands_until_s = self.world.now_s + self.chance.uniform(0.5, 6.0)
 
     def _start_again(self, place: Place, after_s: float | None = None) -> None:
-        """Start another process in the place of one that has ended, after a while."""
+        """Start another process in the place of one that has ended, after a while, if there is to be one then."""
+        self.restarting.add(place)
 
         def restart() -> None:
             self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]) if after_s is None else after_s)
-            place.start(place)
+            self.restarting.discard(place)
+            if place not in self.absent:
+                place.start(place)
 
         self.world.start_thread(self.world.outside, "restart", restart)
 
@@ -600,6 +618,31 @@ class Scene:
 
     def _stop(self, place: Place) -> None:
         place.stop()
+
+    def _resize(self) -> None:
+        """Let some workers run that are drawn, perhaps none or all, and no others."""
+        workers = [place for place in self.places if place.stage]
+        number = self.chance.choice([0, len(workers), self.chance.randint(0, len(workers))])
+        self._let_run(self.chance.sample(workers, number))
+
+    def _let_run(self, wanted: Sequence[Place]) -> None:
+        """Start those of these workers that do not run, and let all others leave, or kill them."""
+        for place in self.places:
+            if place.stage is None or (place in wanted) != (place in self.absent):
+                continue
+            self.num_starts_and_stops += 1
+            self._note({"what": "resized", "worker": place.name, "runs": place in wanted})
+            if place in wanted:
+                self.absent.discard(place)
+                is_alive = place.process is not None and place.process.is_alive
+                if not is_alive and place not in self.restarting:  # one that still leaves is followed by another
+                    self._start_again(place, 0.1)
+                continue
+            self.absent.add(place)
+            if self.chance.random() < KILLED:
+                self._kill(place, "too many")
+            else:
+                self._stop(place)
 
     def _kill_workers(self, kinds: Set[WorkerKind]) -> None:
         """Kill all workers of some kinds, as a power cut does: it takes minutes until they have their model again."""

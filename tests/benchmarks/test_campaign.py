@@ -76,6 +76,8 @@ def test_names_of_scenes_are_distinct_and_none_is_part_of_another() -> None:
 def test_what_a_command_printed_is_read(tmp_path: Path) -> None:
     told = campaign._read_world(7, "seed 9: 20 requests\n    lost: r1: gone\n60 requests, 4 kills, 1 findings, 9\n", 0)
     assert told == Told({"requests": 60, "kills": 4}, ["seeds 9: lost: r1: gone"], [10])
+    resized = campaign._read_world(7, "60 requests, 4 kills, 0 findings, 9 requests/s, 31 starts and stops\n", 0)
+    assert resized.counts == {"requests": 60, "kills": 4, "starts and stops": 31}
     assert "status 3: worse" in campaign._read_world(7, "bad\nworse\n", 3).findings[0]
     assert campaign._read_flaw("a flaw: 12 lost: r1: gone 4 s\n", 0).seeds == [12]
     assert campaign._read_flaw("a flaw: None  300 s\n", 0).findings

@@ -132,6 +132,10 @@ class Controller:
             "batch_since_s": self._batch_since_s,
         }
 
+    def list_ready(self) -> dict[WorkerKind, list[str]]:
+        """Return the names of the workers that served at the last look."""
+        return {kind: state.ready for kind, state in self._kinds.items()}
+
     def decide_numbers(self, seen: Seen) -> Decision:
         """Return the numbers of workers, and remember what was asked for."""
         now_s = seen.at_s

@@ -64,6 +64,7 @@ class AutoscaleService:
             return read_scaling(self._redis, self._pipeline)
         if self._controller is None:
             self._controller = self._resume()
+            self._watch.expect_workers(self._controller.list_ready())
         look = self._watch.read_latest()
         seen = find_signals(look, self._before, self._pipeline, self._targets, self._block_size)
         decision = self._controller.decide_numbers(seen)

@@ -36,6 +36,10 @@ class SignalWatch(PipelineWatch[Look]):
 
     _serving: frozenset[tuple[WorkerKind, str]] = frozenset()
 
+    def expect_workers(self, names: Mapping[WorkerKind, Sequence[str]]) -> None:
+        """Take these for the workers that served at the look before, which another process made."""
+        self._serving = frozenset((kind, name) for kind, ones in names.items() for name in ones)
+
     def _read_now(self, bus: Bus) -> Look:
         unsettled, beats = bus.count_unsettled(), read_heartbeats(self._redis, self._pipeline)
         seconds, microseconds = self._redis.time()
