@@ -1,12 +1,16 @@
 """Placement beside workers that are not equally fast, in virtual time."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from benchmarks import placement_sides
 from benchmarks.placement import BLOCK_TOKENS, COST, ITL_S, SPEC, make_tiers
 from penstock.engine.scheduling.cost import StepCost
+from penstock.plan.placing import WorkerSpec
 from penstock.plan.simulator import Simulation
+from penstock.plan.trace import compute_quantile
+from sim.placement.pull import PullSimulation
 from sim.placement.rules import RULES
 from sim.placement.traces import SHAPES, make_requests
 
@@ -25,3 +29,30 @@ def test_a_worker_that_is_four_times_slower_makes_no_request_late(trace: str, ra
     counted = [one for one in simulation.run(requests) if one.request.at_s >= 40.0]
     in_time = sum(one.ttft_s <= 4.0 and one.itl_s <= ITL_S for one in counted)
     assert in_time >= 0.99 * len(counted)
+
+
+def make_spec(slowness: float) -> WorkerSpec:
+    """Return a worker of `benchmarks.placement_run`."""
+    cost = {name: None if one is None else slowness * one for name, one in asdict(placement_sides.COST).items()}
+    sides = placement_sides
+    return WorkerSpec(StepCost(**cost), 5000, sides.BLOCK_TOKENS, sides.MAX_BATCH, sides.MAX_STEP_TOKENS)  # type: ignore[arg-type]
+
+
+def test_where_workers_pull_a_slow_one_leaves_what_comes_sooner_elsewhere() -> None:
+    """As `benchmarks.placement_run --slow 4 --quick` plays it on Redis Streams."""
+    trace = [ask.placed for ask in placement_sides.make_trace(placement_sides.Shape(50, 16.0, 3.0, 8))]
+    late, p99_s = dict[bool, int](), dict[bool, float]()
+    for leaves in (False, True):
+        outcomes = PullSimulation([*[make_spec(1.0)] * 3, make_spec(4.0)], leaves=leaves).run(trace)
+        late[leaves] = sum(one.ttft_s > 1.0 for one in outcomes)
+        p99_s[leaves] = compute_quantile([one.ttft_s for one in outcomes], 0.99)
+    assert late[True] <= late[False] / 2
+    assert p99_s[True] <= 0.8 * p99_s[False]
+    assert sum(one.worker == 3 for one in outcomes) > 0, "it takes its part of what waits for long"
+
+
+def test_where_workers_pull_equal_ones_leave_nothing_and_a_slow_one_alone_takes_all() -> None:
+    trace = [ask.placed for ask in placement_sides.make_trace(placement_sides.Shape(10, 8.0, 3.0, 2))]
+    for specs in ([make_spec(1.0)] * 4, [make_spec(4.0)]):
+        played = [PullSimulation(specs, leaves=leaves).run(trace) for leaves in (False, True)]
+        assert played[0] == played[1]
