@@ -20,9 +20,11 @@ of the second trace.
                                     and what passes beside them for a request that is alone
     rank_correlation_sim_vs_run     Kendall's, over pairs of rules that differ by more than 5% in the simulator
 
-With `--slow` one of the workers is so many times slower, and the second trace alone is played, on Redis Streams too:
+With `--slow` one of the workers is so many times slower. The second trace alone is played, on Redis Streams too, and at
+half its rate: there pools have less of the prompts, as no chat has a home, and four equal workers do not carry more.
 
     in_time_{rule}                  the share of requests with a first token within a second
+    ttft_p99_s_{rule}               the 99th percentile of the times to the first token
     slow_share_{rule}               the share that the slow worker computed
 
 The rule `product` is the clients' own. For the others the same clients are told each partition.
@@ -392,11 +394,13 @@ async def play_beside_slow(site: Site, extent: Extent) -> dict[str, float]:
     on_kafka = bool(site.stack.addresses.kafka)
     if on_kafka:
         await site.find_partitions()
-    figures, trace = dict[str, float](), make_trace(extent.skewed)
+    figures, shape = dict[str, float](), extent.skewed
+    trace = make_trace(replace(shape, length_s=2 * shape.length_s, gap_s=2 * shape.gap_s))
     for rule in ("product", PLANNED, "round_robin") if on_kafka else ("product",):
         run = await site.play_trace(trace, rule, f"slow-{rule}")
         name = rule if on_kafka else f"{rule}_streams"
         figures |= {f"in_time_{name}": run.in_time, f"slow_share_{name}": run.slow_share}
+        figures[f"ttft_p99_s_{name}"] = run.compute_ttft(0.99)
     return figures
 
 

@@ -65,6 +65,7 @@ from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
+from penstock.worker_speed import WorkerSpeed
 from sim.chaos.checker import Entry, Finding, check_history
 from sim.world.batches import BatchClient
 from sim.world.endpoint import REFUSALS, REFUSED, SILENCE_S, EndpointServers, make_text
@@ -95,6 +96,8 @@ MISSED_S = (0.5, 20.0)
 """Between them are deadlines that may be missed."""
 SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
 """Limits of backpressure that so few requests reach."""
+TOKEN_SECONDS = (None, 0.0005, 0.0005, 0.002, 0.1)
+"""What a prompt token takes, as workers tell: slow ones leave requests on Redis Streams to faster ones for a while."""
 LIES: Sequence[dict[str, Any]] = (
     {}, {}, {}, {"waiting_tokens": 0}, {"waiting_tokens": 10**9}, {"partitions": [0]}, {"partitions": [99]},
 )  # fmt: skip
@@ -464,6 +467,8 @@ class Scene:
             asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
             return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings)), None
         engine: Any = FormulaEngine(chance, self._delay_step, num_blocks=chance.choice([2, 1000]))
+        token_s = random.Random(f"{self.seed}/{name}/speed").choice(TOKEN_SECONDS)
+        engine.speed = None if token_s is None else WorkerSpeed(token_s, token_s, 0)
         if kind == "decode":
             return DecodeRole(self.pipeline, engine), None
         if kind == "auto":

@@ -222,7 +222,7 @@ def test_it_reads_and_renews_for_both_groups(bus: Bus, pipeline: Pipeline) -> No
     publish_one_of_each(bus, pipeline)
     with bus.join_group("auto", "a") as member:
         take_one_of_each(member)
-        assert len(member.build_renewal(1.0)) == (2 if isinstance(bus, StreamsBus) else 0)
+        assert len(member.build_renewal(1.0)) == (3 if isinstance(bus, StreamsBus) else 0)
         readers = member.create_orphan_readers()
         both = [pipeline.request_topic("interactive"), pipeline.job_topic("interactive")]
         if isinstance(bus, KafkaBus):

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.bus.placement import JobLoad, WorkerBeat
@@ -13,16 +13,18 @@ from penstock.worker_speed import WorkerSpeed
 STALE_SHARE = 0.75
 """A heartbeat is too old after this share of its lease, which is three periods."""
 
+MAX_MEAN_TOKENS = 1e9
+
 
 class BeatReader:
     """Reads the heartbeats of the workers of one pipeline. It connects when it is first used."""
 
     def __init__(self, url: str, pipeline: Pipeline) -> None:
         self._redis = redis_client(url)
+        self._pipeline = pipeline
         self._prefixes = tuple(
             pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto", "endpoint", "decode")
         )
-        self._num_before = len(pipeline.worker_prefix)
 
     def read_beats(self) -> list[WorkerBeat]:
         """Return the last heartbeat of each of the workers. Raises `redis.RedisError`.
@@ -33,24 +35,33 @@ class BeatReader:
         keys = sorted(key for key in known if key.startswith(self._prefixes))
         if not keys:
             return []
-        now_s, found = time.monotonic(), list[WorkerBeat]()
+        now_s = time.monotonic()
         with self._redis.pipeline(transaction=False) as asked:
             asked.mget(keys)
             for key in keys:
                 asked.pttl(key)
             values, *left = asked.execute()
-        for key, value, left_ms in zip(keys, values, left, strict=True):
-            if value is not None:
-                try:
-                    beat = _parse_beat(key.decode()[self._num_before :], json.loads(value), left_ms, now_s)
-                except (KeyError, TypeError, ValueError, OverflowError):
-                    return []
-                found += [] if beat is None else [beat]
-        return found
+        return parse_beats(self._pipeline, zip(keys, values, left, strict=True), now_s)
 
     def close(self) -> None:
         """Free the connection, unless it is being used: that one is freed with the client."""
         self._redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def parse_beats(pipeline: Pipeline, told: Iterable[tuple[bytes, bytes | None, int]], now_s: float) -> list[WorkerBeat]:
+    """Return the heartbeats of workers that have joined their group, of their keys, values and left milliseconds.
+
+    The list is empty where one of them cannot be read.
+    """
+    found, num_before = list[WorkerBeat](), len(pipeline.worker_prefix)
+    for key, value, left_ms in told:
+        if value is not None:
+            try:
+                beat = _parse_beat(key.decode()[num_before:], json.loads(value), left_ms, now_s)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                return []
+            found += [] if beat is None else [beat]
+    return found
 
 
 def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float) -> WorkerBeat | None:
@@ -68,7 +79,21 @@ def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float
         load["chars_per_token"] and max(0.1, float(load["chars_per_token"])),
         WorkerSpeed.parse(load.get("speed")),
         _parse_jobs(told, load),
+        _bound_mean(load["interactive"].get("mean_prompt_tokens")),
+        told.get("state") == "ready" and _is_reading(worker, load["interactive"]),
     )
+
+
+def _bound_mean(told: Any) -> float | None:
+    return min(MAX_MEAN_TOKENS, max(1.0, float(told))) if told else None
+
+
+def _is_reading(worker: str, load: Mapping[str, Any]) -> bool:
+    """Return whether a worker takes requests. Without capacity, it does soon if prompts wait in it: else answers fill
+    it.
+    """
+    is_reader = worker.startswith(("prefill:", "auto:"))
+    return is_reader and (load.get("capacity", 0) > 0 or load["waiting_tokens"] > 0)
 
 
 def _parse_jobs(told: Mapping[str, Any], load: Mapping[str, Any]) -> JobLoad | None:

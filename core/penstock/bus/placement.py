@@ -162,6 +162,10 @@ class WorkerBeat:
     """None where it is not known."""
     jobs: "JobLoad | None" = None
     """None where it does not tell which jobs it reads."""
+    mean_prompt_tokens: float | None = None
+    """Of its interactive requests; None before the first one."""
+    takes_requests: bool = False
+    """Whether it takes interactive requests now, or soon."""
 
 
 class JobLoad(NamedTuple):

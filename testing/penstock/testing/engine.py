@@ -86,6 +86,8 @@ class FormulaEngine:
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
     num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
     """The most blocks that its requests may have together."""
+    speed: WorkerSpeed | None = None
+    """The speed that it tells."""
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:
@@ -222,8 +224,8 @@ class FormulaEngine:
         return None
 
     def report_speed(self) -> WorkerSpeed | None:
-        """Return None."""
-        return None
+        """Return the speed that it was given."""
+        return self.speed
 
     def close(self) -> None:
         """Write what jobs wait for, and drop everything else."""

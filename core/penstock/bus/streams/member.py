@@ -6,15 +6,17 @@ import math
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import redis
 
+from penstock.bus.beats import parse_beats
 from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
 from penstock.bus.lost import LOST_KEPT_S
+from penstock.bus.placement import ON_THE_WAY_S, WorkerBeat
 from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
     bus_errors,
@@ -24,15 +26,17 @@ from penstock.bus.streams.client import (
     encode_entry,
     max_stream_entries,
 )
+from penstock.bus.streams.pull import Share, find_share
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
-from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
+from penstock.names import CLASSES, WORKERS_KEY, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.client import find_pace, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
 
 ANSWERED = load_script("penstock.bus.streams", "answered")
+BEATS = load_script("penstock.bus.streams", "beats")
 READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
 LOST = load_script("penstock.bus.streams", "lost")
@@ -46,6 +50,10 @@ is so many times as long, up to `MAX_LOOK_PAUSE_S`, unless the worker is idle.
 """
 LOST_CHECK_S = 5.0
 """How often a member looks whether somebody has deleted entries."""
+BEATS_S = 1.0
+"""How often a member that reads requests looks at the workers' heartbeats, which are as old."""
+LEFT_LOOK_S = 0.05
+"""How often an idle member looks again at messages that it has left to others."""
 NUM_LAST_RESULTS = 1000
 """So many results are looked through for requests that were answered, when a member joins."""
 MAX_PAGE_ENTRIES = 500
@@ -80,6 +88,10 @@ class StreamsMember:
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
         self._reclaim_at = 0.0
         self._renewed_s = time.monotonic()
+        self._beats: list[WorkerBeat] = []
+        self._beats_at_s = -math.inf
+        self._taken_s = deque[float]()
+        """When interactive messages were read, since this worker's heartbeat that is known."""
         self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
         self.current_problem = ""  # always: an outage makes `poll` raise
@@ -194,9 +206,29 @@ class StreamsMember:
         return []
 
     def build_renewal(self, session_s: float) -> list[ScriptCall]:
-        """Return the one call that renews this member's key; see `contract.Member.build_renewal`."""
-        self._lasts_s = session_s + self._timeout_s
-        return [self._build_renewal()]
+        """Return the call that renews this member's key; see `contract.Member.build_renewal`. A call that reads the
+        workers' heartbeats goes with it at times, where this member reads requests.
+        """
+        self._lasts_s, now_s = session_s + self._timeout_s, time.monotonic()
+        calls = [self._build_renewal()]
+        if self._stage in ("prefill", "auto") and now_s - self._beats_at_s >= BEATS_S:
+            self._beats_at_s = now_s
+            prefixes = [self._pipeline.worker_key(kind, "") for kind in ("prefill", "auto")]
+            calls.append(ScriptCall(BEATS, [WORKERS_KEY], prefixes, partial(self._note_beats, now_s)))
+        return calls
+
+    def _note_beats(self, asked_s: float, told: Sequence[tuple[bytes, bytes, int]]) -> None:
+        """Note the workers' heartbeats. Any thread may call this."""
+        self._beats = parse_beats(self._pipeline, told, asked_s)
+
+    def find_shares(self) -> list[Share | None]:
+        """Return for each stream of `list_reads` what this member may take of it; None if it may take all."""
+        name, beats, now_s = f"{self._stage}:{self._consumer.rpartition('/')[0]}", self._beats, time.monotonic()
+        since_s = next((beat.at_s - ON_THE_WAY_S for beat in beats if beat.worker == name), math.inf)
+        while self._taken_s and self._taken_s[0] < since_s:
+            self._taken_s.popleft()
+        share = find_share(name, beats, self._taken_s, now_s)
+        return [share if priority_class == "interactive" else None for priority_class in CLASSES]
 
     def _build_renewal(self) -> ScriptCall:
         on_reply = partial(self._note_renewal, time.monotonic())
@@ -287,6 +319,8 @@ class StreamsMember:
         """Return the deliveries of the entries that the script has read, of each stream of `list_reads`."""
         found: list[Delivery] = []
         for priority_class, entries in zip(CLASSES, taken, strict=True):
+            if priority_class == "interactive":
+                self._taken_s += [time.monotonic()] * len(entries)
             found += self._accept_entries(self._topics[priority_class], _pair_fields(entries), left)
         return found
 
@@ -366,6 +400,8 @@ class StreamsReader:
         self._members, self._bell, self._closing = members, StreamsBell(url), threading.Event()
         self._reads = [stream for member in members for stream in member.list_reads()]
         self._read_at = 0.0
+        self._leaves = False
+        """Whether the last look at the server left something that there was capacity for."""
         self._taken: list[Delivery] = []
         """Deliveries that were not returned yet, as something failed after they were taken."""
 
@@ -378,7 +414,7 @@ class StreamsReader:
                     self._take(capacity, is_idle=timeout_s > 0)
                     left_s = end - time.monotonic()
                     if not self._taken and left_s > 0:
-                        self._wait(min(MAX_BLOCK_S, left_s))
+                        self._wait(min(LEFT_LOOK_S if self._leaves else MAX_BLOCK_S, left_s))
                 except redis.RedisError as error:
                     self._bell.reset()
                     for member in self._members:
@@ -406,8 +442,10 @@ class StreamsReader:
     def _take_new(self, left: Left) -> None:
         """Read the members' streams in one round trip. Where nothing is left, the bell watches them from now on."""
         words, begun_s = list[Any](left[priority_class] for priority_class in CLASSES), time.monotonic()
-        for _, *about in self._reads:
+        shares = [share for member in self._members for share in member.find_shares()]
+        for (_, *about), share in zip(self._reads, shares, strict=True):
             words += about
+            words += ("", "", "") if share is None else (share.ahead, share.part, round(1000 * share.max_wait_s))
         keys = [key for key, *_ in self._reads]
         command = READ.command(keys, words)
         [(found, after)] = raise_first_error(READ.run_once(self._members[0].client, [command]))
@@ -415,6 +453,7 @@ class StreamsReader:
         per_member = len(CLASSES)
         for number, member in enumerate(self._members):
             self._taken += member.accept_new(found[number * per_member :][:per_member], left)
+        self._leaves = any(share is not None and not last for share, last in zip(shares, after, strict=True))
         self._bell.watch({key: last for key, last in zip(keys, after, strict=True) if last})
 
     def _wait(self, timeout_s: float) -> None:
