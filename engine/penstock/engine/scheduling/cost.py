@@ -122,28 +122,15 @@ class StepCost:
         """
         rows_s, step_s = sum(map(self.row_seconds, rows)), self.fixed_s + self.chunk_s
         row_s = rows_s / len(rows) if rows else self.row_s + self.known_outside_s
-
-        def share_step(seconds: float, num_rows: int) -> float:
-            return self.token_s + seconds / max(1, max_step_tokens - num_rows)
-
+        token_s = self.token_s + (step_s + rows_s) / max(1, max_step_tokens - len(rows))
         return WorkerSpeed(
-            prompt_token_s=slowdown * max(share_step(step_s + rows_s, len(rows)), MIN_S),
-            idle_prompt_token_s=max(share_step(step_s, 0), MIN_S),
+            prompt_token_s=slowdown * max(token_s, MIN_S),
+            idle_prompt_token_s=max(self.token_s + step_s / max_step_tokens, MIN_S),
             num_rows=len(rows),
             step_s=slowdown * max(self.fixed_s, MIN_S),
             row_s=slowdown * max(row_s, MIN_S),
             slowdown=slowdown,
         )
-
-    def prompt_seconds(self, num_tokens: int, num_before: int, max_step_tokens: int) -> float:
-        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to the steps that compute
-        them, each at most `max_step_tokens`.
-        """
-        return -(-num_tokens // max_step_tokens) * self.chunk_s + self.chunk_seconds(num_tokens, num_before)
-
-    def count_prompt_tokens(self, seconds: float) -> int:
-        """Return how many prompt tokens a step of so many seconds computes, apart from what comes before them."""
-        return int((seconds - self.fixed_s - self.chunk_s) / max(self.token_s, MIN_S))
 
     def record_outside(self, seconds: float, num_tokens: int) -> None:
         """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
@@ -157,19 +144,17 @@ def share_step(cost: StepCost | None, plan: Plan) -> tuple[list[tuple[Sequence, 
     The constant for the step is divided as the rest is. Without the cost all tokens count alike.
     """
     seconds = [float(num) for _, num in plan] if cost is None else cost.list_seconds(plan)
-    has_drafts = any(seq.draft for seq, _ in plan)
-    expected_s = 0.0 if cost is None or has_drafts else cost.fixed_s + sum(seconds)
-    if has_drafts:
-        draft_s = 1.0 if cost is None else cost.token_s
-        seconds = [one + len(seq.draft) * draft_s for one, (seq, _) in zip(seconds, plan, strict=True)]
-    total = sum(seconds)
+    expected_s = 0.0 if cost is None or any(seq.draft for seq, _ in plan) else cost.fixed_s + sum(seconds)
+    draft_s = 1.0 if cost is None else cost.token_s
+    weights = [one + len(seq.draft) * draft_s for one, (seq, _) in zip(seconds, plan, strict=True)]
+    total = sum(weights)
     shares: list[tuple[Sequence, Stage, float]] = [
         (
             seq,
             "prefill" if seq.num_computed_tokens < seq.num_prompt_tokens else "decode",
-            one / total if total else 1 / len(plan),
+            weight / total if total else 1 / len(plan),
         )
-        for one, (seq, _) in zip(seconds, plan, strict=True)
+        for weight, (seq, _) in zip(weights, plan, strict=True)
     ]
     return shares, expected_s
 

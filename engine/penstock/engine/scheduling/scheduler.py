@@ -273,7 +273,8 @@ class Scheduler:
         if self.cost is None:
             return usual
         rows_s = sum(self.cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
-        num_in_time = min(self.cost.count_prompt_tokens(MAX_STEP_S - rows_s), tokens_per_s * MAX_STEP_S)
+        left_s = MAX_STEP_S - self.cost.fixed_s - self.cost.chunk_s - rows_s
+        num_in_time = min(self.cost.count_chunk_tokens(left_s, 0), tokens_per_s * MAX_STEP_S)
         return max(usual, int(min(num_in_time, WAITING_STEPS * usual)))
 
     def choose_budget(self, usual: int, tokens_per_s: float = math.inf, at_s: float = 0.0) -> int:
