@@ -11,13 +11,17 @@ from penstock.autoscale.sizing import (
     Targets,
     count_decode,
     count_prefill,
-    estimate_wait_s,
     predict_p99_s,
     size_kind,
 )
 
 TARGETS, SPEED = Targets(4.0, 0.05), Speed(rows=20, step_s=0.05, pool_tokens=100_000)
 LOAD = Load(rate=5.0, prompt_s=0.4, prompt_s2=0.4, output_tokens=100.0, context_tokens=2000.0)
+
+
+def estimate_wait_s(load: Load, num: float) -> float:
+    """Return the mean seconds that a prompt waits before `num` workers, each with its share of the arrivals."""
+    return load.rate / num * load.prompt_s2 / (2 * (1 - load.rate * load.prompt_s / num))
 
 
 @pytest.mark.parametrize("rate", [0.5, 3.0, 40.0])
@@ -33,9 +37,22 @@ def test_the_real_number_of_prefill_workers_is_where_the_mean_is_its_share_of_th
 def test_the_simulation_has_the_mean_of_the_formula() -> None:
     """With one worker, where it is not rounded."""
     load = Load(1.0, 0.5, 0.25, 0.0)  # prompts of one length
-    assert 1.5 < predict_p99_s(load, 1) / (estimate_wait_s(load, 1) + 0.5) < 5
-    assert predict_p99_s(load, 2) < predict_p99_s(load, 1) < predict_p99_s(replace(load, rate=1.6), 1)
-    assert math.isinf(predict_p99_s(replace(load, rate=2.0), 1))
+    one_s = predict_p99_s(load, 1, TARGETS)
+    assert 1.5 < one_s / (estimate_wait_s(load, 1) + 0.5) < 5
+    assert predict_p99_s(load, 2, TARGETS) < one_s < predict_p99_s(replace(load, rate=1.6), 1, TARGETS)
+    assert math.isinf(predict_p99_s(replace(load, rate=2.0), 1, TARGETS))
+
+
+def test_a_prompt_beside_answers_keeps_to_their_gap_until_it_would_be_late() -> None:
+    load = Load(0.001, 0.4, 0.16, output_tokens=100_000.0)  # prompts of one length, far from each other
+    speed = Speed(rows=20, step_s=0.04, row_s=0.001)  # 100 answers a second: 5 rows within the gap, and steps of 25 ms
+    assert predict_p99_s(load, 1, TARGETS) == pytest.approx(0.4)
+    assert predict_p99_s(load, 1, TARGETS, speed) == pytest.approx(0.4 * 50 / 25)
+    assert predict_p99_s(load, 1, replace(TARGETS, ttft_s=0.9), speed) == pytest.approx(0.8 * 0.9), "just in time"
+    late_s = predict_p99_s(load, 1, replace(TARGETS, ttft_s=0.1), speed)
+    assert late_s == pytest.approx(0.4 / 0.9), "longer steps leave rows a tenth of the time"
+    few = replace(load, output_tokens=1.0)
+    assert predict_p99_s(few, 1, TARGETS, speed) == pytest.approx(0.4, rel=0.01), "rarely is any answer there"
 
 
 def test_decode_is_by_rows_and_by_memory() -> None:

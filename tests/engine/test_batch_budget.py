@@ -13,6 +13,7 @@ from penstock.engine.scheduling.batch_budget import MAX_BATCH_SHARE, BatchBudget
 from penstock.engine.scheduling.cost import StepCost, TrialStep, measure_cost
 from penstock.engine.sequence import Sequence, State
 from penstock.names import PriorityClass
+from penstock.plan.placing import WorkerSpec
 from tests.engine.helpers import run_sequences, sequence
 from tests.engine.schedules import ScheduledEngine, seq_of
 
@@ -236,6 +237,7 @@ def test_room_for_batch_beside_interactive_is_what_would_not_pause(demo: LoadedM
 
 def test_a_prompt_costs_its_chunks_its_tokens_and_what_each_reads() -> None:
     cost = StepCost(20.0, 1.0, context_s=0.01, chunk_s=5.0, token_s=0.5)
-    assert cost.prompt_seconds(10, 0, max_step_tokens=4) == pytest.approx(3 * 5.0 + 10 * 0.5 + 45 * 0.01)
-    assert cost.prompt_seconds(2, 100, max_step_tokens=4) == pytest.approx(5.0 + 2 * 0.5 + 201 * 0.01)
-    assert cost.prompt_seconds(0, 100, max_step_tokens=4) == 0.0
+    spec = WorkerSpec(cost, num_blocks=10, max_step_tokens=4)
+    assert spec.prompt_seconds(10) == pytest.approx(3 * 25.0 + 10 * 0.5 + 45 * 0.01)
+    assert spec.prompt_seconds(2, 100) == pytest.approx(25.0 + 2 * 0.5 + 201 * 0.01)
+    assert spec.prompt_seconds(0, 100) == 0.0

@@ -128,14 +128,14 @@ def test_steps_that_take_longer_than_their_cost_are_planned_shorter_until_they_d
     scheduler = make_scheduler(4)
     add_prompt(scheduler, 5000, since_s=1000.0)
     as_measured = scheduler.choose_budget(USUAL)
-    for _ in range(100):
-        scheduler.record_gap(0.04, expected_s=0.02)
-    assert scheduler.slowdown == pytest.approx(2.0, rel=0.1)
-    assert scheduler.choose_budget(USUAL) < as_measured / 2
-    scheduler.record_gap(50.0, expected_s=0.02)
-    assert scheduler.slowdown < 3.0, "one long wait is no trend"
     for _ in range(300):
-        scheduler.record_gap(0.02, expected_s=0.02)
+        scheduler.gap_pace.record_step(0.04, expected_s=0.02)
+    assert scheduler.gap_pace.high_slowdown == pytest.approx(2.0, rel=0.1)
+    assert scheduler.choose_budget(USUAL) < as_measured / 2
+    scheduler.gap_pace.record_step(50.0, expected_s=0.02)
+    assert scheduler.gap_pace.high_slowdown < 3.0, "one long wait is no trend"
+    for _ in range(300):
+        scheduler.gap_pace.record_step(0.02, expected_s=0.02)
     assert scheduler.choose_budget(USUAL) == pytest.approx(as_measured, rel=0.1)
 
 
@@ -186,7 +186,8 @@ def test_no_gap_changes_a_token(demo: LoadedModel) -> None:
 def test_an_engine_records_the_gaps_of_interactive_answers_beside_prompts_alone(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=16))
     engine.scheduler.cost, expected = COST, list[float]()
-    engine.scheduler.record_gap = lambda seconds, expected_s: expected.append(expected_s)  # type: ignore[method-assign]
+    pace = engine.scheduler.gap_pace
+    pace.record_step = lambda seconds, expected_s: expected.append(expected_s)  # type: ignore[method-assign]
 
     def record_beside(priority_class: PriorityClass) -> int:
         row = sequence([3, 4, 5], 40, name=priority_class, priority_class=priority_class)

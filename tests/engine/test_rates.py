@@ -3,13 +3,12 @@ import time
 import pytest
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.engine import Engine
+from penstock.engine.engine import SLOW_HALF_LIFE_S, Engine
 from penstock.engine.loading.loading import load_model
 from penstock.engine.opening import open_engine
 from penstock.engine.scheduling.cost import (
     HALF_LIFE_TOKENS,
     MEASURE_S,
-    SLOW_HALF_LIFE_S,
     PrefillRate,
     StepCost,
     StepPace,
@@ -105,24 +104,24 @@ def test_the_speed_of_a_worker_shares_a_step_among_its_prompt_tokens() -> None:
     assert min(value for name, value in nothing.as_json().items() if name != "num_rows") > 0, "none is told as no time"
 
 
-def test_how_slow_steps_are_is_known_soon_and_forgotten_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+def test_how_slow_steps_are_is_known_soon() -> None:
     pace = StepPace()
-    assert pace.slowdown == 1.0
-    for _ in range(50):
-        now_s[0] += 0.04
+    assert pace.slowdown == pace.high_slowdown == 1.0
+    for _ in range(200):
         pace.record_step(0.04, 0.01)
-    assert pace.slowdown == pytest.approx(4.0, rel=0.15)
-    now_s[0] += 20 * SLOW_HALF_LIFE_S
-    assert pace.slowdown == pytest.approx(1.0, rel=0.01), "the next request tries it"
+    assert pace.slowdown == pytest.approx(4.0, rel=0.1)
     for _ in range(1000):
-        now_s[0] += 0.01
         pace.record_step(0.01, 0.01)
     assert pace.slowdown == pytest.approx(1.0, rel=0.01)
+    for seconds in (0.008, 0.012) * 500:
+        pace.record_step(seconds, 0.01)
+    assert pace.slowdown == pytest.approx(1.0, rel=0.01)
+    assert pace.high_slowdown == pytest.approx(1.6, rel=0.02), "three times their mean distance above the mean"
 
 
-def test_an_engine_tells_what_its_steps_take_now() -> None:
+def test_an_engine_tells_what_its_steps_take_now_and_forgets_it_without_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = open_engine(EngineSettings(pool_mb=4))
     idle = engine.report_speed()
     assert idle is not None
@@ -141,6 +140,13 @@ def test_an_engine_tells_what_its_steps_take_now() -> None:
     assert now.slowdown is not None
     assert now.slowdown > 1.0
     assert now.prompt_token_s > now.idle_prompt_token_s
+    engine._pace.slowdown = 4.0
+    for half_lives, slowdown in ((0, 4.0), (1, 2.5), (20, 1.0)):
+        at_s = engine._last_step_ended_s + half_lives * SLOW_HALF_LIFE_S
+        monkeypatch.setattr(time, "perf_counter", lambda at_s=at_s: at_s)
+        speed = engine.report_speed()
+        assert speed is not None
+        assert speed.slowdown == pytest.approx(slowdown, rel=0.01), "without steps the next request tries it"
 
 
 def test_without_a_cost_of_steps_the_rate_of_prompts_is_told() -> None:

@@ -73,6 +73,18 @@ def test_a_turn_finds_prompt_and_answer_in_the_pool_of_its_worker_until_others_n
     assert elsewhere.pool_tokens.tolist() == [0, 0]
 
 
+def test_jobs_go_where_the_fewest_are_of_those_with_room() -> None:
+    jobs = make_load(*((0.0, prompt, 20, chat, 0) for chat, prompt in enumerate((900, 60, 60, 60, 200, 60))))
+    placers = np.zeros(6, np.int64)
+    done = CoarseSimulation(2, SPEC, jobs, placers=placers, are_jobs=True).run()
+    large, worker = done.worker[0], done.worker.tolist()
+    assert sorted(worker[:2]) == sorted(worker[2:4]) == [0, 1], "by turns, as one more is on its way"
+    assert worker[4] != large, "1,024 tokens have no room for both"
+    assert worker[5] == large, "it has one less"
+    blind = CoarseSimulation(2, SPEC, jobs, placers=np.arange(6), are_jobs=True, seed=2).run()
+    assert max(np.bincount(blind.worker)) > 3, "each of these placers knows of none of the others"
+
+
 def test_a_long_prompt_shares_its_step_with_those_at_most_half_as_long() -> None:
     pending = np.array([[1000, 100, 600, 50], [100, 0, 0, 0], [50, 1000, 300, 0]])
     shares = share_tokens(pending, np.array([256, 256, 256])).tolist()
@@ -173,13 +185,10 @@ def test_a_plan_of_a_long_trace_is_made_by_it_and_says_so() -> None:
     with mock.patch.object(plan, "MAX_SIMULATED_TOKENS", 1000):
         made = make_plan(trace, RATES, goals)
         coarse = play_trace(trace, RATES, RATES.batches[1], 2, 6)
-    # Requests go where they go in the simulation; jobs by turns, and there by heartbeats.
-    for told, simulated, most in (
-        ([one.ttft_s for one in coarse], [one.ttft_s for one in waits], 0.03),
-        ([one.itl_s for one in coarse], [one.itl_s for one in waits], 0.1),
-    ):
-        off_s = np.abs(np.array(told) - np.array(simulated)).mean()
-        assert off_s < most * np.mean(simulated)
+    off_s = np.abs(np.array([one.ttft_s for one in coarse]) - [one.ttft_s for one in waits]).mean()
+    assert off_s < 0.03 * np.mean([one.ttft_s for one in waits]), "requests go where they go in the simulation"
+    # Jobs go by chance among equal workers: with other ids, the simulation's own mean is off by as much.
+    assert np.mean([one.itl_s for one in coarse]) == pytest.approx(np.mean([one.itl_s for one in waits]), rel=0.03)
     assert (made.prefill, made.decode) == (real.prefill, real.decode)
     assert made.auto == pytest.approx(real.auto, abs=1)
     assert made.auto_waits.ttft_p50_s == pytest.approx(real.auto_waits.ttft_p50_s, rel=0.2)

@@ -300,7 +300,7 @@ class Controller:
         num = sum(len(self._kinds[kind].ready) for kind in readers)
         if load is None or speed is None or not num:
             return None
-        return predict_p99_s(load, num, speed.row_s if "auto" in readers else 0.0)
+        return predict_p99_s(load, num, self._targets, speed if "auto" in readers else None)
 
 
 def _note_workers(state: KindState, workers: Workers, now_s: float) -> None:

@@ -19,6 +19,8 @@ from penstock.names import WorkerKind
 
 MEAN_SHARE = 0.8
 """The share of the limit for a first token that the mean may take."""
+URGENT_SHARE = 0.8
+"""The share of the limit after which a first token is hurried, as by the scheduler."""
 MAX_BUSY = 0.9
 """The share of their time that workers are busy at most where no number of them meets the limit."""
 P99_SIGMAS = 2.326
@@ -105,12 +107,6 @@ class Need(NamedTuple):
     """Whether no number of workers meets the limit for first tokens, as prompts alone take longer."""
 
 
-def estimate_wait_s(load: Load, num: float) -> float:
-    """Return the mean seconds that a prompt waits before `num` workers, each with its share of the arrivals."""
-    busy = load.rate * load.prompt_s / num
-    return math.inf if busy >= 1 else load.rate / num * load.prompt_s2 / (2 * (1 - busy))
-
-
 def count_prefill(load: Load, targets: Targets) -> float:
     """Return the real number of workers at which W + E[S] is its share of the limit; infinite where none is."""
     left_s = MEAN_SHARE * targets.ttft_s - load.prompt_s
@@ -127,29 +123,40 @@ def count_by_memory(load: Load, speed: Speed) -> float:
     return load.rate * load.output_tokens * speed.step_s * load.context_tokens / speed.pool_tokens
 
 
-def predict_p99_s(load: Load, num: int, row_s: float = 0.0) -> float:
+def predict_p99_s(load: Load, num: int, targets: Targets, speed: Speed | None = None) -> float:
     """Return the simulated 99th percentile of the time to first token with `num` workers.
 
-    A request goes to the worker with the least work left. `row_s`: what an answer adds to each step on these workers.
+    A request goes to the worker with the least work left. `speed` is that of workers that decode, too: beside answers
+    their steps keep to the gap, unless a first token would be late by that.
     """
     if not load.rate:
         return compute_prompt_p99_s(load)
-    share = 1 - load.rate * load.output_tokens * row_s / num
-    if load.rate * load.prompt_s >= num * share:
+    least = most = 1.0
+    if speed is not None:
+        tokens_per_s = load.rate * load.output_tokens / num
+        rows, most = min(speed.rows, tokens_per_s * targets.gap_s), 1 - tokens_per_s * speed.row_s
+        beside_s = speed.step_s - (speed.rows - rows) * speed.row_s
+        within = min(most, 1 - beside_s / targets.gap_s) if beside_s < targets.gap_s else most
+        least = most - (most - within) * min(1.0, rows)
+    if load.rate * load.prompt_s >= num * most:
         return math.inf
-    workers, now_s = [_PromptQueue() for _ in range(num)], 0.0
+    workers, now_s = [_PromptQueue(least, most, URGENT_SHARE * targets.ttft_s) for _ in range(num)], 0.0
     mean, sigma = _fit_lognormal(load)
     for gap, draw in _draw_pairs():
         now_s += gap / load.rate
-        min(workers, key=lambda one: one.free_s).add(now_s, math.exp(mean + sigma * draw) / share)
+        min(workers, key=lambda one: one.free_s).add(now_s, math.exp(mean + sigma * draw))
     times = [taken_s for one in workers for taken_s in one.run_until(math.inf)]
     return sorted(times)[math.ceil(0.99 * len(times)) - 1]
 
 
 class _PromptQueue:
-    """The prompts of one worker: the first shares the time with the shortest of those at most half as long."""
+    """The prompts of one worker: the first shares the time with the shortest of those at most half as long.
 
-    def __init__(self) -> None:
+    Prompts have the part `least` of the time, or as much more, up to `most`, as lets each take `patience_s` at most.
+    """
+
+    def __init__(self, least: float, most: float, patience_s: float) -> None:
+        self._least, self._most, self._patience_s = least, most, patience_s
         self.free_s = 0.0
         """When it will have computed all that it has."""
         self._now_s = 0.0
@@ -161,7 +168,7 @@ class _PromptQueue:
         """Add a prompt that comes now."""
         self.run_until(now_s)
         self._waiting.append([seconds, now_s])
-        self.free_s = max(self.free_s, now_s) + seconds
+        self.free_s = max(self.free_s, now_s) + seconds / self._most
 
     def run_until(self, until_s: float) -> list[float]:
         """Compute until a time, and return how long each prompt took that is done by then."""
@@ -169,16 +176,24 @@ class _PromptQueue:
         while waiting and self._now_s < until_s:
             self._now_s = max(self._now_s, waiting[0][1])
             first, shortest = waiting[0], min(waiting)
-            is_shared = shortest[0] <= first[0] / 2
-            passed_s = min(until_s - self._now_s, shortest[0] * 2 if is_shared else first[0])
-            self._now_s += passed_s
+            is_shared, part = shortest[0] <= first[0] / 2, self._find_part()
+            done_s = min((until_s - self._now_s) * part, shortest[0] * 2 if is_shared else first[0])
+            self._now_s += done_s / part
             for one in (first, shortest) if is_shared else (first,):
-                one[0] -= passed_s / 2 if is_shared else passed_s
+                one[0] -= done_s / 2 if is_shared else done_s
                 if one[0] <= 1e-9:
                     waiting.remove(one)
                     self._taken_s.append(self._now_s - one[1])
         self._now_s = max(self._now_s, until_s) if math.isfinite(until_s) else self._now_s
         return self._taken_s
+
+    def _find_part(self) -> float:
+        """Return the part of the time that prompts have now."""
+        part, left_s = self._least, 0.0
+        for seconds, came_s in self._waiting:
+            left_s += seconds
+            part = max(part, left_s / max(came_s + self._patience_s - self._now_s, 1e-9))
+        return min(part, self._most)
 
 
 def compute_prompt_p99_s(load: Load) -> float:
@@ -224,9 +239,9 @@ def size_kind(kind: WorkerKind, load: Load, speed: Speed, targets: Targets) -> N
     need = _make_need(load, needs)
     if is_hopeless:
         return need._replace(is_hopeless=True)
-    number, row_s = need.number, speed.row_s if kind == "auto" else 0.0
+    number, beside = need.number, speed if kind == "auto" else None
     steady = replace(load, rate=min(load.rate, load.steady_rate))
-    while number and number < MAX_WORKERS and predict_p99_s(steady, number, row_s) > targets.ttft_s:
+    while number and number < MAX_WORKERS and predict_p99_s(steady, number, targets, beside) > targets.ttft_s:
         number += 1 + number // 16
     return need if number == need.number else Need(number, "simulated p99 of first tokens")
 

@@ -94,8 +94,9 @@ class CoarseOutcome:
 class CoarseSimulation:
     """Plays requests against workers of one kind, which answer the requests that they read.
 
-    `workers` has the worker of each request; without it, the product's rule places the requests. `are_jobs` marks
+    `workers` has the worker of each request; without it, the product's rules place the requests. `are_jobs` marks
     requests whose prompts were computed elsewhere: their first token here is not the first token of the answer.
+    `placers` has the worker that places each job.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class CoarseSimulation:
         load: CoarseLoad,
         *,
         workers: Ints | None = None,
+        placers: Ints | None = None,
         are_jobs: bool = False,
         seed: int = 0,
     ) -> None:
@@ -123,7 +125,8 @@ class CoarseSimulation:
             raise PlanError(f"the largest request needs {largest:,} KV blocks, and the pool has {spec.num_blocks:,}")
         rng = np.random.default_rng(seed)
         self._home = rng.integers(num_workers, size=num_chats)
-        self._placer = rng.integers(NUM_PLACERS, size=num_requests)
+        self._placer = rng.integers(NUM_PLACERS, size=num_requests) if placers is None else placers
+        self._work = np.ones_like(load.prompt_tokens) if are_jobs else load.prompt_tokens
         self._workers = workers
         self._worker = np.zeros(num_requests, np.int64) if workers is None else workers
         self._first_s, self._end_s = np.zeros(num_requests), np.zeros(num_requests)
@@ -145,13 +148,16 @@ class CoarseSimulation:
         self._chat_written, self._chat_tokens = np.zeros((2, num_chats), np.int64)
         num_systems = int(load.system.max()) + 1
         self._system_written = np.full((num_workers, num_systems), -NEVER // 2)
-        # Placers: the tokens that each believes to be left, all tokens that it has sent, and each chat's last worker.
-        self._left, self._sent = np.zeros((2, NUM_PLACERS, num_workers), np.int64)
+        # Placers: the prompt tokens, or jobs, that each believes to be left, and for jobs the tokens in pools; all that
+        # it has sent of both; and each chat's last worker.
+        num_placers = NUM_PLACERS if placers is None else int(placers.max()) + 1
+        self._left, self._sent = np.zeros((2, 2, num_placers, num_workers), np.int64)
         self._beats: list[tuple[slice, Ints, Ints]] = []
         self._sent_worker, self._sent_tokens = np.zeros((2, NUM_PLACERS, num_chats), np.int64)
         self._sent_s = np.full((NUM_PLACERS, num_chats), -np.inf)
         self._system_s = np.full((NUM_PLACERS, num_systems, num_workers), -np.inf)
         self._turns = rng.integers(2**31, size=num_requests)
+        self._chances = np.tile(rng.random(num_workers), 2)
 
     def run(self) -> CoarseOutcome:
         """Return the outcomes of the requests."""
@@ -162,7 +168,10 @@ class CoarseSimulation:
             until_s = (tick + 1) * TICK_S
             requests = np.arange(first, first + int(np.searchsorted(self._at_s[first:], until_s)))
             if len(requests):
-                self._place_requests(requests, tick * TICK_S)
+                if self._are_jobs:
+                    self._place_jobs(requests)
+                else:
+                    self._place_requests(requests, tick * TICK_S)
                 self._queue_requests(requests)
             self._take_steps(until_s)
             self._pass_beats(tick)
@@ -178,7 +187,7 @@ class CoarseSimulation:
         load = self._load
         for placer in range(NUM_PLACERS):
             mine = requests[self._placer[requests] == placer]
-            left, chat, prompt = self._left[placer], load.chat[mine], load.prompt_tokens[mine]
+            left, chat, prompt = self._left[0, placer], load.chat[mine], load.prompt_tokens[mine]
             system, system_tokens = load.system[mine], load.system_tokens[mine]
             is_known = now_s - self._sent_s[placer, chat] <= MEMORY_S
             known, last = np.where(is_known, self._sent_tokens[placer, chat], 0), self._sent_worker[placer, chat]
@@ -198,20 +207,32 @@ class CoarseSimulation:
                     chosen[one] = best[self._turns[mine[one]] % len(best)]
                 uncached[one] = prompt[one] + costs[chosen[one]] - left[chosen[one]]
                 left[chosen[one]] += uncached[one]
-            np.add.at(self._sent[placer], chosen, uncached)
+            np.add.at(self._sent[0, placer], chosen, uncached)
             self._sent_worker[placer, chat], self._sent_tokens[placer, chat] = chosen, prompt
             self._sent_s[placer, chat] = now_s
             self._system_s[placer, system, chosen] = now_s
             self._worker[mine] = chosen
 
+    def _place_jobs(self, requests: Ints) -> None:
+        """Choose the workers of jobs: those with the fewest others, of those whose pools have room if there are any."""
+        for one in requests:
+            placer, turn = self._placer[one], self._turns[one] % self._num_workers
+            (others, held), prompt = self._left[:, placer], self._load.prompt_tokens[one]
+            costs = others + self._chances[turn : turn + self._num_workers]  # by chance among equal ones
+            costs += len(self._at_s) * (held + prompt > self._pool_tokens)
+            self._worker[one] = chosen = costs.argmin()
+            for sums in (self._left, self._sent):
+                sums[:, placer, chosen] += 1, prompt
+
     def _pass_beats(self, tick: int) -> None:
         """Write the heartbeats of this tick, and let placers read those that are old enough."""
         workers = slice(tick % TICKS_OF_BEAT, None, TICKS_OF_BEAT)
-        waiting = self._queued[workers] + self._pending[workers].sum(axis=1)
-        self._beats.append((workers, waiting, self._sent[:, workers].copy()))
+        begun = self._num_rows + self._num_prompts if self._are_jobs else self._pending.sum(axis=1)
+        told = np.stack((self._queued + begun, self._context))[:, None, workers]
+        self._beats.append((workers, told, self._sent[..., workers].copy()))
         if len(self._beats) > TICKS_OF_DELAY:
-            workers, waiting, sent = self._beats.pop(0)
-            self._left[:, workers] = waiting + self._sent[:, workers] - sent
+            workers, told, sent = self._beats.pop(0)
+            self._left[..., workers] = told + self._sent[..., workers] - sent
 
     def _queue_requests(self, requests: Ints) -> None:
         """Append requests to the queues of their workers."""
@@ -225,7 +246,7 @@ class CoarseSimulation:
         self._head[found[is_empty]] = first[is_empty]
         self._next[self._tail[found[~is_empty]]] = first[~is_empty]
         self._tail[found] = last
-        np.add.at(self._queued, workers, self._load.prompt_tokens[order])
+        np.add.at(self._queued, workers, self._work[order])
 
     # Steps
 
@@ -286,7 +307,7 @@ class CoarseSimulation:
             self._prompt[workers, count] = requests
             self._num_prompts[workers] += 1
             self._reserved[workers] += self._need[requests]
-            self._queued[workers] -= prompt
+            self._queued[workers] -= self._work[requests]
             self._written[workers] += prompt - hits + output
             self._head[workers] = self._next[requests]
             self._hits[requests] = hits

@@ -52,7 +52,7 @@ class WorkerSpec:
     def prompt_seconds(self, num_tokens: int, num_before: int = 0) -> float:
         """Return the seconds that an idle worker takes for `num_tokens` prompt tokens after `num_before` others."""
         num_steps = -(-num_tokens // self.max_step_tokens)
-        return num_steps * self.cost.fixed_s + self.cost.prompt_seconds(num_tokens, num_before, self.max_step_tokens)
+        return num_steps * (self.cost.fixed_s + self.cost.chunk_s) + self.cost.chunk_seconds(num_tokens, num_before)
 
 
 @dataclass

@@ -257,12 +257,7 @@ def play_auto(
     token_s = max(0.0, spec.cost.token_s - spec.cost.fixed_s / spec.max_step_tokens)
     spec = replace(spec, cost=replace(spec.cost, token_s=token_s))
     if is_long(trace):
-        at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
-        prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
-        load, workers = CoarseLoad.without_chats(at_s, prompt, output), np.arange(len(trace)) % num_auto
-        done = CoarseSimulation(num_auto, spec, load, workers=workers).run()
-        times = zip(trace, done.ttft_s.tolist(), done.itl_s.tolist(), strict=True)
-        return [Timing(one.priority_class, ttft_s, itl_s) for one, ttft_s, itl_s in times]
+        return play_coarsely(trace, (num_auto, spec))
     return [
         one.make_timing() for one in Simulation({"auto": (num_auto, spec)}, [RoundRobin()]).run(_make_requests(trace))
     ]
@@ -283,21 +278,19 @@ def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> l
 
 
 def play_coarsely(
-    trace: Sequence[Arrival], prefill: tuple[int, WorkerSpec], decode: tuple[int, WorkerSpec]
+    trace: Sequence[Arrival], readers: tuple[int, WorkerSpec], decode: tuple[int, WorkerSpec] | None = None
 ) -> list[Timing]:
-    """Return the latencies of the requests by the coarse model, for a number of workers of each kind."""
+    """Return the latencies by the coarse model, for a number of workers of each kind, or of readers that also decode."""
     at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
     prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
     numbers = np.arange(len(trace))
-    prompts = CoarseLoad.without_chats(at_s, prompt, np.ones_like(output))
-    first_s = CoarseSimulation(*prefill, prompts, workers=numbers % prefill[0]).run().first_s
-    itl_s = np.zeros(len(trace))
-    jobs = numbers[output > 1] if decode[0] else numbers[:0]
-    if len(jobs):
+    load = CoarseLoad.without_chats(at_s, prompt, np.ones_like(output) if decode else output)
+    done = CoarseSimulation(*readers, load, workers=numbers % readers[0]).run()
+    first_s, itl_s, jobs = done.first_s, done.itl_s, numbers[output > 1]
+    if decode and decode[0] and len(jobs):
         jobs = jobs[np.argsort(first_s[jobs], kind="stable")]
         answers = CoarseLoad.without_chats(first_s[jobs], prompt[jobs], output[jobs] - 1)
-        workers = np.arange(len(jobs)) % decode[0]  # about as they go to the worker with the fewest rows
-        ended = CoarseSimulation(*decode, answers, workers=workers, are_jobs=True).run()
+        ended = CoarseSimulation(*decode, answers, placers=jobs % readers[0], are_jobs=True).run()
         itl_s[jobs] = (ended.end_s - first_s[jobs]) / (output[jobs] - 1)
     times = zip(trace, (first_s - at_s).tolist(), itl_s.tolist(), strict=True)
     return [Timing(one.priority_class, ttft_s, each_s) for one, ttft_s, each_s in times]

@@ -67,6 +67,8 @@ log = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 32
 """Rows of logits that are ranked at once: a float32 copy is made of them."""
+SLOW_HALF_LIFE_S = 30.0
+"""After how many seconds without a step it is half forgotten how much longer steps took than they cost."""
 
 
 class Sampled(NamedTuple):
@@ -269,7 +271,9 @@ class Engine:
         rows = [seq for seq in list(self.scheduler.running) if seq.num_pending_tokens == 1]
         if (cost := self.scheduler.cost) is None:
             return self._rate.describe_speed(len(rows))
-        return cost.describe_speed(rows, self.settings.max_step_tokens, self._pace.slowdown)
+        # Without steps a slow worker counts as fast again after a while, and what is sent there then tells.
+        kept = 0.5 ** ((time.perf_counter() - self._last_step_ended_s) / SLOW_HALF_LIFE_S)
+        return cost.describe_speed(rows, self.settings.max_step_tokens, 1 + kept * (self._pace.slowdown - 1))
 
     def measure_speed(self) -> None:
         """Measure the speed of prefill and the cost of steps with a few prompts and steps.
@@ -377,9 +381,8 @@ class Engine:
             return []
         if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
-        before, expected_s = [seq.num_computed_tokens for seq, _ in plan], self._expect_seconds(plan)
-        do_answers_wait = self._do_answers_wait(plan)
-        self.step_shares = share_step(self.scheduler.cost, plan)
+        before, do_answers_wait = [seq.num_computed_tokens for seq, _ in plan], self._do_answers_wait(plan)
+        self.step_shares, expected_s = share_step(self.scheduler.cost, plan)
         try:
             drawn = self._run_plan(plan)
         except BaseException as error:
@@ -395,7 +398,7 @@ class Engine:
         sampled = self._append_tokens(drawn)
         ended_s = time.perf_counter()
         if expected_s and do_answers_wait:
-            self.scheduler.record_gap(ended_s - self._last_step_ended_s, expected_s)
+            self.scheduler.gap_pace.record_step(ended_s - self._last_step_ended_s, expected_s)
         self._last_step_ended_s, self._num_last_sampled = ended_s, len(sampled)
         self._last_sampled = {one.seq for one in sampled}
         self._quarantine.record_success()
@@ -406,11 +409,6 @@ class Engine:
         if expected_s:
             self._pace.record_step(seconds, expected_s)
         return sampled
-
-    def _expect_seconds(self, plan: Plan) -> float:
-        """Return how long this step takes by its cost; 0 where that is not known, as with drafts."""
-        cost = self.scheduler.cost
-        return 0.0 if cost is None or any(seq.draft for seq, _ in plan) else cost.step_seconds(plan)
 
     def _do_answers_wait(self, plan: Plan) -> bool:
         """Return whether interactive answers that the last step had a token of wait for prompts in this one."""

@@ -385,7 +385,7 @@ class VllmCore:
             return
         step.sampled = []
         plan = [(self._sequences[name], num_tokens) for name, num_tokens in step.output.num_scheduled_tokens.items()]
-        self.step_shares = share_step(None, plan)
+        self.step_shares, _ = share_step(None, plan)
         requests = self._core.scheduler.requests
         num_after = {
             request_id: requests[request_id].num_computed_tokens for request_id in step.output.num_scheduled_tokens

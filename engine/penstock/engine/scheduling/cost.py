@@ -38,11 +38,10 @@ MIN_S = 1e-9
 """The least that something takes: two trials may have taken equally long."""
 WARM_UP_TOKENS = 16
 """Length of the prompt that warms up. The next one is four times as long."""
-SLOW_HALF_LIFE_S = 10.0
-"""After how many seconds a step counts half for how slow the machine is now."""
-SLOW_PRIOR_S = 0.02
-"""Seconds of steps as fast as measured at the start that count always: without steps a slow worker counts as fast
-again after a while, and what is sent there then tells."""
+PACE_HALF_LIFE_S, SPREADS, MAX_JUMP = 0.5, 3.0, 2.0
+"""After how many seconds of others, by their cost, a step counts half for how much longer steps take; how many mean
+distances lie between the mean and all but about one in a hundred; and how many times the mean a step counts for at
+most, as a single long one has its cause elsewhere."""
 MEASURE_S = 0.1
 """How long prompts are computed for the first rate. The last of them may take longer."""
 
@@ -108,10 +107,14 @@ class StepCost:
         is_row = seq.num_pending_tokens == 1
         return self.row_seconds(seq) if is_row else self.chunk_seconds(num_tokens, seq.num_computed_tokens)
 
+    def list_seconds(self, plan: Plan) -> list[float]:
+        """Return how much each sequence adds to a step. The constant for a first chunk is divided among the chunks."""
+        chunk_s = self.chunk_s / max(1, sum(seq.num_pending_tokens > 1 for seq, _ in plan))
+        return [self.estimate_seconds(seq, num) + chunk_s * (seq.num_pending_tokens > 1) for seq, num in plan]
+
     def step_seconds(self, plan: Plan) -> float:
         """Return how long a step takes."""
-        chunk_s = self.chunk_s if any(seq.num_pending_tokens > 1 for seq, _ in plan) else 0.0
-        return self.fixed_s + chunk_s + sum(self.estimate_seconds(seq, num) for seq, num in plan)
+        return self.fixed_s + sum(self.list_seconds(plan))
 
     def describe_speed(self, rows: Items[Sequence], max_step_tokens: int, slowdown: float = 1.0) -> WorkerSpeed:
         """Return the speed of a worker that decodes these sequences, whose steps have so many tokens as a rule and take
@@ -119,60 +122,41 @@ class StepCost:
         """
         rows_s, step_s = sum(map(self.row_seconds, rows)), self.fixed_s + self.chunk_s
         row_s = rows_s / len(rows) if rows else self.row_s + self.known_outside_s
-
-        def share_step(seconds: float, num_rows: int) -> float:
-            return self.token_s + seconds / max(1, max_step_tokens - num_rows)
-
+        token_s = self.token_s + (step_s + rows_s) / max(1, max_step_tokens - len(rows))
         return WorkerSpeed(
-            prompt_token_s=slowdown * max(share_step(step_s + rows_s, len(rows)), MIN_S),
-            idle_prompt_token_s=max(share_step(step_s, 0), MIN_S),
+            prompt_token_s=slowdown * max(token_s, MIN_S),
+            idle_prompt_token_s=max(self.token_s + step_s / max_step_tokens, MIN_S),
             num_rows=len(rows),
             step_s=slowdown * max(self.fixed_s, MIN_S),
             row_s=slowdown * max(row_s, MIN_S),
             slowdown=slowdown,
         )
 
-    def prompt_seconds(self, num_tokens: int, num_before: int, max_step_tokens: int) -> float:
-        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to the steps that compute
-        them, each at most `max_step_tokens`.
-        """
-        return -(-num_tokens // max_step_tokens) * self.chunk_s + self.chunk_seconds(num_tokens, num_before)
-
-    def count_prompt_tokens(self, seconds: float) -> int:
-        """Return how many prompt tokens a step of so many seconds computes, apart from what comes before them."""
-        return int((seconds - self.fixed_s - self.chunk_s) / max(self.token_s, MIN_S))
-
     def record_outside(self, seconds: float, num_tokens: int) -> None:
         """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
         self.outside_s = min(self.outside_s, seconds / num_tokens)
 
 
-def share_step(cost: StepCost | None, plan: Plan) -> list[tuple[Sequence, Stage, float]]:
-    """Return each row of a step that is about to be computed, with its stage and its part of the step's seconds.
+def share_step(cost: StepCost | None, plan: Plan) -> tuple[list[tuple[Sequence, Stage, float]], float]:
+    """Return each row of a step that is about to be computed, with its stage and its part of the step's seconds; and
+    how long the step takes by its cost, which is 0 where that is not known, as with drafts.
 
-    The formula's constants for the step are divided as its terms for the rows are, those for a first chunk among the
-    prompts. Without the constants all tokens count alike.
+    The constant for the step is divided as the rest is. Without the cost all tokens count alike.
     """
-    row_s = token_s = 1.0
-    context_s = chunk_s = 0.0
-    if cost is not None:
-        row_s, token_s, context_s = cost.row_s + cost.known_outside_s, cost.token_s, cost.context_s
-        chunk_s = cost.chunk_s / max(1, sum(num > 1 for _, num in plan))
-    weights = [
-        (row_s if num == 1 else chunk_s + num * token_s)
-        + num * context_s * seq.num_computed_tokens
-        + (len(seq.draft) * token_s if seq.draft else 0.0)
-        for seq, num in plan
-    ]
+    seconds = [float(num) for _, num in plan] if cost is None else cost.list_seconds(plan)
+    expected_s = 0.0 if cost is None or any(seq.draft for seq, _ in plan) else cost.fixed_s + sum(seconds)
+    draft_s = 1.0 if cost is None else cost.token_s
+    weights = [one + len(seq.draft) * draft_s for one, (seq, _) in zip(seconds, plan, strict=True)]
     total = sum(weights)
-    return [
+    shares: list[tuple[Sequence, Stage, float]] = [
         (
             seq,
             "prefill" if seq.num_computed_tokens < seq.num_prompt_tokens else "decode",
             weight / total if total else 1 / len(plan),
         )
-        for (seq, _), weight in zip(plan, weights, strict=True)
+        for weight, (seq, _) in zip(weights, plan, strict=True)
     ]
+    return shares, expected_s
 
 
 def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_context_tokens: int) -> StepCost:
@@ -205,30 +189,28 @@ def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_
 
 
 class StepPace:
-    """How much longer steps take lately than `StepCost` says, which was measured in time that no other process had.
+    """How many times as long as `StepCost` says steps take lately. It was measured in time that no other process had.
 
     One thread records, any thread may read.
     """
 
     def __init__(self) -> None:
-        self._sums = (0.0, 0.0, 0.0)
-        """Seconds that steps took, seconds that they should have taken, and the time of the last one."""
+        self.slowdown = 1.0
+        """The mean."""
+        self._spread = 0.0
+        """The mean distance from it."""
 
     def record_step(self, seconds: float, expected_s: float) -> None:
-        """Record a step."""
-        taken_s, should_s = self._weigh_sums(now_s := time.monotonic())
-        self._sums = taken_s + seconds, should_s + expected_s, now_s
-
-    def _weigh_sums(self, now_s: float) -> tuple[float, float]:
-        taken_s, should_s, at_s = self._sums
-        kept = 0.5 ** ((now_s - at_s) / SLOW_HALF_LIFE_S)
-        return taken_s * kept, should_s * kept
+        """Record a step: how long it took, and how long by its cost."""
+        ratio = min(seconds / expected_s, MAX_JUMP * self.slowdown)
+        weight = 1 - 0.5 ** (expected_s / PACE_HALF_LIFE_S)
+        self._spread += weight * (abs(ratio - self.slowdown) - self._spread)
+        self.slowdown += weight * (ratio - self.slowdown)
 
     @property
-    def slowdown(self) -> float:
-        """The factor."""
-        taken_s, should_s = self._weigh_sums(time.monotonic())
-        return (SLOW_PRIOR_S + taken_s) / (SLOW_PRIOR_S + should_s)
+    def high_slowdown(self) -> float:
+        """What all but about one in a hundred steps stay below."""
+        return self.slowdown + SPREADS * self._spread
 
 
 class PrefillRate:

@@ -48,7 +48,7 @@ from penstock.config.settings import SloSettings
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.memory.tables import BlockTables
 from penstock.engine.scheduling.batch_budget import FORCED_BATCH_PERIOD_STEPS, MAX_BATCH_SHARE, BatchBudget
-from penstock.engine.scheduling.cost import StepCost
+from penstock.engine.scheduling.cost import StepCost, StepPace
 from penstock.engine.scheduling.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from penstock.engine.sequence import Plan, Sequence, State
 from penstock.names import CLASSES, PriorityClass
@@ -62,10 +62,6 @@ WAITING_STEPS = 4
 """A step is larger than usual while more prompt tokens wait than so many steps compute: by up to so many times."""
 MAX_STEP_S = 0.2
 """How long a step may take that is larger than usual, where no longest gap bounds it."""
-PACE_SHARE, SPREADS, MAX_JUMP = 0.05, 3.0, 2.0
-"""The weight of the last gap in the mean of how much longer gaps are than by their cost, and in their mean distance
-from it; how many such distances lie between the mean and all but about one in a hundred; and how many times the mean
-a gap counts for at most, as a single long one has its cause elsewhere."""
 URGENT_SHARE = 0.8
 """A first token is hurried that would come later than after this share of the time that it may take: estimates err, and
 what it waits for outside the engine is not in them."""
@@ -133,9 +129,8 @@ class Scheduler:
         their usual size."""
         self.slo = SloSettings()
         """The longest gap of interactive answers, and the longest time to their first token."""
-        self._pace, self._spread = 1.0, 0.0
-        self.slowdown = 1.0
-        """How many times as long as by their cost all but a few steps with prompts beside answers take lately."""
+        self.gap_pace = StepPace()
+        """How much longer than by the cost of steps interactive answers wait for a token beside prompts."""
         self.running: list[Sequence] = []
         """In scheduling order: the last is preempted first. Sequences that are done leave with the next step."""
         self.num_preemptions = 0
@@ -278,7 +273,8 @@ class Scheduler:
         if self.cost is None:
             return usual
         rows_s = sum(self.cost.row_seconds(seq) for seq in self.running if seq.num_pending_tokens == 1)
-        num_in_time = min(self.cost.count_prompt_tokens(MAX_STEP_S - rows_s), tokens_per_s * MAX_STEP_S)
+        left_s = MAX_STEP_S - self.cost.fixed_s - self.cost.chunk_s - rows_s
+        num_in_time = min(self.cost.count_chunk_tokens(left_s, 0), tokens_per_s * MAX_STEP_S)
         return max(usual, int(min(num_in_time, WAITING_STEPS * usual)))
 
     def choose_budget(self, usual: int, tokens_per_s: float = math.inf, at_s: float = 0.0) -> int:
@@ -324,7 +320,7 @@ class Scheduler:
             num_fitting = min(num_left, most - num_tokens, num_fitting)
             step_s += cost.chunk_seconds(num_fitting, seq.num_computed_tokens)
             num_tokens += num_fitting
-        return num_tokens, step_s * self.slowdown
+        return num_tokens, step_s * self.gap_pace.high_slowdown
 
     def _is_any_late(self, prompts: Plan, at_s: float, token_s: float) -> bool:
         """Return whether a first token would be late if each prompt token took so long, one prompt after the other."""
@@ -334,20 +330,13 @@ class Scheduler:
                 return True
         return False
 
-    def record_gap(self, seconds: float, expected_s: float) -> None:
-        """Record how long interactive answers waited for a token beside prompts, and how long by the cost of steps."""
-        ratio = min(seconds / expected_s, MAX_JUMP * self._pace)
-        self._spread += PACE_SHARE * (abs(ratio - self._pace) - self._spread)
-        self._pace += PACE_SHARE * (ratio - self._pace)
-        self.slowdown = self._pace + SPREADS * self._spread
-
     @property
     def max_gap_s(self) -> float:
         """How long a step with prompts may take by its cost beside interactive answers, so that their gaps stay within
         the longest one: less by what batch work may add, and while steps take longer than they cost.
         """
         has_batch = any(seq.priority_class == "batch" and seq.state is not State.DONE for seq in self.running)
-        return self.slo.interactive_gap_s / self.slowdown / (1 + MAX_BATCH_SHARE * has_batch)
+        return self.slo.interactive_gap_s / self.gap_pace.high_slowdown / (1 + MAX_BATCH_SHARE * has_batch)
 
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
         """Plan the next step: for each class the running sequences, then the waiting ones that can be admitted.
