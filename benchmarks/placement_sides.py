@@ -1,4 +1,7 @@
-"""What `benchmarks.placement_run` starts and plays: workers whose model sleeps, and traces with texts."""
+"""What `benchmarks.placement_run` starts and plays: workers whose model sleeps, and traces with texts.
+
+`benchmarks.roles_run` starts such workers, too.
+"""
 
 import json
 import os
@@ -18,6 +21,7 @@ from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.local.processes import Child
 from penstock.local.stack import Stack, WorkerSlot
+from penstock.names import WorkerKind
 from penstock.plan.placing import PlacedRequest
 from sim.forked import fork_process
 from sim.placement.traces import Segment, make_placed_request
@@ -28,9 +32,11 @@ CONTEXT_TOKENS = 4096
 SYSTEM_TOKENS, ANSWER_TOKENS, TURNS = 450, 6, (3, 4)
 USER_TOKENS = (100, 200)
 STEPS_VARIABLE = "PLACEMENT_RUN_STEPS"
-"""The folder in which each worker notes its steps: when they ended, and their seconds."""
-SLOW_VARIABLE = "PLACEMENT_RUN_SLOW"
-"""By what factor this worker's steps take longer."""
+"""The folder in which each worker notes its steps, when they ended, and their seconds; and the requests with tokens
+that it computed from their prompt's first token on.
+"""
+COST_VARIABLE = "PLACEMENT_RUN_COST"
+"""What this worker's steps cost, as JSON, if not `COST`."""
 ENVIRONMENT = DEMO_ENVIRONMENT | {
     "PENSTOCK_ENGINE_POOL_MB": "192", "PENSTOCK_KV_STORE_SHARED_MB": "0",
     "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_KV_STORE_DISK_MB": "0",
@@ -46,8 +52,9 @@ class SleepingRunner:
     def __init__(self, engine: Engine, token_id: int) -> None:
         self._engine = engine
         self._logits = make_logits(engine, token_id)
-        name = f"{os.environ['PENSTOCK_WORKER_NAME']}.steps"
-        self._file = Path(os.environ[STEPS_VARIABLE], name).open("a", buffering=1)  # noqa: SIM115
+        path = Path(os.environ[STEPS_VARIABLE], os.environ["PENSTOCK_WORKER_NAME"])
+        self._file = path.with_suffix(".steps").open("a", buffering=1)
+        self._again = path.with_suffix(".again").open("a", buffering=1)
 
     def run_step(self, batch: Any) -> torch.Tensor:
         """Sleep, note the step, and return the rows of logits."""
@@ -55,18 +62,21 @@ class SleepingRunner:
         assert cost is not None
         inside = replace(cost, outside_s=0.0)  # the time outside of steps passes by itself
         seconds = cost.fixed_s + sum(inside.estimate_seconds(seq, num) for seq, num in batch.plan)
+        again = [seq.id for seq, _ in batch.plan if seq.num_output_tokens and not seq.num_computed_tokens]
+        self._again.writelines(f"{one}\n" for one in again)
         time.sleep(seconds)
         self._file.write(f"{time.time()} {seconds}\n")
         return self._logits.repeat(max(1, batch.num_kept_rows), 1)
 
 
-def run_sleeping_worker() -> None:
-    """Run an `auto` worker whose model sleeps."""
+def run_sleeping_worker(kind: WorkerKind) -> None:
+    """Run a worker whose model sleeps."""
+    from penstock.decode_worker.main import run_decode_worker
     from penstock.engine import opening
-    from penstock.prefill_worker.main import run_auto_worker
+    from penstock.prefill_worker.main import run_auto_worker, run_prefill_worker
 
-    open_engine, slowness = opening.open_engine, float(os.environ.get(SLOW_VARIABLE, "1"))
-    cost = StepCost(**{name: slowness * seconds for name, seconds in asdict(COST).items() if seconds is not None})
+    open_engine = opening.open_engine
+    cost = StepCost(**json.loads(os.environ[COST_VARIABLE])) if COST_VARIABLE in os.environ else COST
 
     def open_sleeping_engine(*given: Any, **options: Any) -> Engine:
         engine = open_engine(*given, **options)
@@ -80,7 +90,7 @@ def run_sleeping_worker() -> None:
         return engine
 
     opening.open_engine = open_sleeping_engine
-    run_auto_worker(next_name=True)
+    {"auto": run_auto_worker, "prefill": run_prefill_worker}.get(kind, run_decode_worker)(next_name=True)
 
 
 class SleepingStack(Stack):
@@ -89,9 +99,20 @@ class SleepingStack(Stack):
     slowness = 1.0
 
     def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
-        if worker is self.workers[-1]:
-            environment = {**environment, SLOW_VARIABLE: str(self.slowness)}
-        return fork_process(worker.name, self._log_path(worker), run_sleeping_worker, environment=environment)
+        if self.slowness != 1.0 and worker is self.workers[-1]:
+            environment = {**environment, COST_VARIABLE: encode_cost(COST, self.slowness)}
+        log = self._log_path(worker)
+        return fork_process(worker.name, log, run_sleeping_worker, worker.stage, environment=environment)
+
+
+def stretch_cost(cost: StepCost, factor: float) -> StepCost:
+    """Return the cost of steps that take so many times as long."""
+    return StepCost(**{name: factor * seconds for name, seconds in asdict(cost).items() if seconds is not None})
+
+
+def encode_cost(cost: StepCost, factor: float = 1.0) -> str:
+    """Return the variable's value for steps that take so many times as long."""
+    return json.dumps(asdict(stretch_cost(cost, factor)))
 
 
 def list_words() -> list[str]:

@@ -4,15 +4,21 @@ A worker is paid from the moment that its start is asked for until it has gone. 
 the least work left of those that serve. One that is told to go hands off what it has not begun, and ends the rest.
 """
 
+import math
+import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 from penstock.autoscale.controller import Bounds, Controller, Decision, Seen, Workers
-from penstock.autoscale.sizing import Load, Speed, Targets
+from penstock.autoscale.sizing import Load, Speed, Targets, count_decode, count_prefill, size_kind
 from penstock.autoscale.windows import Passed
 from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
 from penstock.plan.simulator import Outcome, SimulatedWorker, Simulation
+from penstock.plan.trace import compute_quantile
 
 LOOK_S = 5.0
 """How often the controller decides."""
@@ -29,6 +35,110 @@ def find_speed(spec: WorkerSpec, targets: Targets, context_tokens: float) -> Spe
     row_s = cost.row_s + cost.known_outside_s + cost.context_s * context_tokens
     rows = max(1, min(spec.max_batch, int((targets.gap_s - cost.fixed_s) / row_s)))
     return Speed(rows, cost.fixed_s + rows * row_s, row_s, spec.num_blocks * spec.block_size)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lognormal lengths of prompts and answers: median and sigma of each."""
+
+    prompt: tuple[float, float]
+    answer: tuple[float, float]
+    longest: int = 1_000_000
+    """The most tokens of a prompt."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """The mean of prompt and answer together."""
+        return sum(median * math.exp(sigma**2 / 2) for median, sigma in (self.prompt, self.answer))
+
+    def make_trace(self, rate: Callable[[float], float], most: float, seconds: float, seed: int) -> list[PlacedRequest]:
+        """Return requests of a Poisson process whose rate changes, and is at most `most`."""
+        rng, at_s, found = random.Random(seed), 0.0, list[PlacedRequest]()
+        while (at_s := at_s + rng.expovariate(most)) < seconds:
+            if rng.random() < rate(at_s) / most:
+                prompt, answer = (
+                    max(2, int(rng.lognormvariate(0, sigma) * median)) for median, sigma in (self.prompt, self.answer)
+                )
+                found.append(PlacedRequest(f"r{len(found)}", at_s, min(prompt, self.longest), answer))
+        return found
+
+    def describe_load(self, spec: WorkerSpec, rate: float) -> Load:
+        """Return the load of so many requests a second, as an oracle knows it."""
+        token_s = spec.prompt_seconds(spec.max_step_tokens) / spec.max_step_tokens
+        (prompt, prompt_sigma), (answer, answer_sigma) = self.prompt, self.answer
+        mean, mean_answer = prompt * math.exp(prompt_sigma**2 / 2), answer * math.exp(answer_sigma**2 / 2)
+        squares = mean**2 * math.exp(prompt_sigma**2)
+        return Load(rate, mean * token_s, squares * token_s**2, mean_answer, mean + mean_answer)
+
+
+@dataclass(frozen=True)
+class PhasedLoad:
+    """A load that changes from phase to phase, each of equal length, and that its oracle knows."""
+
+    spec: WorkerSpec
+    targets: Targets
+    lengths: Lengths
+    unit_rate: float
+    """Requests a second of a part."""
+    parts: Sequence[float]
+    """The parts of the phases."""
+    phase_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The length of all phases together."""
+        return self.phase_s * len(self.parts)
+
+    def make_trace(self, seed: int) -> list[PlacedRequest]:
+        """Return its requests."""
+        most = self.unit_rate * max(self.parts)
+        return self.lengths.make_trace(
+            lambda at_s: self.unit_rate * self._find_part(self.parts, at_s), most, self.seconds, seed
+        )
+
+    def count_needed(self) -> list[int]:
+        """Return the number of workers that each phase needs, by the controller's formulas."""
+        loads = [self.lengths.describe_load(self.spec, self.unit_rate * part) for part in self.parts]
+        speed = find_speed(self.spec, self.targets, loads[0].context_tokens)
+        return [size_kind("auto", load, speed, self.targets).number for load in loads]
+
+    def make_oracle(self, start_s: float) -> "Choose":
+        """Return the choice of who knows the load, where a start takes so long."""
+        needed = self.count_needed()
+        return lambda now_s: max(self._find_part(needed, at_s) for at_s in (now_s, now_s + start_s + LOOK_S))
+
+    def _find_part(self, values: Sequence[float], at_s: float) -> Any:
+        return values[min(len(values) - 1, int(at_s / self.phase_s))]
+
+
+def find_unit_rate(spec: WorkerSpec, targets: Targets, lengths: Lengths, busy: float) -> float:
+    """Return the rate at which one worker is so busy, by the formula of `auto` workers."""
+    load = lengths.describe_load(spec, 1.0)
+    return busy / (count_prefill(load, targets) + count_decode(load, find_speed(spec, targets, load.context_tokens)))
+
+
+def count_turns(numbers: Sequence[tuple[float, int]], window_s: float) -> int:
+    """Return how often a number turned from up to down or back within so many seconds, at most."""
+    steps = [(at_s, after > before) for (_, before), (at_s, after) in pairwise(numbers)]
+    turns = [at_s for (_, before), (at_s, after) in pairwise(steps) if before != after]
+    return max((sum(at_s <= other_s < at_s + window_s for other_s in turns) for at_s in turns), default=0)
+
+
+def compare_predictions(
+    seen: Sequence[tuple[float, float]], told: Sequence[tuple[float, float | None]], window_s: float
+) -> list[float]:
+    """Return by what share the predicted p99 of first tokens was off the observed one, in each window but the first.
+
+    `seen` has requests' times and their seconds to the first token, `told` the times of predictions and these.
+    """
+    found = list[float]()
+    for number in range(1, int(told[-1][0] / window_s)):
+        low_s, high_s = number * window_s, (number + 1) * window_s
+        observed = [taken_s for at_s, taken_s in seen if low_s <= at_s < high_s]
+        predicted = [one for at_s, one in told if low_s <= at_s < high_s and one is not None and math.isfinite(one)]
+        if observed and predicted:
+            found.append(abs(statistics.fmean(predicted) / compute_quantile(observed, 0.99) - 1))
+    return found
 
 
 @dataclass
