@@ -280,7 +280,7 @@ def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> l
 def play_coarsely(
     trace: Sequence[Arrival], readers: tuple[int, WorkerSpec], decode: tuple[int, WorkerSpec] | None = None
 ) -> list[Timing]:
-    """Return the latencies by the coarse model, for a number of workers of each kind, or of readers that also decode."""
+    """Return the latencies by the coarse model, for numbers of workers of each kind, or of readers that decode."""
     at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
     prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
     numbers = np.arange(len(trace))
