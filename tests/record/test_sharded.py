@@ -21,6 +21,7 @@ from penstock.record import (
     connect_servers,
     open_record,
 )
+from penstock.redis.client import redis_client
 from penstock.redis.servers import choose_server
 from sim.waiting import wait_for
 from tests.pipeline.site import hanging
@@ -115,6 +116,8 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         with hanging(server.pid):
             use_both()
     else:
+        with closing(redis_client(server.url, 60.0)) as client:  # beside a slow fsync it writes up to two seconds later
+            assert client.waitaof(1, 0, 30_000)[0] == 1
         server.kill()
         use_both()
         server.start()
