@@ -87,8 +87,8 @@ def limit_rendering(time_s: float) -> Iterator[None]:
         resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
     handler = signal.signal(signal.SIGPROF, interrupt)
     signal.setitimer(signal.ITIMER_PROF, time_s)
-    # Both timers begin at zero here. RLIMIT_CPU counts from the process's start, by another clock than `getrusage`:
-    # in a process that ran for minutes the two were seconds apart, and it was ended at once.
+    # Both timers begin at zero here. RLIMIT_CPU counts from the process's start, and by another clock than `getrusage`:
+    # with a limit of that kind a process that had run for minutes was ended in a rendering of milliseconds.
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * time_s + 2.0)
     try:
         yield
