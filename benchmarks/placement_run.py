@@ -116,7 +116,7 @@ SMOKE = Extent(Shape(6, 0.5, 0.2), Shape(6, 0.5, 0.2, 2), FEW[:2], 1, Shape(1, 0
 
 @dataclass
 class Seen:
-    """What became of a request of a run."""
+    """The outcome of a request of a run."""
 
     ask: Ask
     token_s: list[float] = field(default_factory=list)

@@ -36,7 +36,7 @@ STEPS_VARIABLE = "PLACEMENT_RUN_STEPS"
 that it computed from their prompt's first token on.
 """
 COST_VARIABLE = "PLACEMENT_RUN_COST"
-"""What this worker's steps cost, as JSON, if not `COST`."""
+"""The cost of this worker's steps, as JSON, if it is not `COST`."""
 ENVIRONMENT = DEMO_ENVIRONMENT | {
     "PENSTOCK_ENGINE_POOL_MB": "192", "PENSTOCK_KV_STORE_SHARED_MB": "0",
     "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_KV_STORE_DISK_MB": "0",

@@ -98,7 +98,7 @@ TIMES = {
 
 @dataclass
 class Seen:
-    """What became of a request of a run. Times are seconds since the run began."""
+    """The outcome of a request of a run. Times are seconds since the run began."""
 
     request: PlacedRequest
     at_s: float

@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from penstock.config.settings import EngineSettings, SloSettings
+from penstock.config.settings import URGENT_SHARE, EngineSettings, SloSettings
 from penstock.engine.engine import Engine
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.scheduling.draft_budget import draft_tokens
-from penstock.engine.scheduling.scheduler import URGENT_SHARE, WAITING_STEPS, Scheduler
+from penstock.engine.scheduling.scheduler import WAITING_STEPS, Scheduler
 from penstock.engine.sequence import Plan, Sequence
 from penstock.names import PriorityClass
 from tests.draws import mark_some

@@ -110,7 +110,7 @@ def _read_totals(beat: Beat) -> Mapping[str, float]:
 
 
 def _find_passed(look: Look, before: Look, token_s: float, pipeline: Pipeline) -> Passed:
-    """Return what happened between two looks. What arrived is what ended, and by how much more is not settled."""
+    """Return what happened between two looks. Arrivals are what ended and by how much more is not settled."""
     known = {(one["stage"], one["name"], one["token"]): _read_totals(one) for one in before.beats}
     sums = dict.fromkeys(INTERACTIVE_TOTALS, 0.0)
     for one in look.beats:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from penstock.config.settings import URGENT_SHARE
 from penstock.names import WorkerKind
 
 MEAN_SHARE = 0.8
 """The share of the limit for a first token that the mean may take."""
-URGENT_SHARE = 0.8
-"""The share of the limit after which a first token is hurried, as by the scheduler."""
 MAX_BUSY = 0.9
 """The share of their time that workers are busy at most where no number of them meets the limit."""
 P99_SIGMAS = 2.326
@@ -42,7 +41,7 @@ class Speed:
     step_s: float
     """The seconds of that step."""
     row_s: float = 0.0
-    """What one answer adds to a step that computes prompts, too."""
+    """Seconds that one answer adds to a step that computes prompts, too."""
     pool_tokens: float = math.inf
     """Tokens whose KV its pool has room for."""
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bus.placement import HOME_PROMPTS, MEMORY_S
+from penstock.config.settings import URGENT_SHARE
 from penstock.engine.scheduling.cost import MIN_S
-from penstock.engine.scheduling.scheduler import MAX_STEP_S, URGENT_SHARE, WAITING_STEPS
+from penstock.engine.scheduling.scheduler import MAX_STEP_S, WAITING_STEPS
 from penstock.errors import PlanError
 from penstock.plan.placing import WorkerSpec
 

@@ -97,8 +97,8 @@ def _is_reading(worker: str, load: Mapping[str, Any]) -> bool:
 
 
 def _parse_jobs(told: Mapping[str, Any], load: Mapping[str, Any]) -> JobLoad | None:
-    """Return what a heartbeat tells of jobs; None if it is of a version that does not. Who computes no model reads
-    none.
+    """Return what a heartbeat tells of jobs; None if it is of a version that does not. A worker that computes no
+    model reads none.
     """
     if "pool" not in told:
         return JobLoad(dict.fromkeys(CLASSES, ()), 0, 0)

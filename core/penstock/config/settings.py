@@ -480,6 +480,11 @@ class WebhookSettings(Settings):
         return frozenset(name.strip().lower() for name in self.hosts.split(",") if name.strip())
 
 
+URGENT_SHARE = 0.8
+"""A first token is hurried that would come later than after this share of the time that it may take: estimates err, and
+what it waits for outside the engine is not in them."""
+
+
 class SloSettings(Settings):
     """When a request is in time. `penstock plan` finds the highest rate at which nine of ten of a class are."""
 

@@ -25,7 +25,7 @@ class Share(NamedTuple):
     ahead: float
     part: float
     max_wait_s: float
-    """Who has waited for longer is taken by any worker."""
+    """A message that has waited for longer is taken by any worker."""
 
 
 def find_share(worker: str, beats: Iterable[WorkerBeat], taken_s: Iterable[float], now_s: float) -> Share | None:

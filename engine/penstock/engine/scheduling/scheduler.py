@@ -44,7 +44,7 @@ from itertools import chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from penstock.config.settings import SloSettings
+from penstock.config.settings import URGENT_SHARE, SloSettings
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.memory.tables import BlockTables
 from penstock.engine.scheduling.batch_budget import FORCED_BATCH_PERIOD_STEPS, MAX_BATCH_SHARE, BatchBudget
@@ -62,9 +62,6 @@ WAITING_STEPS = 4
 """A step is larger than usual while more prompt tokens wait than so many steps compute: by up to so many times."""
 MAX_STEP_S = 0.2
 """How long a step may take that is larger than usual, where no longest gap bounds it."""
-URGENT_SHARE = 0.8
-"""A first token is hurried that would come later than after this share of the time that it may take: estimates err, and
-what it waits for outside the engine is not in them."""
 MAX_PASSED_SEQUENCES = 8
 """Waiting sequences of a class that backfilling may pass over in one step."""
 
