@@ -87,6 +87,7 @@ def run_sleeping_worker(kind: WorkerKind) -> None:
         token_id, *_ = engine.model.tokenizer.encode(list_words()[0], add_special_tokens=False)
         stand_in: Any = SleepingRunner(engine, token_id)
         engine.runner = stand_in
+        engine.speculates = False  # its answers are one word, so each guess would be right
         return engine
 
     opening.open_engine = open_sleeping_engine

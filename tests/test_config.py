@@ -232,7 +232,7 @@ def test_an_address_without_a_password_is_shown_as_it_is() -> None:
 def test_all_that_may_be_secret_may_come_from_a_file() -> None:
     assert set(list_secret_variables(SETTINGS_CLASSES)) == URLS | {
         "PENSTOCK_KAFKA_PASSWORD", "PENSTOCK_KV_STORE_SALT_SECRET", "PENSTOCK_ENDPOINT_KEY", "PENSTOCK_WEBHOOK_SECRET",
-        "PENSTOCK_WEBHOOK_URL",
+        "PENSTOCK_WEBHOOK_URL", "PENSTOCK_REGION_SECRET",
     }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from penstock.config.sources import (
 from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
 from penstock.names import MAX_RETENTION_S
+from penstock.regions import is_region_name, parse_peers
 
 log = logging.getLogger(__name__)
 
@@ -500,6 +501,38 @@ class SloSettings(Settings):
     longer gaps are counted in `penstock_gap_missed_total`."""
 
 
+class RegionSettings(Settings):
+    """A region: one place among several that help each other. Without a name there are no regions."""
+
+    prefix = "PENSTOCK_REGION_"
+
+    name: str = ""
+    """This region's name, `a-z 0-9 -`. Ids that its gateways make end with it."""
+    peers: str = ""
+    """The gateways of the other regions: `us=https://gateway.us.example:8080, asia=…`. A host name may stand for
+    several gateways of its region."""
+    secret: str = Field(default="", repr=False)
+    """By this, at least 16 characters, the gateways of all regions know each other. The same in all regions."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if self.name and not is_region_name(self.name):
+            raise ValueError(f"PENSTOCK_REGION_NAME={self.name!r} is not 1 to 32 of 'a-z 0-9 -', first a letter")
+        try:
+            peers = parse_peers(self.peers)
+        except ValueError as error:
+            raise ValueError(f"PENSTOCK_REGION_PEERS: {error}") from None
+        if peers and (not self.name or self.name in peers):
+            raise ValueError("PENSTOCK_REGION_PEERS needs PENSTOCK_REGION_NAME, which is none of the peers")
+        if peers and len(self.secret) < 16:
+            raise ValueError("PENSTOCK_REGION_PEERS needs PENSTOCK_REGION_SECRET of at least 16 characters")
+        return self
+
+    def list_peers(self) -> dict[str, str]:
+        """Return the addresses of the other regions' gateways by name."""
+        return parse_peers(self.peers)
+
+
 class FaultSettings(Settings):
     """Deliberate failures, for tests."""
 
@@ -511,7 +544,7 @@ SETTINGS_CLASSES: tuple[type[Settings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, StaySettings,
     TraceSettings, TelemetrySettings,
     AdmissionSettings, GuardSettings,
-    GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, SloSettings, FaultSettings,
+    GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, SloSettings, RegionSettings, FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=Settings)
@@ -600,6 +633,7 @@ class GatewayProcessSettings(NamedTuple):
     batch: BatchSettings
     responses: ResponsesSettings
     webhook: WebhookSettings
+    region: RegionSettings
     bus: BusSettings
     record: RecordSettings
     telemetry: TelemetrySettings
