@@ -82,8 +82,8 @@ DEMANDS = {
 TURNS = ("1_4", "4_1", "1_4")
 TURNING_RATE = 5.7
 """Requests a second at which in the simulator the best split loses a fifth of its SLO."""
-NUM_UNDER_WAY = 96
-"""Requests under way at full load."""
+NUM_UNDER_WAY = 192
+"""Requests under way at full load: more than any of the fleets answers in time."""
 FASTER = 10
 SHORT = Lengths(prompt=(230, 0.8), answer=(18, 0.5), longest=LONGEST)
 PARTS, PHASE_S, WINDOW_S, UNIT_BUSY = (1, 6, 1), 1800.0, 300.0, 0.7

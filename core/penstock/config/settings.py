@@ -497,8 +497,9 @@ class SloSettings(Settings):
     """The longest mean time between two tokens of an interactive answer."""
     interactive_gap_s: float = Field(default=0.05, gt=0)
     """The longest time between two tokens of an interactive answer: a step computes as many tokens of others' prompts
-    as fit within it, by the measured cost of steps. It computes more only while a first token would be late by that;
-    longer gaps are counted in `penstock_gap_missed_total`."""
+    as fit within it, by the measured cost of steps. It computes more only where a first token would be late by that, as
+    many as that needs, and where one answer alone takes longer; longer gaps are counted in
+    `penstock_gap_missed_total`."""
 
 
 class RegionSettings(Settings):

@@ -27,8 +27,8 @@ Batch work. In a step that interactive sequences take part in, batch sequences (
 of the time (`batch_budget`). Those beyond it pause and keep their blocks.
 
 Gaps. Beside decoding interactive sequences a step has as many prompt tokens as it computes within the longest gap that
-their answers may have (`choose_budget`), by the measured cost of steps. While a prompt would then have its first token
-too late, it has as many as without them.
+their answers may have (`choose_budget`), by the measured cost of steps. Where a prompt would then have its first token
+too late, it has as many more as it needs, up to what it has without them.
 
 Long queues. While more prompt tokens wait than `WAITING_STEPS` steps compute, steps without such sequences are larger:
 prompts are through sooner, and batch answers wait longer for each token, `MAX_STEP_S` at most.
@@ -278,8 +278,8 @@ class Scheduler:
         """Return how many tokens the next step may have, which begins at `at_s` by the clock of `Sequence.since_s`.
 
         It is `usual` as a rule, or the `WAITING_STEPS`th part of the prompt tokens that are still to be computed, if
-        that is more, and `find_max_tokens` at most. Beside interactive answers it is what the longest gap allows,
-        unless a first token would be late by that. Only the highest class that has sequences counts.
+        that is more, and `find_max_tokens` at most. Beside interactive answers it is what the longest gap allows, or
+        what first tokens need that would be late by that. Only the highest class that has sequences counts.
         """
         most = usual * WAITING_STEPS
         prompts = self._list_prompts(most)
@@ -289,9 +289,14 @@ class Scheduler:
         rows = [seq for seq in decodes if seq.priority_class == "interactive"]
         if self.cost is None or not rows or not prompts:
             return budget
-        num_tokens, step_s = self._fill_gap(self.cost, rows, prompts, most)
-        is_late = not num_tokens or self._is_any_late(prompts, at_s, step_s / num_tokens)
-        return max(len(decodes) + num_tokens, budget if is_late else 0)
+        seconds = [self.cost.row_seconds(seq) for seq in rows]
+        step_s = self.cost.fixed_s + self.cost.chunk_s
+        if step_s + max(seconds) > self.max_gap_s:  # one answer alone takes longer: no prompt can be blamed
+            return budget
+        step_s += sum(seconds)
+        num_in_gap = self._count_within_gap(self.cost, step_s, prompts, most)
+        num_in_time = min(self._count_in_time(self.cost, step_s, prompts, at_s), budget - len(decodes))
+        return len(decodes) + max(num_in_gap, math.ceil(num_in_time))
 
     def _list_prompts(self, num_certain: int) -> Plan:
         """Return the prompts of the highest class that has sequences, with how many tokens of each are to be computed:
@@ -306,26 +311,33 @@ class Scheduler:
         count = self._tables.count_tokens_to_compute
         return [(seq, count(seq) if seq.state is State.WAITING else num_left) for seq, num_left in prompts]
 
-    def _fill_gap(self, cost: StepCost, rows: list[Sequence], prompts: Plan, most: int) -> tuple[int, float]:
-        """Return how many tokens of the prompts, `most` of them, a step computes within the longest gap beside these
-        rows, and how long the step takes.
+    def _count_within_gap(self, cost: StepCost, step_s: float, prompts: Plan, most: int) -> int:
+        """Return how many tokens of the prompts, `most` of them, a step computes within the longest gap that would take
+        `step_s` without them.
         """
-        step_s = cost.fixed_s + cost.chunk_s + sum(map(cost.row_seconds, rows))
         num_tokens, max_s = 0, self.max_gap_s
         for seq, num_left in prompts:
             num_fitting = cost.count_chunk_tokens(max_s - step_s, seq.num_computed_tokens)
             num_fitting = min(num_left, most - num_tokens, num_fitting)
             step_s += cost.chunk_seconds(num_fitting, seq.num_computed_tokens)
             num_tokens += num_fitting
-        return num_tokens, step_s * self.gap_pace.high_slowdown
+        return num_tokens
 
-    def _is_any_late(self, prompts: Plan, at_s: float, token_s: float) -> bool:
-        """Return whether a first token would be late if each prompt token took so long, one prompt after the other."""
+    def _count_in_time(self, cost: StepCost, step_s: float, prompts: Plan, at_s: float) -> float:
+        """Return how many prompt tokens each step needs, so that every first token is in time if the prompts are
+        computed one after the other in steps that would take `step_s` without them; infinite where none is enough.
+
+        Of `n` tokens a step and `N` up to a prompt's end there are `N / n` steps, which take `N / n * step_s` and what
+        the tokens themselves take.
+        """
+        most, num_tokens, tokens_s = 0.0, 0, 0.0
         for seq, num_left in prompts:
-            at_s += num_left * token_s
-            if at_s > seq.since_s + URGENT_SHARE * self.slo.interactive_ttft_s:
-                return True
-        return False
+            num_tokens += num_left
+            tokens_s += cost.chunk_seconds(num_left, seq.num_computed_tokens)
+            due_s = seq.since_s + URGENT_SHARE * self.slo.interactive_ttft_s
+            left_s = (due_s - at_s) / self.gap_pace.high_slowdown - tokens_s
+            most = max(most, num_tokens * step_s / left_s if left_s > 0 else math.inf)
+        return most
 
     @property
     def max_gap_s(self) -> float:
