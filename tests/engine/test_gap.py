@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from penstock.config.settings import URGENT_SHARE, EngineSettings, SloSettings
+from penstock.config.settings import PACED_SHARE, EngineSettings, SloSettings
 from penstock.engine.engine import Engine
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.model.model import LoadedModel
@@ -76,9 +76,9 @@ def test_a_step_beside_answers_computes_as_much_as_their_gap_allows(gap_s: float
 def test_a_prompt_that_would_be_late_has_as_many_tokens_as_it_needs(num_rows: int) -> None:
     scheduler = make_scheduler(num_rows)
     add_prompt(scheduler, 2000, since_s=100.0)
-    due_s = 100.0 + URGENT_SHARE * SLO.interactive_ttft_s
-    budgets = [scheduler.choose_budget(USUAL, at_s=due_s - left_s) - num_rows for left_s in (3.2, 1.0, 0.5, 0.1)]
-    assert budgets[0] < USUAL / 3, "rows leave 8 ms, or nothing"
+    due_s = 100.0 + PACED_SHARE * SLO.interactive_ttft_s
+    budgets = [scheduler.choose_budget(USUAL, at_s=due_s - left_s) - num_rows for left_s in (1.6, 1.0, 0.5, 0.1)]
+    assert budgets[0] < USUAL / 2, "rows leave 8 ms, or nothing"
     assert budgets == sorted(budgets)
     assert budgets[-1] == 500 - num_rows, "a fourth of what waits, as without answers"
     at_s, most = due_s - 1.2, 0.0
@@ -88,7 +88,7 @@ def test_a_prompt_that_would_be_late_has_as_many_tokens_as_it_needs(num_rows: in
         if any(seq.num_output_tokens == 1 for seq, _ in plan):
             break
         most = max(most, seconds)
-    assert due_s - 0.3 <= at_s <= due_s + 0.1, "in time, and no sooner than it must"
+    assert due_s - 0.3 <= at_s <= due_s + 0.2, "in time, and no sooner than it must"
     assert most <= 1.6 * max(SLO.interactive_gap_s, COST.step_seconds(plan)), "by steps that are all a little longer"
 
 
@@ -96,12 +96,12 @@ def test_several_prompts_are_computed_as_fast_as_the_last_of_them_needs() -> Non
     scheduler = make_scheduler(40)
     for number in range(1, 9):
         add_prompt(scheduler, 800, since_s=0.0, number=number)
-    due_s, at_s, firsts = URGENT_SHARE * SLO.interactive_ttft_s, 0.0, list[float]()
+    due_s, at_s, firsts = PACED_SHARE * SLO.interactive_ttft_s, 0.0, list[float]()
     while len(firsts) < 8:
         plan, seconds = take_step(scheduler, at_s)
         at_s += seconds
         firsts += [at_s for seq, _ in plan if seq.num_output_tokens == 1 and seq.num_prompt_tokens == 800]
-    assert firsts[-1] <= due_s + 0.1
+    assert firsts[-1] <= due_s + 0.2
 
 
 def test_where_one_answer_alone_takes_longer_than_the_gap_prompts_are_computed_as_without_it() -> None:

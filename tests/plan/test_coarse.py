@@ -161,7 +161,7 @@ def test_more_workers_answer_sooner() -> None:
 
 def test_it_is_near_the_simulation() -> None:
     """The same chats on the same workers, but for the hash that gives each its home."""
-    load = draw_load(SHAPES["one_system_prompt"], 5.0, 60.0)
+    load = draw_load(SHAPES["one_system_prompt"], 5.0, 180.0)
     done = play(4, load, H200)
     real = Simulation({"auto": (4, H200)}, [RULES["ours"](), RULES["ours"]()]).run(list_requests(load, 128))
     near = {0.5: 0.1, 0.99: 0.2}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from penstock.config.settings import URGENT_SHARE
+from penstock.config.settings import PACED_SHARE
 from penstock.names import WorkerKind
 
 MEAN_SHARE = 0.8
@@ -139,7 +139,7 @@ def predict_p99_s(load: Load, num: int, targets: Targets, speed: Speed | None = 
         least = most - (most - within) * min(1.0, rows)
     if load.rate * load.prompt_s >= num * most:
         return math.inf
-    workers, now_s = [_PromptQueue(least, most, URGENT_SHARE * targets.ttft_s) for _ in range(num)], 0.0
+    workers, now_s = [_PromptQueue(least, most, PACED_SHARE * targets.ttft_s) for _ in range(num)], 0.0
     mean, sigma = _fit_lognormal(load)
     for gap, draw in _draw_pairs():
         now_s += gap / load.rate

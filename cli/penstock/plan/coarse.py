@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bus.placement import HOME_PROMPTS, MEMORY_S
-from penstock.config.settings import URGENT_SHARE
+from penstock.config.settings import PACED_SHARE
 from penstock.engine.scheduling.cost import MIN_S
 from penstock.engine.scheduling.scheduler import MAX_STEP_S, WAITING_STEPS
 from penstock.errors import PlanError
@@ -354,22 +354,26 @@ class CoarseSimulation:
 
     def _bound_by_gap(self, workers: Ints, budget: Ints, seconds: Floats, now_s: Floats) -> Ints:
         """Return how many tokens the steps of workers with prompts have, whose other costs are `seconds`: those of the
-        longest gap beside answers, and at least `budget` without these or where a first token would be late.
+        longest gap beside answers, or as many as first tokens need to be in time; and `budget` without answers.
         """
         spec, cost, rows = self._spec, self._spec.cost, self._num_rows[workers]
         width = int(self._num_prompts[workers].max())
         pending = self._pending[workers, :width]
         token_s = np.maximum(cost.token_s + cost.known_prompt_context_s * self._done[workers, 0], MIN_S)
         within = np.clip((spec.slo.interactive_gap_s - seconds) // token_s, 0, WAITING_STEPS * spec.max_step_tokens)
-        step_s = seconds + within * token_s
-        patience_s, token_s = URGENT_SHARE * spec.slo.interactive_ttft_s, step_s / np.maximum(within, MIN_S)
-        first_s, due_s = now_s[:, None] + pending.cumsum(axis=1) * token_s[:, None], self._at_s + patience_s
-        is_late = ((first_s > due_s[self._prompt[workers, :width]]) & (pending > 0)).any(axis=1)
-        heads = self._head[workers]  # of those that wait, the first one counts
-        head_s = now_s + (pending.sum(axis=1) + self._load.prompt_tokens[heads]) * token_s
-        is_late |= (heads >= 0) & (self._at_s[heads] <= now_s) & (head_s > due_s[heads])
-        bounded: Ints = np.where(is_late, np.maximum(within + rows, budget), within + rows).astype(np.int64)
-        return np.where(rows > 0, bounded, budget)
+        heads, tails = self._head[workers], self._tail[workers]  # of those that wait, the first and the last one count
+        num_ahead = pending.cumsum(axis=1)
+        num_waiting = np.column_stack([self._load.prompt_tokens[heads], self._queued[workers]])
+        num_tokens = np.column_stack([num_ahead, num_ahead[:, -1:] + num_waiting])
+        came_s = self._at_s[np.column_stack([self._prompt[workers, :width], heads, tails])]
+        waits = (heads[:, None] >= 0) & (came_s[:, width:] <= now_s[:, None])
+        asked = np.column_stack([pending > 0, waits])
+        patience_s = PACED_SHARE * spec.slo.interactive_ttft_s
+        left_s = np.maximum(came_s + patience_s - now_s[:, None] - num_tokens * token_s[:, None], MIN_S)
+        needed = np.where(asked, np.ceil(num_tokens * seconds[:, None] / left_s), 0).max(axis=1)
+        bounded = (rows + np.maximum(within, np.minimum(needed, budget - rows))).astype(np.int64)
+        least_s = cost.fixed_s + cost.chunk_s + cost.row_s + cost.known_outside_s
+        return budget if least_s > spec.slo.interactive_gap_s else np.where(rows > 0, bounded, budget)
 
     def _end_prompts(self, workers: Ints, width: int) -> None:
         """Note the first tokens of prompts that are computed; they are rows from now on."""

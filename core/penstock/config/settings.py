@@ -481,9 +481,10 @@ class WebhookSettings(Settings):
         return frozenset(name.strip().lower() for name in self.hosts.split(",") if name.strip())
 
 
-URGENT_SHARE = 0.8
-"""A first token is hurried that would come later than after this share of the time that it may take: estimates err, and
-what it waits for outside the engine is not in them."""
+PACED_SHARE = 0.4
+"""Prompts that do not fit within the gaps of answers are computed within this share of the time to first token: the
+rows that they become, and prompts that come later, leave less time than there seems to be.
+"""
 
 
 class SloSettings(Settings):

@@ -44,7 +44,7 @@ from itertools import chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from penstock.config.settings import URGENT_SHARE, SloSettings
+from penstock.config.settings import PACED_SHARE, SloSettings
 from penstock.engine.memory.pool import BlockPool
 from penstock.engine.memory.tables import BlockTables
 from penstock.engine.scheduling.batch_budget import FORCED_BATCH_PERIOD_STEPS, MAX_BATCH_SHARE, BatchBudget
@@ -334,7 +334,7 @@ class Scheduler:
         for seq, num_left in prompts:
             num_tokens += num_left
             tokens_s += cost.chunk_seconds(num_left, seq.num_computed_tokens)
-            due_s = seq.since_s + URGENT_SHARE * self.slo.interactive_ttft_s
+            due_s = seq.since_s + PACED_SHARE * self.slo.interactive_ttft_s
             left_s = (due_s - at_s) / self.gap_pace.high_slowdown - tokens_s
             most = max(most, num_tokens * step_s / left_s if left_s > 0 else math.inf)
         return most
