@@ -467,13 +467,13 @@ def test_what_was_sent_is_remembered_for_a_while_and_not_without_end() -> None:
     lengths = range(1, MAX_LINKS + 1)
     for number in range(2 * MAX_REMEMBERED_LINKS // MAX_LINKS):
         placer.choose_partition(make_prompt(f"p{number}", *lengths), [0], 1000.0)
-    assert len(placer._memory) <= MAX_REMEMBERED_LINKS
+    assert len(placer._memory._sent) <= MAX_REMEMBERED_LINKS
     placer.choose_partition(make_prompt("last", 1), [0], 1001.0 + MEMORY_S)
-    assert len(placer._memory) == 1, "its link"
+    assert len(placer._memory._sent) == 1, "its link"
     for number in range(100):  # each start of a worker without a set name has a new one
         placer.note_beats([make_beat(f"w{number}", [0], lasts_s=1e9)])
         placer.choose_partition(make_prompt("always", 1), [0], 2000.0)
-    assert len(next(reversed(placer._memory.values()))) == 1
+    assert len(next(reversed(placer._memory._sent.values()))) == 1
 
 
 @pytest.mark.proof

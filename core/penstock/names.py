@@ -31,6 +31,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: the gateway that moves them | gateway        |
 | `penstock:<pipeline>:autoscale`        | string | a minute: the controller's last decision  | `penstock autoscale` |
 | `penstock:<pipeline>:autoscale:lease`  | string | three looks: the controller that decides  | `penstock autoscale` |
+| `penstock:regions:adopted`             | hash   | for good: regions that this one adopted   | `penstock regions` |
+| `penstock:regions:seen`                | string | seconds: a gateway's view of all regions  | gateway        |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
 | `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
@@ -318,6 +320,13 @@ MODELS_KEY = "penstock:models"
 """The key of the models that were served: a hash of `PIPELINE:NAME` to what gateways need to accept requests for them,
 as JSON; empty for a model that was forgotten.
 """
+
+
+ADOPTED_REGIONS_KEY = "penstock:regions:adopted"
+"""The key of the regions that this one has adopted, by name."""
+REGIONS_SEEN_KEY = "penstock:regions:seen"
+"""The key of how a gateway of this region sees all regions, for `penstock top` and the page. There is none without
+peers."""
 
 
 def pipeline_of_worker(key: str) -> str:

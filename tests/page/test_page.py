@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S
 from penstock.cli.up import build_endpoint_environment
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
@@ -536,3 +537,13 @@ def test_a_killed_worker_is_shown_as_lost(tabs: Tabs, line: Stack) -> None:
 
     wait_for(is_started_again, "it is started again", 0.2)
     expect(row).to_have_attribute("data-state", "ready")
+
+
+def test_regions_are_shown_where_there_are_peers(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
+    peers = f"moon=http://127.0.0.1:{find_free_port()}"
+    settings = {"REGION_NAME": "eu", "REGION_PEERS": peers, "REGION_SECRET": "a secret of all regions"}
+    with GatewayProcess(line.addresses, tmp_path, settings) as gateway:
+        shown = tabs.open(gateway.url).locator("#regions")
+        expect(shown).to_have_text(re.compile(r"eu here, .* waits .* · moon unavailable, no connection"))
+        tabs.close()
+    expect(tabs.open(line.gateway_url).locator("#regions")).to_be_empty()

@@ -5,6 +5,7 @@ import urllib.request
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,9 +14,12 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, WebhookSettings
+from penstock.config.settings import BusSettings, RegionSettings, WebhookSettings, load_settings
 from penstock.errors import PenstockError
 from penstock.ingest.http.metrics import REFUSAL_KEY, GatewayMetrics
+from penstock.ingest.regions.choosing import RegionAsk
+from penstock.ingest.regions.peers import Peers
+from penstock.ingest.regions.state import StateReader
 from penstock.ingest.webhooks import Webhooks
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
@@ -196,6 +200,8 @@ def meters() -> Meters:
     gateway.count_answer({"type": "http", REFUSAL_KEY: "overloaded"}, 429)
     Webhooks(async_redis_client("redis://127.0.0.1:1/0"), None, WebhookSettings(), made)
     made.get_counter(catalog.WEBHOOK_ATTEMPTS, "delivered").add()
+    regions = load_settings(RegionSettings, name="eu", peers="us=http://127.0.0.1:1", secret="x" * 16)
+    Peers(regions, cast(StateReader, None), made).choose_region(RegionAsk("demo", "interactive", 10))
     return made
 
 
@@ -238,6 +244,8 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
     assert found["penstock_gateway_refused_total", "overloaded"] == 1
     assert found["penstock_webhook_attempts_total", "delivered"] == 1
     assert found["penstock_webhook_waiting",] == 0
+    assert found["penstock_region_state", "us", "unknown"] == 1
+    assert found["penstock_region_requests_total", "eu", "only"] == 1
     ttft = "gen_ai_server_time_to_first_token_seconds"
     assert found[f"{ttft}_bucket", "chat", "penstock", "demo", "0.25"] == 0
     assert found[f"{ttft}_count", "chat", "penstock", "demo"] == 2

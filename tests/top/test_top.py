@@ -128,7 +128,8 @@ async def test_a_controller_is_shown_where_one_runs(stack: Stack) -> None:
         "there": {"auto": ["auto-0", "auto-1"]}, "alerts": ["a start of kind auto is not over"],
         "predicted_ttft_p99_s": 1.25, "observed_ttft_p99_s": None,
     }  # fmt: skip
-    app = TopApp(lambda: found | {"scaling": told[0]}, interval_s=0.1)
+    regions = list[dict[str, Any]]()
+    app = TopApp(lambda: found | {"scaling": told[0], "regions": regions}, interval_s=0.1)
     async with app.run_test(size=SIZE) as pilot:
         lines = await until(pilot, lambda lines: bool(line_of(lines, "decode-0")), "figures")
         assert not line_of(lines, "wanted"), "none runs"
@@ -139,6 +140,13 @@ async def test_a_controller_is_shown_where_one_runs(stack: Stack) -> None:
         assert line_of(lines, "decode-0"), "workers have the rest of the screen"
         told[0] = None
         await until(pilot, lambda lines: not line_of(lines, "wanted"), "it has ended")
+        models = {"demo": {"wait_s": {"interactive": 0.25}, "differs": False}, "chat": {"differs": True}}
+        regions += [
+            {"name": "us", "state": "ready", "reason": "", "round_trip_s": 0.08, "models": models},
+            {"name": "asia", "state": "unknown", "reason": "no connection", "round_trip_s": None, "models": {}},
+        ]
+        lines = await until(pilot, lambda lines: bool(line_of(lines, "asia", "unknown", "no connection")), "regions")
+        assert line_of(lines, "us", "ready", "80 ms", "demo 250 ms, chat is another model")
 
 
 async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServer) -> None:

@@ -43,7 +43,7 @@ class TopApp(App[None]):
     .panels { height: 5; margin-bottom: 1; }
     .left { width: 54; }
     .right { width: 1fr; }
-    #scaling { height: auto; margin-bottom: 1; }
+    #scaling, #regions { height: auto; margin-bottom: 1; }
     DataTable { height: 1fr; background: $background; scrollbar-size: 1 1; overflow-x: hidden; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -74,6 +74,7 @@ class TopApp(App[None]):
             yield Static(id="lag", classes="left")
             yield Static(id="tiers", classes="right")
         yield Static(id="scaling")
+        yield Static(id="regions")
         yield DataTable[object](id="workers", cursor_type="row", zebra_stripes=True)
         yield Footer()
 
@@ -132,11 +133,13 @@ class TopApp(App[None]):
             "lag": panels.build_lag(self.snapshot),
             "tiers": panels.build_tiers(self.snapshot),
             "scaling": panels.build_scaling(self.snapshot),
+            "regions": panels.build_regions(self.snapshot),
         }
         with self.batch_update():
             for name, panel in drawn.items():
                 self.query_one(f"#{name}", Static).update(panel)
-            self.query_one("#scaling").display = bool(self.snapshot and self.snapshot["scaling"])
+            for name in ("scaling", "regions"):
+                self.query_one(f"#{name}").display = bool(self.snapshot and self.snapshot[name])
             self._draw_workers()
 
     def _draw_workers(self) -> None:

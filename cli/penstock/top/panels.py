@@ -110,6 +110,20 @@ def build_scaling(snapshot: Snapshot | None) -> Table:
     return table
 
 
+def build_regions(snapshot: Snapshot | None) -> Table:
+    """Return the regions as a gateway sees them, this one first. The table is empty where there are none."""
+    regions = [] if snapshot is None else snapshot["regions"]
+    table = _make_table(("region", "left"), ("state", "left"), ("away", "right"), ("wait", "left"))
+    for region in regions:
+        waits = (
+            f"{name} {'is another model' if model['differs'] else format_seconds(model['wait_s']['interactive'])}"
+            for name, model in region["models"].items()
+        )
+        told = region["reason"] or ", ".join(waits)
+        table.add_row(region["name"], style_state(region["state"]), format_seconds(region["round_trip_s"]), told)
+    return table
+
+
 def _make_table(*columns: tuple[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name, side in columns:

@@ -17,7 +17,7 @@ import math
 import statistics
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -222,6 +222,41 @@ class _SentTokens:
             self.totals[priority_class] -= num_tokens
 
 
+class PrefixMemory:
+    """Remembers for a while which of several places was sent which beginnings of prompts. It is bounded."""
+
+    def __init__(self, memory_s: float = MEMORY_S) -> None:
+        self._memory_s = memory_s
+        self._sent: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        """By link: when which place was sent requests that have it."""
+
+    def find_hits(self, links: Sequence[Link], places: Collection[str], now_s: float) -> dict[str, int]:
+        """Return by place, of those given, how much of a prompt it was sent, in the unit of the links."""
+        hits = dict[str, int]()
+        for digest, length in reversed(links):
+            for place, sent_s in self._sent.get(digest, {}).items():
+                if place not in hits and place in places and now_s - sent_s <= self._memory_s:
+                    hits[place] = length
+            if len(hits) >= len(places):
+                break
+        return hits
+
+    def note_sent(self, links: Sequence[Link], place: str, places: Collection[str], now_s: float) -> None:
+        """Note that a place is sent a prompt. Of places that are not among `places` any more, nothing is kept."""
+        memory = self._sent
+        for digest, _ in links:
+            sent = memory.setdefault(digest, {})
+            sent[place] = now_s
+            memory.move_to_end(digest)
+            if len(sent) > len(places):
+                memory[digest] = {one: sent[one] for one in sent if one in places}
+        while memory:
+            oldest_s = max(next(iter(memory.values())).values())
+            if len(memory) <= MAX_REMEMBERED_LINKS and now_s - oldest_s <= self._memory_s:
+                break
+            memory.popitem(last=False)
+
+
 class _Pace(NamedTuple):
     """What a placer reckons with of a worker's speed."""
 
@@ -264,6 +299,16 @@ def _find_paces(speeds: Mapping[str, WorkerSpeed | None]) -> dict[str, _Pace]:
     return paces
 
 
+def average_token_s(speeds: Mapping[str, WorkerSpeed | None]) -> float | None:
+    """Return the seconds of a prompt token now, on the mean over workers as often as homes are theirs; None where no
+    worker tells any.
+    """
+    if not any(speeds.values()):
+        return None
+    paces = _find_paces(speeds).values()
+    return sum(pace.weight * pace.token_s for pace in paces) / sum(pace.weight for pace in paces)
+
+
 class Placer:
     """Chooses the partitions of one producer's requests. The caller locks, and gives the time of any steady clock."""
 
@@ -274,8 +319,7 @@ class Placer:
         self._sent_jobs: dict[str, deque[tuple[float, int]]] = {}
         """By worker: when jobs were sent there since its heartbeat, and the blocks of each."""
         self._chars_per_token = CHARS_PER_TOKEN
-        self._memory: OrderedDict[bytes, dict[str, float]] = OrderedDict()
-        """By link: when which worker was sent requests that have it."""
+        self._memory = PrefixMemory()
 
     def note_beats(self, beats: Iterable[WorkerBeat]) -> None:
         """Note the last heartbeats of all workers. They have what was sent before them."""
@@ -341,7 +385,8 @@ class Placer:
         if not read:
             return Placement(choose_by_hash(chain.hash_key or chain.home, partitions))
         ratio = 1.0 if chain.is_tokens else self._chars_per_token
-        hits, classes = self._find_hits(chain, now_s, len(read)), CLASSES[: CLASSES.index(chain.priority_class) + 1]
+        hits = self._memory.find_hits(chain.links, read, now_s)
+        classes = CLASSES[: CLASSES.index(chain.priority_class) + 1]
         costs = dict[str, float]()
         order = sorted(read, key=lambda worker: rank_worker(chain.home, worker, self._paces[worker].weight))
         for worker in order:
@@ -354,34 +399,9 @@ class Placer:
         limit_s = HOME_PROMPTS * round(chain.length / ratio) * self._paces[best].token_s
         chosen = home if costs[home] - limit_s <= costs[best] else best
         hit = hits.get(chosen, 0)
-        self._note_sent(chain, chosen, round((chain.length - hit) / ratio), now_s)
+        self._sent[chosen].add_tokens(now_s, chain.priority_class, round((chain.length - hit) / ratio))
+        self._memory.note_sent(chain.links, chosen, self._beats, now_s)
         return Placement(choose_by_hash(chain.home, sorted(read[chosen])), chosen, home, costs, round(hit / ratio))
-
-    def _find_hits(self, chain: PromptChain, now_s: float, num_workers: int) -> dict[str, int]:
-        """Return by worker how much of the prompt it was sent within `MEMORY_S`."""
-        hits = dict[str, int]()
-        for digest, length in reversed(chain.links):
-            for worker, sent_s in self._memory.get(digest, {}).items():
-                if worker not in hits and worker in self._beats and now_s - sent_s <= MEMORY_S:
-                    hits[worker] = length
-            if len(hits) >= num_workers:
-                break
-        return hits
-
-    def _note_sent(self, chain: PromptChain, worker: str, num_tokens: int, now_s: float) -> None:
-        self._sent[worker].add_tokens(now_s, chain.priority_class, num_tokens)
-        memory = self._memory
-        for digest, _ in chain.links:
-            sent = memory.setdefault(digest, {})
-            sent[worker] = now_s
-            memory.move_to_end(digest)
-            if len(sent) > len(self._beats):
-                memory[digest] = {one: sent[one] for one in sent if one in self._beats}
-        while memory:
-            oldest_s = max(next(iter(memory.values())).values())
-            if len(memory) <= MAX_REMEMBERED_LINKS and now_s - oldest_s <= MEMORY_S:
-                break
-            memory.popitem(last=False)
 
 
 def rank_worker(home: bytes, worker: str, weight: float) -> tuple[float, bytes]:

@@ -4,6 +4,7 @@ It comes from the topics and the workers' heartbeats, so all viewers see the sam
 viewers alone that saw them alive.
 """
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, find_stages
+from penstock.names import CLASSES, REGIONS_SEEN_KEY, find_stages
 from penstock.ops.account import Prices, TodaysAccount
 from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
@@ -34,12 +35,16 @@ class LiveWatch(PipelineWatch[Json]):
 
     `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`:
     of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds. `scaling`: the controller's last
-    decision (`penstock.autoscale.service.build_told`), None where none runs. `account`, where there are prices: of
+    decision (`penstock.autoscale.service.build_told`), None where none runs. `regions`: as a gateway sees them, where
+    `has_regions` says that there are any. `account`, where there are prices: of
     today, in UTC.
     """
 
-    def __init__(self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None) -> None:
+    def __init__(
+        self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None, *, has_regions: bool = False
+    ) -> None:
         super().__init__(addresses, settings)
+        self._has_regions = has_regions
         self._account = None if prices is None else TodaysAccount(prices)
         self.eviction, self._eviction_asked_at = "", -LOOK_S
         """The stream servers that evict, as of a minute ago at most; empty if none does."""
@@ -67,9 +72,15 @@ class LiveWatch(PipelineWatch[Json]):
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
             "scaling": _show_scaling(read_scaling(self._redis, self._pipeline)),
+            "regions": self._read_regions(),
             **build_recent_json(workers),
             **self._build_account_json(),
         }
+
+    def _read_regions(self) -> list[Json]:
+        found: Any = self._redis.get(REGIONS_SEEN_KEY) if self._has_regions else None
+        seen: list[Json] = json.loads(found or b"[]")
+        return seen
 
     def _build_account_json(self) -> Json:
         if self._account is None:

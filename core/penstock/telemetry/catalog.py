@@ -252,6 +252,23 @@ GATEWAY_UNREAD = Metric(
     "Unfinished requests whose client left here, and to which nobody has come back.", "gateway",
 )  # fmt: skip
 
+REGION_STATE = Metric(
+    "penstock.region.state", "gauge", "{region}", ("region", "state"),
+    "1 for the state that a region has, as this gateway sees it: ready, unavailable or unknown; else 0.", "gateway",
+)  # fmt: skip
+REGION_ROUND_TRIP = Metric(
+    "penstock.region.round_trip", "gauge", "s", ("region",),
+    "Time to a region's gateway and back, the least of the last ten.", "gateway",
+)  # fmt: skip
+REGION_REQUESTS = Metric(
+    "penstock.region.requests", "counter", "{request}", ("region", "why"),
+    "New requests for which this gateway chose a region. why: nearest, sooner, prefix, only.", "gateway",
+)  # fmt: skip
+REGION_MODELS_DIFFER = Metric(
+    "penstock.region.models.differ", "gauge", "{model}", ("region",),
+    "Models of a region that are others than those of their names in this one, by their fingerprints.", "gateway",
+)  # fmt: skip
+
 WEBHOOK_ATTEMPTS = Metric(
     "penstock.webhook.attempts", "counter", "{attempt}", ("outcome",),
     "Attempts to deliver an event to a webhook. outcome: delivered; failed, which is tried again; given_up.", "gateway",

@@ -123,12 +123,12 @@ class Admission:
         fetch_lag: Callable[[Pipeline], Awaitable[PipelineLag]],
         settings: AdmissionSettings,
     ) -> None:
-        self._settings, self._lag_cache = settings, LagCache(fetch_lag)
+        self._settings, self.lag_cache = settings, LagCache(fetch_lag)
         self._client, self._shares = client, TenantShares(client)
 
     async def close(self) -> None:
         """Stop what it reads in the background."""
-        await self._lag_cache.close()
+        await self.lag_cache.close()
 
     async def admit(
         self,
@@ -151,7 +151,7 @@ class Admission:
         for more tokens than its bucket ever holds, 429 with `Retry-After`; `BusUnavailable`.
         """
         check_caller_limits(caller, priority_class, num_tokens, max_output)
-        lag = await self._lag_cache.get_lag(pipeline)
+        lag = await self.lag_cache.get_lag(pipeline)
         wait_s = None if lag is None else lag.waits[priority_class]
         mean_output = None if lag is None else lag.mean_output_tokens[priority_class]
         if num_open:

@@ -1,4 +1,4 @@
-"""A task of a gateway that searches for abandoned work: what a gateway that died has left, another one finishes."""
+"""A task of a gateway that searches again and again: for what a gateway that died has left, or for news."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ class SearchLoop:
     """
 
     def __init__(self, work: str, search: Callable[[], Awaitable[None]], interval_s: float) -> None:
-        """`work` is the name of what `search` finds, for the log."""
+        """`work` is the name of what `search` looks for, for the log."""
         self._work, self._search, self._interval_s = work, search, interval_s
         self._wake_up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -50,11 +50,11 @@ class SearchLoop:
             try:
                 await self._search()
             except (PenstockError, RedisError) as error:
-                log_outage(log, f"searching for abandoned {self._work} failed, retrying: {error}")
+                log_outage(log, f"searching for {self._work} failed, retrying: {error}")
             except BaseException as error:
                 if not is_failure(error):
                     raise
-                log.exception("searching for abandoned %s failed, retrying", self._work)
+                log.exception("searching for %s failed, retrying", self._work)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._wake_up.wait()

@@ -94,7 +94,7 @@ class Webhooks:
         self._read_clock = read_clock
         self._num_waiting = 0
         self._marked_at = -MARK_S
-        self._loop = SearchLoop("webhooks", self._start_deliveries, LOOK_S)
+        self._loop = SearchLoop("abandoned webhooks", self._start_deliveries, LOOK_S)
         self._delivering: dict[str, asyncio.Task[None]] = {}
         # Threads of their own: a name server that hangs holds up nothing else. There are none until one is needed.
         self._lookups = ThreadPoolExecutor(MAX_TENANTS_AT_ONCE, "webhooks")

@@ -98,7 +98,7 @@ class BatchRunner:
         """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
         self._held: dict[str, _HeldBatch] = {}
-        self._loop = SearchLoop("batches", self._search, settings.look_s)
+        self._loop = SearchLoop("abandoned batches", self._search, settings.look_s)
         self._expiry_checked_at = time.monotonic()
 
     def start(self) -> None:

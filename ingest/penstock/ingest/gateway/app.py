@@ -20,6 +20,7 @@ from penstock.ingest.gateway import (
     health,
     inference,
     live,
+    regions,
     responses,
     scaling,
     streams,
@@ -34,14 +35,14 @@ from penstock.ingest.http.site import make_router
 from penstock.ingest.keys import KEYS_OPEN
 from penstock.telemetry.meters import Meters
 
-ROUTERS = [part.router for part in (inference, responses, streams, live, batches, tokens, usage, scaling, health)]
+PARTS = (inference, responses, streams, live, batches, tokens, usage, scaling, regions, health)
 
 
 def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
     """Return the gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
     gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = gateway.keyring.is_open
-    routers = [*ROUTERS, make_router(is_open=is_open)]
+    routers = [*(part.router for part in PARTS), make_router(is_open=is_open)]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

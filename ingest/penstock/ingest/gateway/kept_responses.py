@@ -146,7 +146,7 @@ class ResponseKeeper:
 
     def start(self, list_pipelines: Callable[[], Iterable[str]]) -> None:
         """Start to move the ended responses of these pipelines, and to delete expired ones."""
-        self._loop = SearchLoop("responses", partial(self._search, list_pipelines), self._round_s)
+        self._loop = SearchLoop("abandoned responses", partial(self._search, list_pipelines), self._round_s)
         self._loop.start()
 
     async def close(self) -> None:

@@ -21,6 +21,8 @@ from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.models import ServedModels
+from penstock.ingest.regions.peers import Peers
+from penstock.ingest.regions.state import StateReader
 from penstock.ingest.streaming.state import Streams
 from penstock.ingest.tenants import Caller, Keyring
 from penstock.ingest.tokenizer import ModelTokenizers
@@ -46,6 +48,11 @@ class Gateway(Streams):
         self.keyring = Keyring(self._key_source)
         self.tokenizers = ModelTokenizers()
         self._checker = GrammarChecker()
+        self.peers: Peers | None = None
+        """None without regions."""
+        if settings.region.peers:
+            reader = StateReader(settings.region.name, self.redis, self.models, self.admission.lag_cache)
+            self.peers = Peers(settings.region, reader, meters)
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
@@ -69,6 +76,8 @@ class Gateway(Streams):
             self.webhooks,
         )
         self.responses.start(self._list_pipelines)
+        if self.peers is not None:
+            self.peers.start()
 
     def begin_stop(self) -> None:
         """Let all streams end, each with an event that says where to go on."""
@@ -83,6 +92,8 @@ class Gateway(Streams):
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        if self.peers is not None:
+            await self.peers.close()
         await self.admission.close()
         await self.models.close()
         self.broadcast.stop()

@@ -37,9 +37,15 @@ class GatewayMetrics:
     """The metrics of one gateway. Its event loop counts, any thread may read."""
 
     def __init__(
-        self, meters: Meters, addresses: Addresses, settings: BusSettings, prices: Prices | None = None
+        self,
+        meters: Meters,
+        addresses: Addresses,
+        settings: BusSettings,
+        prices: Prices | None = None,
+        *,
+        has_regions: bool = False,
     ) -> None:
-        self.meters, self._prices = meters, prices
+        self.meters, self._prices, self._has_regions = meters, prices, has_regions
         self.pipelines: set[str] = {addresses.pipeline}
         """The pipelines to report."""
         self._addresses, self._settings = addresses, settings
@@ -55,7 +61,9 @@ class GatewayMetrics:
         with self._lock:
             if pipeline not in self._watches:
                 addresses = self._addresses.model_copy(update={"pipeline": pipeline})
-                self._watches[pipeline] = LiveWatch(addresses, self._settings, self._prices)
+                self._watches[pipeline] = LiveWatch(
+                    addresses, self._settings, self._prices, has_regions=self._has_regions
+                )
             return self._watches[pipeline]
 
     def count_answer(self, scope: Scope, status: int) -> None:

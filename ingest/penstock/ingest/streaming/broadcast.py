@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 1.0
 KEEP_ALIVE_S = 5.0
 """A comment is sent after so long without a state, as brokers that answer late make a look take long."""
-PRIVATE_FIELDS = ("workers", "lost", "scaling", "tiers", "rates", "account")
+PRIVATE_FIELDS = ("workers", "lost", "scaling", "tiers", "rates", "account", "regions")
 """The fields that a tenant does not see."""
 
 

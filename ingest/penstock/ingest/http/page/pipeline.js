@@ -17,6 +17,11 @@ const describeScaling = (told) => {
   const numbers = Object.entries(told.reasons).map(([kind, reason]) => `${count(told.workers[kind])} ${kind} wanted (${reason})`);
   return [...numbers, ...told.alerts].join(" · ");
 };
+const describeRegions = (regions) => (regions ?? []).map((region, index) => {
+  const models = Object.entries(region.models).map(([name, model]) => (model.differs ? `${name} is another model` : `${name} waits ${seconds(model.wait_s.interactive)}`));
+  const place = index ? `${region.state}${region.state === "ready" ? `, ${seconds(region.round_trip_s)} away` : ""}` : "here";
+  return [`${region.name} ${place}`, ...(region.reason ? [region.reason] : []), ...models].join(", ");
+}).join(" · ");
 const timeOf = (atS) => new Date(atS * 1000).toLocaleTimeString("en-GB");
 const at = (name) => document.querySelectorAll(`[data-at="${name}"]`);
 const put = (name, text) => at(name).forEach((element) => say(element, text));
@@ -69,6 +74,7 @@ export class PipelineView {
     this._lines.jobs.add(snapshot.at, toGenerate);
     this._showWorkers(snapshot);
     say(byId("scaling"), describeScaling(snapshot.scaling));
+    say(byId("regions"), describeRegions(snapshot.regions));
     for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
       this._lines[name].add(snapshot.at, found.p50);

@@ -1,0 +1,253 @@
+"""The own region and its peers: what each tells each second, whether it is there, and how far away it is.
+
+Three states: `ready`; `unavailable`: its gateway says that it stops, or connections are refused; `unknown`: it has
+never told anything, or not for `STALE_S`. No new work goes by choice to a region that is not ready.
+"""
+
+import asyncio
+import logging
+import math
+import ssl
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Literal
+
+import httpx2
+from pydantic import BaseModel, TypeAdapter
+
+from penstock.config.settings import RegionSettings
+from penstock.errors import BusUnavailable
+from penstock.ingest.regions.choosing import RegionAsk, RegionChoice, RegionChooser, RegionView, Why
+from penstock.ingest.regions.state import ModelState, RegionState, StateReader
+from penstock.ingest.search_loop import SearchLoop
+from penstock.regions import PEER_HEADER
+from penstock.telemetry import catalog
+from penstock.telemetry.meters import Meters, Reading
+
+log = logging.getLogger(__name__)
+
+Readiness = Literal["ready", "unavailable", "unknown"]
+LOOK_S = 1.0
+"""How often regions are asked."""
+ANSWER_S = 2.0
+"""How long a peer may take to answer."""
+STALE_S = 5.0
+"""After so long without an answer a region is unknown."""
+MAX_REFUSED = 3
+"""After so many refused connections one after the other a region is unavailable."""
+NUM_ROUND_TRIPS = 10
+"""The least of so many is the round trip: the others met something on their way."""
+STATE_PATH = "/v1/penstock/region"
+
+
+class SeenModel(ModelState):
+    """One model in a region, as a gateway sees it."""
+
+    differs: bool
+    """Whether it is another model than that of this name here: neither region stands in for the other."""
+
+
+class SeenRegion(BaseModel):
+    """A region, as a gateway sees it."""
+
+    name: str
+    state: Readiness
+    reason: str
+    """Why the region is not ready; empty where it is."""
+    round_trip_s: float | None
+    models: dict[str, SeenModel]
+    adopted: list[str]
+    requests: dict[Why, int]
+    """How many requests this gateway sent there, by why."""
+
+
+SEEN_REGIONS = TypeAdapter(list[SeenRegion])
+
+
+class _Region:
+    """What is known of one region."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state: RegionState | None = None
+        """What it told last."""
+        self.at_s = -math.inf
+        """When it told that."""
+        self.problem = ""
+        """Why it told nothing the last time; empty where it did."""
+        self.num_refused = 0
+        self.round_trips = deque[float](maxlen=NUM_ROUND_TRIPS)
+        self.fingerprints = dict[str, str]()
+        """The last ones told, by model: a region whose workers are all away has them still."""
+
+    def note_state(self, state: RegionState) -> None:
+        """Note what the region told just now."""
+        self.state, self.at_s, self.num_refused = state, time.monotonic(), 0
+        told = {name: model.fingerprint for name, model in state.models.items()}
+        self.fingerprints |= {name: found for name, found in told.items() if found is not None}
+
+    def note_problem(self, problem: str) -> None:
+        """Note why the region told nothing, or that it told something; say what is new in the log."""
+        if problem != self.problem:
+            log.warning("region %s: %s", self.name, problem or "it answers again")
+        self.problem = problem
+
+    def judge(self, now_s: float) -> tuple[Readiness, str]:
+        """Return the region's state, and the reason where it is not ready."""
+        if self.num_refused >= MAX_REFUSED:
+            return "unavailable", self.problem
+        if self.state is None or now_s - self.at_s > STALE_S:
+            return "unknown", self.problem or "it has not answered yet"
+        return ("unavailable", "its gateway stops") if self.state.is_stopping else ("ready", "")
+
+
+class Peers:
+    """The own region and its peers, for one gateway."""
+
+    def __init__(self, settings: RegionSettings, reader: StateReader, meters: Meters) -> None:
+        self.own = settings.name
+        self._urls, self._secret, self._reader = settings.list_peers(), settings.secret, reader
+        self.names = [self.own, *self._urls]
+        """All regions, the own one first."""
+        self._regions = {name: _Region(name) for name in self.names}
+        self._regions[self.own].round_trips.append(0.0)
+        self._chooser, self._chosen = RegionChooser(self.own), Counter[tuple[str, Why]]()
+        self._told_different = set[tuple[str, str]]()
+        """The regions and models of which the log says that they are others."""
+        meters.add_source(self._read_gauges)
+
+    def start(self) -> None:
+        """Start to ask all regions. `http` is the client by which peers are asked, from now on."""
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each look
+        tls = ssl.create_default_context()
+        self.http = httpx2.AsyncClient(verify=tls, trust_env=False, timeout=ANSWER_S)
+        looks: dict[str, Callable[[], Awaitable[None]]] = {self.own: self._look_home}
+        looks |= {name: partial(self._look_away, name) for name in self._urls}
+        self._loops = [SearchLoop(f"news of the region {name}", look, LOOK_S) for name, look in looks.items()]
+        for loop in self._loops:
+            loop.start()
+
+    async def close(self) -> None:
+        """Ask no more, and close all connections to peers."""
+        await asyncio.gather(*(loop.close() for loop in self._loops))
+        await self.http.aclose()
+
+    def find_url(self, name: str) -> str:
+        """Return the address of a peer's gateways, without a slash at its end."""
+        return self._urls[name]
+
+    def find_state(self, name: str) -> Readiness:
+        """Return whether a region is ready, unavailable or unknown."""
+        return self._regions[name].judge(time.monotonic())[0]
+
+    def find_adopter(self, name: str) -> str | None:
+        """Return the region that has adopted another one, and is ready. It may be the own one."""
+        return next((one.name for one, state in self._list_ready() if name in state.adopted), None)
+
+    def choose_region(self, ask: RegionAsk) -> RegionChoice:
+        """Choose where a new request goes, and count it as sent there. Raises as `RegionChooser.choose_region`."""
+        views = {
+            region.name: RegionView(state.models[ask.model], min(region.round_trips), region.at_s)
+            for region, state in self._list_ready()
+            if ask.model in state.models and not self._differs(region, ask.model)
+        }
+        choice = self._chooser.choose_region(ask, views, time.monotonic())
+        self._chosen[choice.region, choice.why] += 1
+        return choice
+
+    def tell_state(self) -> RegionState | None:
+        """Return what this gateway tells its peers; None while it does not know its own region."""
+        own = self._regions[self.own]
+        return own.state if own.judge(time.monotonic())[0] == "ready" else None
+
+    def describe_regions(self) -> list[SeenRegion]:
+        """Return how this gateway sees all regions, the own one first."""
+        now_s, seen = time.monotonic(), list[SeenRegion]()
+        for region in self._regions.values():
+            readiness, reason = region.judge(now_s)
+            told = region.state if readiness != "unknown" else None
+            models = {} if told is None else told.models
+            seen.append(
+                SeenRegion(
+                    name=region.name,
+                    state=readiness,
+                    reason=reason,
+                    round_trip_s=min(region.round_trips, default=None),
+                    models={
+                        name: SeenModel(**model.model_dump(), differs=self._differs(region, name))
+                        for name, model in models.items()
+                    },
+                    adopted=[] if told is None else told.adopted,
+                    requests={why: count for (name, why), count in self._chosen.items() if name == region.name},
+                )
+            )
+        return seen
+
+    def _list_ready(self) -> list[tuple[_Region, RegionState]]:
+        now_s, regions = time.monotonic(), self._regions.values()
+        return [(one, one.state) for one in regions if one.state is not None and one.judge(now_s)[0] == "ready"]
+
+    def _differs(self, region: _Region, model: str) -> bool:
+        """Return whether a region's model is known to be another one than that of its name here."""
+        told, own = region.fingerprints.get(model), self._regions[self.own].fingerprints.get(model)
+        return None not in (told, own) and told != own
+
+    async def _look_home(self) -> None:
+        own = self._regions[self.own]
+        try:
+            own.note_state(await self._reader.read_state())
+            own.note_problem("")
+            await self._reader.write_seen(SEEN_REGIONS.dump_json(self.describe_regions()))
+        except BusUnavailable as error:
+            own.note_problem(str(error))
+
+    async def _look_away(self, name: str) -> None:
+        region, began_s, problem = self._regions[name], time.monotonic(), ""
+        try:
+            answer = await self.http.get(self._urls[name] + STATE_PATH, headers={PEER_HEADER: self._secret})
+            taken_s = time.monotonic() - began_s
+            if answer.status_code == 404:
+                raise ValueError("it knows no such PENSTOCK_REGION_SECRET, which must be the same in all regions")
+            state = RegionState.model_validate_json(answer.raise_for_status().content)
+            if state.region != name:
+                raise ValueError(f"PENSTOCK_REGION_PEERS has the address of the region {state.region} for it")
+        except httpx2.ConnectError as error:
+            region.num_refused, problem = region.num_refused + 1, f"no connection: {error}"
+        except httpx2.HTTPError as error:
+            region.num_refused, problem = 0, f"{type(error).__name__}: {error}"
+        except ValueError as error:  # of what it told, too
+            region.num_refused, problem = 0, str(error)
+        else:
+            if region.state is None or region.state.incarnation != state.incarnation:
+                self._chooser.forget_sent(name)
+            region.round_trips.append(taken_s)
+            region.note_state(state)
+            self._tell_different(region)
+        region.note_problem(problem)
+
+    def _tell_different(self, region: _Region) -> None:
+        """Say in the log, once each time that it begins, which models of a region are others than those here."""
+        for model in region.fingerprints:
+            is_told = (region.name, model) in self._told_different
+            if self._differs(region, model) and not is_told:
+                self._told_different.add((region.name, model))
+                log.warning(
+                    "region %s: its model %r is another one than %r here (fingerprints %s and %s): neither region "
+                    "stands in for the other", region.name, model, model,
+                    region.fingerprints[model], self._regions[self.own].fingerprints[model],
+                )  # fmt: skip
+            elif is_told and not self._differs(region, model):
+                self._told_different.remove((region.name, model))
+
+    def _read_gauges(self) -> Iterator[Reading]:
+        for seen in self.describe_regions():
+            for state in ("ready", "unavailable", "unknown"):
+                yield Reading(catalog.REGION_STATE, (seen.name, state), int(seen.state == state))
+            if seen.round_trip_s is not None:
+                yield Reading(catalog.REGION_ROUND_TRIP, (seen.name,), seen.round_trip_s)
+            differing = sum(model.differs for model in seen.models.values())
+            yield Reading(catalog.REGION_MODELS_DIFFER, (seen.name,), differing)
+            for why, count in seen.requests.items():
+                yield Reading(catalog.REGION_REQUESTS, (seen.name, why), count)
