@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 
-from sim.protocol.model import Exploration, describe_step, explore_states
+from sim.protocol.graph import Exploration
+from sim.protocol.model import describe_step, explore_states
 from sim.protocol.scenarios import FLAWS, QUICK, Scenario
-from sim.protocol.state import Budget, Rules
+from sim.protocol.state import Budget, Rules, Step
 from tests.draws import WHOLE, draw_cases
 
 REPLIES = {
@@ -38,7 +39,7 @@ NOT_REPLAYED = {"unread: 0", "unread: 1", "note", "forget commits", "delete"}
 """What gateways and buses do. All others are replayed on a server, too."""
 
 
-def describe_traces(found: Exploration) -> list[str]:
+def describe_traces(found: Exploration[Step]) -> list[str]:
     return [f"{fault}: {', '.join(map(describe_step, trace))}" for fault, trace in found.faults.items()]
 
 
