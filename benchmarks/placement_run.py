@@ -39,12 +39,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Arguments, run_benchmark
+from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
 from benchmarks.placement_sides import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
@@ -55,6 +56,7 @@ from benchmarks.placement_sides import (
     NUM_WORKERS,
     STEPS_VARIABLE,
     SYSTEM_TOKENS,
+    Answered,
     Ask,
     Shape,
     SleepingStack,
@@ -69,7 +71,7 @@ from penstock.config.settings import BusSettings
 from penstock.engine.scheduling.cost import StepCost
 from penstock.errors import PenstockError
 from penstock.local.stack import Stack
-from penstock.messages import EndEvent, encode_request
+from penstock.messages import encode_request
 from penstock.names import Pipeline
 from penstock.ops.status import read_heartbeats
 from penstock.plan.placing import Beat, PlacedRequest, View, WorkerSpec
@@ -80,7 +82,6 @@ from sim.kafka_server import find_or_start_kafka
 from sim.placement.rules import RULES
 
 NUM_PRODUCERS = 2
-TIMEOUT_S = 300.0
 IN_TIME_S = 1.0
 """How late a first token may be beside a slow worker: a fast one takes 0.27 s for the longest prompt."""
 MIN_DIFFERENCE = 0.05
@@ -112,26 +113,6 @@ FULL = Extent(Shape(4000, 700.0, 28.0), Shape(500, 100.0, 8.0, 20), tuple(RULES)
 MIDDLE = Extent(Shape(1000, 175.0, 14.0), Shape(250, 50.0, 4.0, 20), FEW, 2)
 QUICK = Extent(Shape(60, 10.0, 1.5), Shape(50, 8.0, 1.5, 8), FEW, 1)
 SMOKE = Extent(Shape(6, 0.5, 0.2), Shape(6, 0.5, 0.2, 2), FEW[:2], 1, Shape(1, 0.1, 0.2))
-
-
-@dataclass
-class Seen:
-    """The outcome of a request of a run."""
-
-    ask: Ask
-    token_s: list[float] = field(default_factory=list)
-    """Seconds from its time in the trace to each token."""
-    cached_tokens: int = 0
-
-    @property
-    def first_s(self) -> float:
-        """Seconds to its first token."""
-        return self.token_s[0]
-
-    @property
-    def itl_s(self) -> float:
-        """Mean seconds between two tokens."""
-        return (self.token_s[-1] - self.token_s[0]) / (ANSWER_TOKENS - 1)
 
 
 class Router:
@@ -219,37 +200,34 @@ class Site:
             beating = asyncio.create_task(self._note_beats_forever(routers))
             producers = list(zip(clients, routers, strict=True))
             pairs = [producers[chance.randrange(NUM_PRODUCERS)] for _ in trace]
-            seen = await asyncio.gather(*(
+            answered = await asyncio.gather(*(
                 self._play_one(ask, client, router, run, begun_s)
                 for ask, (client, router) in zip(trace, pairs, strict=True)
             ))  # fmt: skip
             beating.cancel()
-        made = Run(rule, seen, self.read_steps(since_s))
+        made = Run(rule, list(zip(trace, answered, strict=True)), self.read_steps(since_s))
         print(f"{run}: {made}", flush=True)
         return made
 
-    async def _play_one(self, ask: Ask, client: AsyncClient, router: Router | None, run: str, begun_s: float) -> "Seen":
+    async def _play_one(
+        self, ask: Ask, client: AsyncClient, router: Router | None, run: str, begun_s: float
+    ) -> Answered:
         due_s, request_id = begun_s + ask.placed.at_s, f"{run}-{ask.placed.id}"
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         if router is not None:
             router.placed[request_id] = ask.placed
-        messages, seen = ask.write_messages(run, self.words), Seen(ask)
+        messages, answered = ask.write_messages(run, self.words), Answered(ask.placed, ask.placed.at_s)
         encoded = encode_request(make_request(None, {
             "messages": messages, "id": request_id, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True,
         }))  # fmt: skip
         await client.send(encoded)
-        async for event in client.stream(request_id, timeout_s=TIMEOUT_S):
-            now_s = time.monotonic() - due_s
-            if isinstance(event, EndEvent):
-                seen.cached_tokens = event.usage.cached_tokens
-                assert event.usage.prompt_tokens == ask.placed.prompt_tokens, "texts have the tokens of the trace"
-                continue
-            if router is not None and not seen.token_s:
-                router.note_event(router.view.record_first_token, ask.placed)
-            seen.token_s.append(now_s)
-        if router is not None:
+        if router is None:
+            await answered.read_answer(client, request_id, begun_s)
+        else:
+            note_first = partial(router.note_event, router.view.record_first_token, ask.placed)
+            await answered.read_answer(client, request_id, begun_s, note_first)
             router.note_event(router.view.record_end, ask.placed)
-        return seen
+        return answered
 
     async def _note_beats_forever(self, routers: Sequence[Router | None]) -> None:
         while True:
@@ -270,15 +248,20 @@ class Run:
     """A trace as it was played."""
 
     rule: str
-    seen: list[Seen]
+    asked: list[tuple[Ask, Answered]]
     steps: list[list[list[float]]]
+
+    @property
+    def answered(self) -> list[Answered]:
+        """The outcomes of its requests."""
+        return [one for _, one in self.asked]
 
     @property
     def hit_share(self) -> float:
         """How many tokens of earlier turns were found."""
-        later = [one for one in self.seen if one.ask.num_earlier_tokens]
-        found = sum(max(0, one.cached_tokens - SYSTEM_TOKENS) for one in later)
-        return found / max(1, sum(one.ask.num_earlier_tokens for one in later))
+        later = [(ask.num_earlier_tokens, one) for ask, one in self.asked if ask.num_earlier_tokens]
+        found = sum(max(0, one.cached_tokens - SYSTEM_TOKENS) for _, one in later)
+        return found / max(1, sum(num for num, _ in later))
 
     @property
     def load_max_over_mean(self) -> float:
@@ -302,21 +285,21 @@ class Run:
     @property
     def in_time(self) -> float:
         """How many requests had their first token in time."""
-        return statistics.fmean(one.first_s <= IN_TIME_S for one in self.seen)
+        return statistics.fmean(one.ttft_s <= IN_TIME_S for one in self.answered)
 
     def compute_ttft(self, q: float) -> float:
         """Return a quantile of the seconds to the first token."""
-        return compute_quantile([one.first_s for one in self.seen], q)
+        return compute_quantile([one.ttft_s for one in self.answered], q)
 
     def __str__(self) -> str:
         ttft = f"first token p50 {self.compute_ttft(0.5):.3f}, p99 {self.compute_ttft(0.99):.3f} s"
-        return f"{len(self.seen)} requests, {ttft}, hits {self.hit_share:.3f}, load {self.load_max_over_mean:.2f}"
+        return f"{len(self.asked)} requests, {ttft}, hits {self.hit_share:.3f}, load {self.load_max_over_mean:.2f}"
 
 
 def merge_rounds(rounds: Sequence[Run]) -> Run:
     """Return the requests of all rounds of a rule: where a hash sends a product's chats is chance in each of them."""
     steps = [[step for run in rounds for step in run.steps[worker]] for worker in range(NUM_WORKERS)]
-    return Run(rounds[0].rule, [one for run in rounds for one in run.seen], steps)
+    return Run(rounds[0].rule, [one for run in rounds for one in run.asked], steps)
 
 
 def simulate_trace(
@@ -334,13 +317,13 @@ def simulate_trace(
 def compare_plan(run: Run, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return how far the simulator was off, as a share of what was measured."""
     pairs = {
-        "ttft": ([one.ttft_s for one in outcomes], [one.first_s for one in run.seen]),
-        "itl": ([one.itl_s for one in outcomes], [one.itl_s for one in run.seen]),
+        "ttft": ([one.ttft_s for one in outcomes], [one.ttft_s for one in run.answered]),
+        "itl": ([one.itl_s for one in outcomes], [one.itl_s for one in run.answered]),
     }
     planned = {f"{name}_p{q}": compute_quantile(one, q / 100) for name, (one, _) in pairs.items() for q in (50, 99)}
     measured = {f"{name}_p{q}": compute_quantile(one, q / 100) for name, (_, one) in pairs.items() for q in (50, 99)}
     planned["tokens_s"] = 1 / max(one.end_s for one in outcomes)
-    measured["tokens_s"] = 1 / max(one.token_s[-1] + one.ask.placed.at_s for one in run.seen)
+    measured["tokens_s"] = 1 / max(one.token_s[-1] for one in run.answered)
     for name, value in planned.items():
         print(f"{name}: planned {value:.4f}, measured {measured[name]:.4f}")
     return {f"plan_error_{name}": abs(value / measured[name] - 1) for name, value in planned.items()}
@@ -358,8 +341,8 @@ def correlate_ranks(planned: Mapping[str, float], measured: Mapping[str, float])
 
 async def measure_way_s(site: Site, trace: Sequence[Ask], spec: WorkerSpec) -> float:
     """Return how long a request that is alone takes beside its steps: to its worker, and its first token back."""
-    seen, planned = (await site.play_trace(trace, PLANNED, "alone")).seen, simulate_trace(trace, PLANNED, spec)
-    way_s = statistics.median(one.first_s - outcome.ttft_s for one, outcome in zip(seen, planned, strict=True))
+    run, planned = await site.play_trace(trace, PLANNED, "alone"), simulate_trace(trace, PLANNED, spec)
+    way_s = statistics.median(one.ttft_s - outcome.ttft_s for one, outcome in zip(run.answered, planned, strict=True))
     print(f"{way_s * 1000:.1f} ms pass beside the steps of a request")
     return way_s
 
@@ -385,7 +368,7 @@ async def play_all(site: Site, extent: Extent) -> dict[str, float]:
     outcomes = {rule: simulate_trace(trace, rule, spec, way_s, rounds) for rule in names[1:]}
     figures |= compare_plan(runs[PLANNED], outcomes[PLANNED])
     planned = {rule: statistics.fmean(one.ttft_s for one in outcomes[rule]) for rule in outcomes}
-    measured = {rule: statistics.fmean(one.first_s for one in runs[rule].seen) for rule in outcomes}
+    measured = {rule: statistics.fmean(one.ttft_s for one in runs[rule].answered) for rule in outcomes}
     return figures | correlate_ranks(planned, measured)
 
 

@@ -1,27 +1,30 @@
 """What `benchmarks.placement_run` starts and plays: workers whose model sleeps, and traces with texts.
 
-`benchmarks.roles_run` starts such workers, too.
+`benchmarks.roles_run` starts such workers, and reads their answers, too.
 """
 
 import json
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import TIMEOUT_S
 from benchmarks.systems import DEMO_ENVIRONMENT, make_logits
+from penstock.client.aio import AsyncClient
 from penstock.engine.engine import Engine
 from penstock.engine.scheduling.cost import StepCost
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.local.processes import Child
 from penstock.local.stack import Stack, WorkerSlot
-from penstock.names import WorkerKind
+from penstock.messages import EndEvent, TokenEvent
+from penstock.names import WorkerKind, parse_event_id
 from penstock.plan.placing import PlacedRequest
 from sim.forked import fork_process
 from sim.placement.traces import Segment, make_placed_request
@@ -157,6 +160,50 @@ class Ask:
             text = words[0] * length if role == "assistant" else "".join(drawn)
             messages.append({"role": role, "content": text})
         return messages
+
+
+@dataclass
+class Answered:
+    """The outcome of a request of a run. Times are seconds since the run began."""
+
+    request: PlacedRequest
+    at_s: float
+    token_s: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    is_broken: bool = True
+    """Whether it has not ended, or not with all its tokens, each at its place."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return self.token_s[0] - self.at_s
+
+    @property
+    def itl_s(self) -> float:
+        """Mean seconds between two tokens; 0 for a single one."""
+        return (self.token_s[-1] - self.token_s[0]) / max(1, len(self.token_s) - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of prompt and answer."""
+        return self.request.prompt_tokens + self.request.output_tokens
+
+    async def read_answer(
+        self, client: AsyncClient, request_id: str, begun_s: float, note_first: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read the answer of a request in a run that began at a time of the monotonic clock."""
+        positions = list[int]()
+        async for event in client.stream(request_id, timeout_s=TIMEOUT_S):
+            if isinstance(event, TokenEvent):
+                if not self.token_s:
+                    note_first()
+                self.token_s.append(time.monotonic() - begun_s)
+                positions.append(parse_event_id(event.id)[0])
+            elif isinstance(event, EndEvent):
+                self.cached_tokens = event.usage.cached_tokens
+                self.is_broken = event.error is not None or positions != list(range(self.request.output_tokens))
+                num_prompt = event.usage.prompt_tokens
+                assert self.is_broken or num_prompt == self.request.prompt_tokens, "prompts are those of the trace"
 
 
 def make_trace(shape: Shape) -> list[Ask]:

@@ -87,9 +87,11 @@ def measure_share(outcomes: Sequence[Outcome]) -> float:
 def play_load(name: str, load: PhasedLoad, start_s: float, seed: int) -> dict[str, float]:
     """Play a load with the controller and with the oracle."""
     bounds, trace = Bounds(least=1, most=6), load.make_trace(seed)
-    found = GrowingSimulation(load.spec, TARGETS, bounds, start_s=start_s).play(trace, load.seconds)
+    found = GrowingSimulation(load.spec, TARGETS, bounds, start_s=start_s).play_requests(trace, load.seconds)
     oracle = load.make_oracle(start_s)
-    best = GrowingSimulation(load.spec, TARGETS, bounds, start_s=start_s, oracle=oracle).play(trace, load.seconds)
+    best = GrowingSimulation(load.spec, TARGETS, bounds, start_s=start_s, oracle=oracle).play_requests(
+        trace, load.seconds
+    )
     share, ratio = measure_share(found.outcomes), found.worker_seconds / best.worker_seconds
     print(
         f"{name}: {share:.3f} in time, {ratio:.3f} of the oracle's seconds (the oracle: "
@@ -122,7 +124,7 @@ def play_constant(seconds: float, parts: Sequence[float]) -> dict[str, float]:
                 lambda at_s, rates=rates: rates[int(at_s / NOISE_S)],  # type: ignore[misc]
                 rate * (1 + noise), seconds, seed=5,
             )  # fmt: skip
-            played = GrowingSimulation(SPEC, TARGETS, Bounds(least=1), start_s=5.0).play(trace, seconds)
+            played = GrowingSimulation(SPEC, TARGETS, Bounds(least=1), start_s=5.0).play_requests(trace, seconds)
             seen = [(one.request.at_s, one.ttft_s) for one in played.outcomes]
             told = [(one.at_s, one.predicted_p99_s) for one in played.decisions]
             turns, found = count_turns(played.numbers, WINDOW_S), compare_predictions(seen, told, WINDOW_S)
@@ -146,7 +148,7 @@ def play_dynamo() -> dict[str, float]:
     trace = LENGTHS.make_trace(
         lambda at_s: full / 4.5 * (4.5 - 3.5 * math.cos(2 * math.pi * at_s / 900)), full / 4.5 * 8, 900.0, seed=7
     )
-    played = GrowingSimulation(SPEC, TARGETS, Bounds(least=1), start_s=30.0).play(trace, 900.0)
+    played = GrowingSimulation(SPEC, TARGETS, Bounds(least=1), start_s=30.0).play_requests(trace, 900.0)
     share = measure_share(played.outcomes)
     print(f"dynamo#10528: {share:.3f} in time; " + ", ".join(f"{num} at {at_s:.0f} s" for at_s, num in played.numbers))
     return {"slo_attainment_dynamo_10528": share}

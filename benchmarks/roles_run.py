@@ -30,6 +30,7 @@ from benchmarks.placement_sides import (
     MAX_BATCH,
     MAX_STEP_TOKENS,
     STEPS_VARIABLE,
+    Answered,
     SleepingStack,
     encode_cost,
     stretch_cost,
@@ -46,8 +47,7 @@ from penstock.config.sources import variable_name
 from penstock.engine.loading.packed import pack_model
 from penstock.errors import PenstockError
 from penstock.local.stack import Stack
-from penstock.messages import EndEvent, TokenEvent
-from penstock.names import Pipeline, WorkerKind, parse_event_id
+from penstock.names import Pipeline, WorkerKind
 from penstock.ops.scaling import read_scaling
 from penstock.plan.placing import PlacedRequest, WorkerSpec
 from penstock.redis.client import redis_client
@@ -89,39 +89,18 @@ SHORT = Lengths(prompt=(230, 0.8), answer=(18, 0.5), longest=LONGEST)
 PARTS, PHASE_S, WINDOW_S, UNIT_BUSY = (1, 6, 1), 1800.0, 300.0, 0.7
 TIMES = {
     controller: ("WINDOW_S", "FIRST_START_S", "MIN_PATIENCE_S", "LEAVING_S"),
-    windows: ("SHORT_S", "LONG_S", "SHAPE_S", "MIN_KNOWN_S"),
+    windows: ("SHORT_S", "LONG_S", "MIN_KNOWN_S"),
     service: ("LOOK_S", "LOOK_AT_ZERO_S"),
     growing: ("LOOK_S",),
 }
 """The times of the controller, by module."""
 
 
-@dataclass
-class Seen:
-    """The outcome of a request of a run. Times are seconds since the run began."""
-
-    request: PlacedRequest
-    at_s: float
-    token_s: list[float] = field(default_factory=list)
-    is_broken: bool = True
-    """Whether it has not ended, or not with all its tokens, each at its place."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds to the first token."""
-        return self.token_s[0] - self.at_s
-
-    def is_in_time(self, slo: SloSettings = SLO) -> bool:
-        """Return whether first token and gaps were in time."""
-        if self.is_broken:
-            return False
-        itl_s = (self.token_s[-1] - self.token_s[0]) / max(1, len(self.token_s) - 1)
-        return self.ttft_s <= slo.interactive_ttft_s and itl_s <= slo.interactive_itl_s
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of prompt and answer."""
-        return self.request.prompt_tokens + self.request.output_tokens
+def is_in_time(answered: Answered, slo: SloSettings = SLO) -> bool:
+    """Return whether first token and gaps were in time."""
+    if answered.is_broken:
+        return False
+    return answered.ttft_s <= slo.interactive_ttft_s and answered.itl_s <= slo.interactive_itl_s
 
 
 class Player:
@@ -129,21 +108,15 @@ class Player:
 
     def __init__(self, client: AsyncClient, name: str) -> None:
         self._client, self._name, self._chance = client, name, random.Random(name)
-        self.seen = list[Seen]()
+        self.answered = list[Answered]()
         self.begun_s = time.monotonic()
 
     async def play_request(self, request: PlacedRequest) -> None:
         """Send a request, and read its answer."""
         fields = make_request(draw_tokens(self._chance, request.prompt_tokens), request.output_tokens)
-        self.seen.append(seen := Seen(request, time.monotonic() - self.begun_s))
+        self.answered.append(answered := Answered(request, time.monotonic() - self.begun_s))
         request_id = await self._client.submit(**fields, id=f"{self._name}-{request.id}")
-        positions = list[int]()
-        async for event in self._client.stream(request_id, timeout_s=TIMEOUT_S):
-            if isinstance(event, TokenEvent):
-                seen.token_s.append(time.monotonic() - self.begun_s)
-                positions.append(parse_event_id(event.id)[0])
-            elif isinstance(event, EndEvent):
-                seen.is_broken = event.error is not None or positions != list(range(request.output_tokens))
+        await answered.read_answer(self._client, request_id, self.begun_s)
 
     async def play_trace(self, trace: Sequence[PlacedRequest]) -> None:
         """Send the requests of a trace at their times, whatever becomes of those before them."""
@@ -180,7 +153,7 @@ class Player:
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
             task.result()
-        for one in self.seen:
+        for one in self.answered:
             if one.is_broken:
                 await self._client.cancel(f"{self._name}-{one.request.id}")
 
@@ -188,7 +161,7 @@ class Player:
         """Return the tokens of a window: an answer's count as they come, a prompt's with the first of them."""
         return sum(
             (one.request.prompt_tokens if index == 0 else 0) + 1
-            for one in self.seen
+            for one in self.answered
             for index, at_s in enumerate(one.token_s)
             if since_s <= at_s < until_s
         )
@@ -242,11 +215,11 @@ async def play_fleet(name: str, given: Arguments) -> dict[str, float]:
     # As long as equally many requests of each phase take at full load.
     taken = [DEMANDS[one].mean_tokens / max(found[one], 1e-9) for one in TURNS]
     found["full_load"] = sum(DEMANDS[one].mean_tokens for one in TURNS) / sum(taken)
-    if seen := player.seen:
-        taken_s = max(one.token_s[-1] for one in seen if one.token_s)
-        found["whole"] = sum(one.num_tokens for one in seen if not one.is_broken) / taken_s
-        found["in_time_tokens"] = sum(one.num_tokens for one in seen if one.is_in_time(LONGER)) / taken_s
-        found["in_time"] = statistics.fmean(one.is_in_time(LONGER) for one in seen)
+    if answered := player.answered:
+        taken_s = max(one.token_s[-1] for one in answered if one.token_s)
+        found["whole"] = sum(one.num_tokens for one in answered if not one.is_broken) / taken_s
+        found["in_time_tokens"] = sum(one.num_tokens for one in answered if is_in_time(one, LONGER)) / taken_s
+        found["in_time"] = statistics.fmean(is_in_time(one, LONGER) for one in answered)
     print(f"{name:5}" + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
     return found
 
@@ -288,7 +261,7 @@ class Followed:
     worker_seconds: float = 0.0
     starts_s: list[float] = field(default_factory=list)
 
-    async def follow(self, stack: Stack, keep_numbers: Callable[[], list[str]], begun_s: float) -> None:
+    async def follow_decisions(self, stack: Stack, keep_numbers: Callable[[], list[str]], begun_s: float) -> None:
         """Do as the controller says, and note it, until cancelled."""
         before_s, waiting = begun_s, dict[str, float]()
         with redis_client(stack.addresses.first_url) as client:
@@ -320,30 +293,30 @@ def play_growing(given: Arguments) -> dict[str, float]:
     trace, bounds, followed = load.make_trace(seed=3), Bounds(least=1, most=6), Followed()
     print(f"{len(trace)} requests, {load.unit_rate:.2f} to {6 * load.unit_rate:.2f} a second")
 
-    async def play(stack: Stack, keep_numbers: Callable[[], list[str]]) -> list[Seen]:
+    async def play_trace(stack: Stack, keep_numbers: Callable[[], list[str]]) -> list[Answered]:
         async with AsyncClient(stack.addresses) as client:
             await Player(client, "first").play_request(PlacedRequest("r", 0.0, 16, 4))
             player = Player(client, "grow")
-            following = asyncio.create_task(followed.follow(stack, keep_numbers, player.begun_s))
+            following = asyncio.create_task(followed.follow_decisions(stack, keep_numbers, player.begun_s))
             await player.play_trace(trace)
             await asyncio.sleep(max(0.0, player.begun_s + load.seconds - time.monotonic()))
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-            return player.seen
+            return player.answered
 
     with divide_times(FASTER):
         beats = {"PENSTOCK_TESTING": '{"worker_heartbeat_s": 0.2}'}
         with start_stack(SPEC, {"auto": 1}, 6, **beats) as stack, follow_load(stack, bounds) as keep_numbers:
-            seen = asyncio.run(play(stack, keep_numbers))
+            answered = asyncio.run(play_trace(stack, keep_numbers))
         start_s = statistics.fmean(followed.starts_s) if followed.starts_s else 1.0
         simulation = partial(GrowingSimulation, SPEC, TARGETS, bounds, start_s=start_s)
-        best = simulation(oracle=load.make_oracle(start_s)).play(trace, load.seconds)
-        planned = simulation().play(trace, load.seconds)
+        best = simulation(oracle=load.make_oracle(start_s)).play_requests(trace, load.seconds)
+        planned = simulation().play_requests(trace, load.seconds)
     errors = compare_predictions(
-        [(one.at_s, one.ttft_s) for one in seen if one.token_s], followed.predictions, WINDOW_S / FASTER
+        [(one.at_s, one.ttft_s) for one in answered if one.token_s], followed.predictions, WINDOW_S / FASTER
     )
     figures = {
-        "slo_attainment": statistics.fmean(one.is_in_time() for one in seen),
+        "slo_attainment": statistics.fmean(map(is_in_time, answered)),
         "worker_seconds_vs_oracle": followed.worker_seconds / best.worker_seconds,
         "reversals_5min": count_turns(followed.numbers, WINDOW_S / FASTER),
         "start_s": start_s,
@@ -367,23 +340,23 @@ def play_fewer(given: Arguments) -> dict[str, float]:
     trace = lengths.make_trace(lambda _: rate, rate, length_s, seed=8)
     burst = [PlacedRequest(f"burst{number}", 0.0, 120, 400) for number in range(num * 3)]
 
-    async def play(stack: Stack) -> list[Seen]:
+    async def play_trace(stack: Stack) -> list[Answered]:
         async with AsyncClient(stack.addresses) as client:
             player = Player(client, "fewer")
             playing = asyncio.create_task(player.play_trace([*burst, *trace]))
             await asyncio.sleep(length_s / 4)
-            print(f"{sum(one.is_broken for one in player.seen)} answers are under way")
+            print(f"{sum(one.is_broken for one in player.answered)} answers are under way")
             stack.set_number("auto", 1)
             await playing
-            return player.seen
+            return player.answered
 
     # Who leaves hands on most of what it decodes.
     with start_stack(SPEC, {"auto": num}, PENSTOCK_WORKER_DRAIN_S="0.5") as stack:
-        seen = asyncio.run(play(stack))
+        answered = asyncio.run(play_trace(stack))
         again = {one for path in stack.directory.glob("*.again") for one in path.read_text().split()}
-    print(f"{len(seen)} requests, {statistics.fmean(one.is_in_time() for one in seen):.3f} in time")
+    print(f"{len(answered)} requests, {statistics.fmean(map(is_in_time, answered)):.3f} in time")
     return {
-        "broken_8_to_1": sum(one.is_broken for one in seen),
+        "broken_8_to_1": sum(one.is_broken for one in answered),
         "begun_again_8_to_1": len(again),
     }
 

@@ -190,7 +190,7 @@ class GrowingSimulation(Simulation):
         self._mean_output, self._mean_context, self._looked_s = 0.0, 0.0, 0.0
         self._token_s = spec.prompt_seconds(spec.max_step_tokens) / spec.max_step_tokens
 
-    def play(self, requests: Sequence[PlacedRequest], until_s: float) -> Grown:
+    def play_requests(self, requests: Sequence[PlacedRequest], until_s: float) -> Grown:
         """Return what becomes of the requests, and the seconds that workers were paid for until a time."""
         self._at(LOOK_S, self._look)
         self._grown.outcomes = self.run(requests)

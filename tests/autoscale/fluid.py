@@ -45,7 +45,7 @@ class FluidPipeline:
             self._flow(rate)
             self.look(rate)
             if acts:
-                self.follow(self.decisions[-1])
+                self.follow_decision(self.decisions[-1])
         return self.decisions[before:]
 
     def _flow(self, rate: float) -> None:
@@ -75,7 +75,7 @@ class FluidPipeline:
         self.decisions.append(self.controller.decide_numbers(seen))
         return self.decisions[-1]
 
-    def follow(self, decision: Decision) -> None:
+    def follow_decision(self, decision: Decision) -> None:
         """Start and stop workers."""
         for kind, number in decision.numbers.items():
             ready, starting = self.ready[kind], self.starting[kind]

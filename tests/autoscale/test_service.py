@@ -125,12 +125,12 @@ def test_at_zero_an_arrival_wakes_it(addresses: Addresses, pipeline: Pipeline, c
     service = AutoscaleService(addresses, BusSettings(), TARGETS, Bounds(zero_after_s=0.0), 16)
     numbers = list[int]()
 
-    def follow(told: dict[str, dict[str, int]]) -> None:
+    def follow_decision(told: dict[str, dict[str, int]]) -> None:
         numbers.append(told["workers"]["auto"])
         if len(numbers) == 2:  # the first look has no past
             client.xadd(pipeline.stream_key(pipeline.request_topic("interactive")), {"x": "x"})
 
-    service.run_until_stopped(lambda left_s: len(numbers) == 3 or threading.Event().wait(left_s), follow)
+    service.run_until_stopped(lambda left_s: len(numbers) == 3 or threading.Event().wait(left_s), follow_decision)
     service.close()
     assert numbers == [0, 0, 1]
 

@@ -66,7 +66,7 @@ class HandedOn(GrowingSimulation):
 )
 def test_a_constant_load_turns_no_number(gap_s: float, is_other: bool, is_known: bool) -> None:
     away = [(at_s, at_s + gap_s) for at_s in (BEGUN_S, BEGUN_S + 140.0, BEGUN_S + 280.0)]
-    played = HandedOn(away, is_other=is_other, is_known=is_known).play(make_requests(), END_S)
+    played = HandedOn(away, is_other=is_other, is_known=is_known).play_requests(make_requests(), END_S)
     numbers = [one for at_s, one in played.numbers if at_s <= BEGUN_S][-1:]
     numbers += [one for at_s, one in played.numbers if BEGUN_S < at_s < END_S]
     assert numbers[0] > 2, "of which some could go"

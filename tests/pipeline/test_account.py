@@ -69,9 +69,9 @@ def test_what_the_shares_leave_of_a_turn_was_idle(monkeypatch: pytest.MonkeyPatc
     clock, mine = Clock(monkeypatch), Work("prefill", "batch", "acme", "k")
     spent = WorkSeconds()
     clock.now_s += 2.0
-    spent.note([(mine, 0.75)])
+    spent.divide_seconds([(mine, 0.75)])
     clock.now_s += 3.0
-    spent.note()
+    spent.divide_seconds()
     assert spent.copy_sums() == {mine: 1.5, IDLE: 3.5}
 
 

@@ -159,7 +159,7 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     times = Timings(published=now_s() - 3, first_token=now_s() - 2, finished=now_s())
     end = EndEvent(finish_reason="stop", usage=Usage(prompt_tokens=42, completion_tokens=3), timings=times)
     metrics.record_end("interactive", "chat", end)
-    metrics.seconds.note([(Work("decode", "interactive"), 0.5)])
+    metrics.seconds.divide_seconds([(Work("decode", "interactive"), 0.5)])
     return metrics
 
 

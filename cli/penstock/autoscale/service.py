@@ -92,12 +92,12 @@ class AutoscaleService:
         self._shown = told
 
     def run_until_stopped(
-        self, wait: Callable[[float], bool], follow: Callable[[Json], None] = lambda told: None
+        self, wait: Callable[[float], bool], follow_decision: Callable[[Json], None] = lambda told: None
     ) -> None:
         """Look every five seconds, or when something arrives where there is no worker.
 
-        `wait` waits for so many seconds to be stopped, and returns whether it is. `follow` gets what this process has
-        decided.
+        `wait` waits for so many seconds to be stopped, and returns whether it is. `follow_decision` gets what this
+        process has decided.
         """
         is_away_told = False
         while not wait(0.0):
@@ -112,7 +112,7 @@ class AutoscaleService:
                     log.warning("no decision while the servers cannot be reached: %s", error)
                 is_away_told = True
             if told is not None and self._controller is not None:
-                follow(told)
+                follow_decision(told)
             self._wait_for_look(wait, told)
 
     def _wait_for_look(self, wait: Callable[[float], bool], told: Json | None) -> None:

@@ -2,18 +2,21 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 SHORT_S, LONG_S = 60.0, 600.0
-"""The times over which arrivals are counted: numbers go up by the first, and down by the larger rate of both."""
-SHAPE_S = 30.0
-"""Prompts are looked at in windows of this length, from the latest one on, until there are `SHAPE_PROMPTS`."""
-SHAPE_PROMPTS = 600
+"""The load is known over the time since it last changed, which is at least the first and at most the second of these.
+Numbers go down by the larger one of its rate and that of the longest time.
+"""
 NOISE = 0.05
-"""The part by which a rate may differ from that of ten minutes without being another one, beside chance."""
+"""The part by which two means may differ without a change of the load, beside chance."""
+SIGMAS = 3.0
+"""By how many standard deviations they differ by chance at most."""
 MIN_KNOWN_S = 60.0
 """A rate is not known before so many seconds of arrivals are."""
+MIN_S = 1e-6
+"""Divides in place of nothing."""
 
 
 class Passed(NamedTuple):
@@ -40,6 +43,10 @@ class Shape(NamedTuple):
     hit_s: float
 
 
+Measure = Callable[[Passed], tuple[float, float, float]]
+"""Returns a sum, that of what it is divided by for a mean, and that of the squares of its parts."""
+
+
 class LoadWindows:
     """Adds up what passed. Times are those of one clock."""
 
@@ -58,44 +65,54 @@ class LoadWindows:
 
     @property
     def rate_up(self) -> float | None:
-        """Arrivals a second of the last minute; of ten minutes where the minute's differ by chance alone.
-
-        None until `MIN_KNOWN_S` are known.
-        """
-        (short, short_s), (long, long_s) = self._count(SHORT_S), self._count(LONG_S)
-        if long_s < MIN_KNOWN_S:
+        """Arrivals a second since these changed by more than chance; None until `MIN_KNOWN_S` are known."""
+        if sum(one.seconds for one in self._passed) < MIN_KNOWN_S:
             return None
-        expected = long / long_s * short_s
-        # Twice the standard deviation of a Poisson process.
-        is_same = abs(short - expected) <= NOISE * expected + 2 * math.sqrt(expected)
-        return expected / short_s if is_same else short / short_s
+        return _compute_rate(self._list_since_change(lambda one: (one.arrived, one.seconds, abs(one.arrived))))
 
     @property
     def rate_steady(self) -> float:
         """Arrivals a second of the last ten minutes."""
-        arrived, seconds = self._count(LONG_S)
-        return arrived / max(seconds, 1e-9)
+        return _compute_rate(self._passed)
 
     @property
     def rate_down(self) -> float | None:
-        """The larger rate of the last minute and the last ten; None until `MIN_KNOWN_S` are known."""
-        (short, short_s), (long, long_s) = self._count(SHORT_S), self._count(LONG_S)
-        return None if long_s < MIN_KNOWN_S else max(short / short_s, long / long_s)
+        """The larger one of both rates; None until `MIN_KNOWN_S` are known."""
+        rate = self.rate_up
+        return None if rate is None else max(rate, self.rate_steady)
 
     @property
     def shape(self) -> Shape | None:
-        """The means of the latest prompts; None if there were none."""
-        found, window = [0.0, 0.0, 0.0, 0.0], -1
-        for one in reversed(self._passed):
-            before, window = window, int((self._passed[-1].at_s - one.at_s) / SHAPE_S)
-            if window != before and found[0] >= SHAPE_PROMPTS:
-                break
-            found = [total + value for total, value in zip(found, one[3:], strict=True)]
-        return Shape(found[1] / found[0], found[2] / found[0], found[3] / found[0]) if found[0] else None
+        """The means of prompts since their mean changed by more than chance; None if there were none."""
+        mine = self._list_since_change(lambda one: (one.prompt_s, one.prompts, one.prompt_s2))
+        prompts = sum(one.prompts for one in mine)
+        sums = (sum(one.prompt_s for one in mine), sum(one.prompt_s2 for one in mine), sum(one.hit_s for one in mine))
+        return Shape(*(one / prompts for one in sums)) if prompts else None
 
-    def _count(self, window_s: float) -> tuple[float, float]:
-        """Return the arrivals of the latest seconds, and how many seconds these are."""
-        since_s = self._passed[-1].at_s - window_s if self._passed else 0.0
-        mine = [one for one in self._passed if one.at_s > since_s]
-        # A heartbeat is older than the count of what waits: a few arrivals may be taken back by the next look.
-        return max(0.0, sum(one.arrived for one in mine)), sum(one.seconds for one in mine)
+    def _list_since_change(self, measure: Measure) -> list[Passed]:
+        """Return what passed since a mean changed by more than chance, or all."""
+        passed = list(self._passed)
+        while first := _find_change(passed, measure):
+            passed = passed[first:]
+        return passed
+
+
+def _compute_rate(passed: Collection[Passed]) -> float:
+    # A heartbeat is older than the count of what waits: a few arrivals may be taken back by the next look.
+    return max(0.0, sum(one.arrived for one in passed)) / max(MIN_S, sum(one.seconds for one in passed))
+
+
+def _find_change(passed: Sequence[Passed], measure: Measure) -> int:
+    """Return with which one a mean changed most clearly, a minute ago or more; 0 if it did not by more than chance."""
+    measured = list(map(measure, passed))
+    total, weight, squares = (sum(one[column] for one in measured) for column in range(3))
+    found, most, late, late_weight, late_s = 0, SIGMAS, 0.0, 0.0, 0.0
+    for number in range(len(passed) - 1, 0, -1):
+        late, late_weight = late + measured[number][0], late_weight + measured[number][1]
+        late_s += passed[number].seconds
+        share = late_weight / max(weight, MIN_S)
+        deviation = math.sqrt(max(squares * share * (1 - share), MIN_S))
+        sigmas = (abs(late - share * total) - NOISE * share * total) / deviation
+        if late_s >= SHORT_S - MIN_S and sigmas > most:
+            found, most = number, sigmas
+    return found

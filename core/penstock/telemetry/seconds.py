@@ -27,7 +27,7 @@ class WorkSeconds:
         self._sums: dict[Work, float] = {}
         self._noted_s = time.monotonic()
 
-    def note(self, shares: Iterable[tuple[Work, float]] = ()) -> None:
+    def divide_seconds(self, shares: Iterable[tuple[Work, float]] = ()) -> None:
         """Divide the seconds since the last call. What the shares leave of them was idle."""
         now_s, left = time.monotonic(), 1.0
         passed_s, self._noted_s = now_s - self._noted_s, now_s

@@ -175,7 +175,7 @@ class Worker:
                 self.check_integrity()
             else:
                 self.engine.wait_for_event()
-        self.metrics.seconds.note(self._shares)
+        self.metrics.seconds.divide_seconds(self._shares)
         return bool(num_polled or sampled)
 
     # Events of other threads.
@@ -267,7 +267,7 @@ class Worker:
         is_waited_for = len(self.settler) > 0 or self.engine.is_moving_blocks()
         found = self.intake.poll_messages(is_idle=is_idle, wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S)
         if is_idle:
-            self.metrics.seconds.note()
+            self.metrics.seconds.divide_seconds()
         return found
 
     def _is_idle(self) -> bool:
