@@ -105,7 +105,11 @@ def _make_channels() -> Json:
     priority_class = CLASSES[0]
     return {
         "requests": _make_topic_channel(
-            _NAMES.request_topic(priority_class), "Requests. Durable here means accepted.", [Request], priority_class
+            _NAMES.request_topic(priority_class),
+            "Requests. Durable here means accepted. A tenant whose data stays has this one, and all others, alone, "
+            "with `.t-` and the first 16 hex digits of the SHA-256 of its name behind the address.",
+            [Request],
+            priority_class,
         ),
         "jobs": _make_topic_channel(
             _NAMES.job_topic(priority_class),

@@ -25,6 +25,7 @@ PenstockError
 │   └── StreamTimeout          nothing came within the reader's timeout
 ├── BusError                 Kafka or Redis Streams
 │   ├── BusUnavailable         not reachable now; another attempt may succeed
+│   │   └── TopicsMissing        a tenant's own topics have not been made yet; the message says how to
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
 ├── ModelLoadError           a model cannot be loaded; the message says why
@@ -230,6 +231,10 @@ class BusError(PenstockError):
 
 class BusUnavailable(BusError):
     """The bus cannot be reached now."""
+
+
+class TopicsMissing(BusUnavailable):
+    """A tenant whose data stays has no topics of its own yet. Nothing was sent."""
 
 
 class DeliveryLost(BusError):

@@ -9,6 +9,9 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 | `.results`               | all workers         | backends        | `Result`     |
 | `.dead`                  | all workers         | operators       | as it came   |
 
+A tenant whose data stays has topics of its own: each of these names with `.t-<16 hex of SHA-256 of the tenant>` behind
+it. They are read and written as those of all tenants; what follows from a message of one goes to the same tenant's.
+
 Redis keys (the braces are Redis Cluster hash tags: one request's keys share a slot):
 
 | Key                                    | Type   | Lives                                     | Owner          |
@@ -63,8 +66,9 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from penstock.errors import InvalidName
@@ -86,6 +90,26 @@ def find_key(headers: Mapping[str, str]) -> str:
     return key if len(key) <= MAX_ID_CHARS else ""
 
 
+def add_tenant(topic: str, tenant: str) -> str:
+    """Return the name of a tenant's own topic beside one of all tenants. None of these names begins with another."""
+    return f"{topic}.t-{hashlib.sha256(tenant.encode()).hexdigest()[:16]}"
+
+
+@lru_cache(4096)
+def split_topic(topic: str) -> tuple[str, str]:
+    """Return the topic of all tenants that a topic stands beside, and what a tenant's own one has behind that name.
+
+    The second text is empty where the topic is that of all tenants itself.
+    """
+    found = _OWN_TOPIC.fullmatch(topic)
+    return (found[1], found[2] or "") if found else (topic, "")
+
+
+def find_shared_topic(topic: str) -> str:
+    """Return the topic of all tenants that a topic stands beside, or is."""
+    return split_topic(topic)[0]
+
+
 def find_stages(kind: WorkerKind) -> tuple[Stage, ...]:
     """Return the stages whose work a kind of worker does."""
     return (kind,) if kind in STAGES else STAGES
@@ -96,6 +120,8 @@ MAX_RETENTION_S = 3600
 """For how long the KV of an answer may outlive other KV at most."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _WORKER_KEY = re.compile(rf"penstock:({_NAME.pattern}):worker:[^:]+:.+", re.DOTALL)
+_OWN_PART = r"\.t-[0-9a-f]{16}"
+_OWN_TOPIC = re.compile(f"(.+?)({_OWN_PART})?")
 _ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")
 
 # Message headers.
@@ -157,12 +183,31 @@ class Pipeline:
 
     def find_stage(self, topic: str) -> Stage:
         """Return the stage whose workers read a topic: prefill that of requests, decode that of jobs."""
-        return "decode" if topic in self.input_topics("decode").values() else "prefill"
+        return "decode" if find_shared_topic(topic) in self.input_topics("decode").values() else "prefill"
+
+    def find_class(self, topic: str) -> PriorityClass:
+        """Return the class of the messages in a topic that workers read."""
+        shared = find_shared_topic(topic)
+        return next(one for one in CLASSES if shared in {self.request_topic(one), self.job_topic(one)})
 
     def all_topics(self) -> list[str]:
         """Return all topics, in the order of the diagram in docs/structure.md."""
         work = [topic for stage in STAGES for topic in self.input_topics(stage).values()]
         return [*work, self.results_topic, self.dead_letter_topic]
+
+    def list_own_topics(self, tenant: str) -> list[str]:
+        """Return the topics that a tenant has of its own, those last that clients write to: see `create_topics`."""
+        return [add_tenant(topic, tenant) for topic in reversed(self.all_topics())]
+
+    def find_own_topics(self, known: Iterable[str]) -> list[str]:
+        """Return those of some topics that tenants of this pipeline have of their own."""
+        shared = set(self.all_topics())
+        return sorted(topic for topic in known if topic not in shared and find_shared_topic(topic) in shared)
+
+    def own_inputs_pattern(self, kind: WorkerKind) -> str:
+        """Return the expression by which workers of a kind subscribe to tenants' own topics, also to later ones."""
+        topics = "|".join(map(re.escape, self.input_topics(kind).values()))
+        return f"^({topics}){_OWN_PART}$"
 
     def consumer_group(self, kind: WorkerKind) -> str:
         """Return the name of the consumer group of workers of a kind.

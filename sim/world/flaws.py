@@ -192,7 +192,7 @@ FLAWS = (
     ),
     Flaw(
         "a result and its offset are not one transaction", f"{BUS}/kafka/settling.py",
-        "if writer is not None and all(output.topic != self._results_topic for output in outputs):",
+        "if writer is not None and all(find_shared_topic(output.topic) != self._results_topic for output in outputs):",
         "if writer is not None:", "kafka",
         (
             "autos=0.5", "rebalance_s=0.4", "stall=0.02", "crash=0.005", "kill_s=0", "loss=0", "away_s=0", "freeze_s=0",

@@ -5,6 +5,7 @@ callbacks; a message is delivered once unless the consumer seeks. Threads of the
 commits and messages, so they stand still and die with it.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,11 +54,16 @@ class Client:
         assert self._world.current is not None
         self._world.start_thread(self._world.current.process, name, run)
 
-    def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
-        """Return a topic's partitions, all with a leader."""
-        count = self._ask(lambda: self._broker.topics.get(topic, 0), timeout)
-        partitions = {number: SimpleNamespace(leader=0) for number in range(count)}
-        return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)} if count else {})
+    def list_topics(self, topic: str | None = None, timeout: float = TIMEOUT_S) -> SimpleNamespace:
+        """Return the partitions of a topic, or of all, each with a leader."""
+        counts = self._ask(lambda: dict(self._broker.topics), timeout)
+        return SimpleNamespace(
+            topics={
+                name: SimpleNamespace(partitions={number: SimpleNamespace(leader=0) for number in range(count)})
+                for name, count in counts.items()
+                if topic in {None, name}
+            }
+        )
 
 
 class Positions:
@@ -132,6 +138,9 @@ class WorldConsumer(Client, Positions):
         self._start_thread(f"{LIBRARY}-beat", self._beat_forever)
         self._start_thread(f"{LIBRARY}-commit", self._commit_forever)
 
+    def _is_subscribed(self, topic: str) -> bool:
+        return any(re.match(one, topic) if one.startswith("^") else one == topic for one in self._topics)
+
     def _take_name(self) -> None:
         self._name = f"{self._client}/{self._broker.make_name()}"
 
@@ -139,7 +148,8 @@ class WorldConsumer(Client, Positions):
         while not self._is_closed:
             owned, name = set(self.positions), self._name
             try:
-                answer = self._ask(partial(self._broker.beat, self._group, name, self._topics, owned), TIMEOUT_S)
+                topics = [topic for topic in self._broker.topics if self._is_subscribed(topic)]
+                answer = self._ask(partial(self._broker.beat, self._group, name, topics, owned), TIMEOUT_S)
                 if owned == set(self.positions) and name == self._name:
                     self._epoch, self._wanted = answer
             except KafkaException as error:

@@ -113,7 +113,9 @@ class ScriptedClient(AsyncClient):
         """Return the pipeline of any model."""
         return ModelPipeline(self, self.response_template)
 
-    async def submit(self, prompt: str | None = None, *, key: str = "", **fields: Unpack[RequestFields]) -> str:
+    async def submit(
+        self, prompt: str | None = None, *, key: str = "", own_topics: bool = False, **fields: Unpack[RequestFields]
+    ) -> str:
         if self.failures and isinstance(self.failures[0], BusUnavailable):
             raise self.failures.pop(0)
         self.submitted.append(str(fields["id"]))

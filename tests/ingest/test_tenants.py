@@ -85,6 +85,24 @@ async def test_made_listed_used_and_revoked(ring: Callable[[], Keyring], command
     command("revoke", key, code=1)
 
 
+async def test_a_tenant_stays_where_the_command_says(ring: Callable[[], Keyring], command: Callable[..., str]) -> None:
+    key = command("create", "acme")
+    assert "stays" not in command("list")
+    for given, regions, topics, listed in (
+        (("--region", "eu", "--region", "ch"), ("eu", "ch"), "shared", "eu, ch"),
+        (("--weight", "2"), ("eu", "ch"), "shared", "eu, ch"),
+        (("--region", "", "--topics", "own"), (), "own", "its region"),
+    ):
+        command("tenant", "acme", *given)
+        caller = await ring().authenticate_caller(f"Bearer {key}")
+        assert (caller.regions, caller.topics, caller.has_own_topics) == (regions, topics, True)
+        assert listed in command("list")
+    command("tenant", "acme", "--topics", "shared")
+    assert not (await ring().authenticate_caller(f"Bearer {key}")).has_own_topics
+    command("tenant", "acme", "--region", "EU", code=2)
+    command("tenant", "acme", "--topics", "mine", code=2)
+
+
 async def test_the_secret_is_nowhere_at_rest(place: str, own_redis: str, command: Callable[..., str]) -> None:
     secret = command("create", "acme").split("_", 2)[2]
     if place == "redis":

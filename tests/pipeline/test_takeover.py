@@ -9,7 +9,7 @@ from confluent_kafka.admin import AdminClient
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.messages import Request, Sampling
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, Stage, add_tenant
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from sim.kafka_server import KafkaServer
 from sim.line import InProcessPipeline, run_until_running
@@ -79,26 +79,32 @@ def patient_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.bootstrap
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode"])
+@pytest.mark.parametrize(("stage", "tenant"), [("prefill", ""), ("decode", ""), ("prefill", "acme")])
 def test_what_arrives_for_a_killed_worker_goes_on(
-    stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
+    stage: Stage, tenant: str, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    """All partitions are still a dead member's, and another worker answers what is put there now."""
-    work = make_requests(6, pipeline.name, max_tokens=8)
+    """All partitions, a tenant's own ones too, are still a dead member's: another worker answers what is put there."""
+    work = [
+        one.model_copy(update={"tenant": tenant or one.tenant}) for one in make_requests(6, pipeline.name, max_tokens=8)
+    ]
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
     settings = {"KAFKA": patient_kafka, "WORKER_NAME": "victim", "RECORD_LEASE_S": str(LEASE_S)}
     with InProcessPipeline(addresses, RECORD) as line:
         (line.decode if stage == "decode" else line.prefill).close()
         topic, group = pipeline.input_topics(stage)["interactive"], pipeline.consumer_group(stage)
+        if tenant:
+            line.bus.create_topics(tenant)
+            topic = add_tenant(topic, tenant)
 
         def is_all_read() -> bool:
             named = [str(part, "utf-8") for part in line.client.hkeys(pipeline.readers_key)]  # type: ignore[arg-type]
-            return sum(part.startswith(topic) for part in named) == NUM_PARTITIONS
+            return sum(part.startswith(f"{topic}:") for part in named) == NUM_PARTITIONS
 
         with worker_process(stage, addresses, tmp_path, settings=settings):
             wait_for(is_all_read, "it reads them all")
         (line.add_decode if stage == "decode" else line.add_prefill)("another")
-        line.send_requests(*work)
+        for request in work:
+            line.publish_bytes(request.encode(), request.id, topic if tenant else None)
         record = line.prefill.record
 
         def are_answered() -> bool:

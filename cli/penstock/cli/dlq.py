@@ -20,7 +20,7 @@ from penstock.bus.contract import Bus, Publisher
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import DeadLetterError
-from penstock.names import Pipeline
+from penstock.names import Pipeline, find_shared_topic
 from penstock.ops.dead_letters import DeadLetter, keep_newest, sort_by_age
 from penstock.redis.client import redis_client
 
@@ -103,10 +103,12 @@ class _DeadLetterQueue:
         self._retries = {base.decode(): int(count) for base, count in counts.items()}
 
     def read_letters(self) -> list[DeadLetter]:
-        """Return all dead letters. Raises `DeadLetterError` if the pipeline has no topics."""
+        """Return all dead letters, also those of tenants' own topics. Raises `DeadLetterError` without topics."""
         if self.pipeline.dead_letter_topic in self.bus.find_missing_topics():
             raise DeadLetterError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
-        return [DeadLetter.from_message(message) for message in self.bus.read_all(self.pipeline.dead_letter_topic)]
+        dead = self.pipeline.dead_letter_topic
+        topics = [dead, *(topic for topic in self.bus.find_own_topics() if find_shared_topic(topic) == dead)]
+        return [DeadLetter.from_message(message) for topic in topics for message in self.bus.read_all(topic)]
 
     def find_letters(self, id_: str) -> list[DeadLetter]:
         """Return the letters of one id, the newest last. Raises `DeadLetterError` if there is none."""

@@ -269,11 +269,18 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
     """Check that the topics have the settings with which `penstock topics create` makes them, and keep work for long
     enough.
     """
-    from penstock.bus.kafka.bus import KafkaBus, alter_command, find_old_work, find_wrong_settings
+    from penstock.bus.kafka.bus import (
+        KafkaBus,
+        alter_command,
+        describe_own_topics,
+        find_old_work,
+        find_wrong_settings,
+    )
 
     if not isinstance(bus, KafkaBus):
         return
     try:
+        own, wrong_own = describe_own_topics(bus)
         found, old = find_wrong_settings(bus), find_old_work(bus)
     except BusUnavailable as error:
         advice = "give this user the right to describe the topics' settings (DESCRIBE_CONFIGS)"
@@ -285,6 +292,11 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
     for topic in old:
         waits = f"{topic}: one waits for half of the time for which it is kept"
         yield Finding("fail", "oldest message", waits, "start workers, or raise retention.ms: else it is lost")
+    for fault in wrong_own:
+        advice = "penstock topics create --tenant NAME, or as many partitions as the shared topic: docs/regions.md"
+        yield Finding("fail", "own topics", fault, advice)
+    if own and not wrong_own:
+        yield Finding("ok", "own topics", own)
     if not (found or old):
         yield Finding("ok", "topic settings", "as the pipeline needs them")
 
@@ -297,7 +309,8 @@ def _check_transactions(bus: Bus) -> Iterator[Finding]:
     if not isinstance(bus, KafkaBus):
         return
     try:
-        found = find_stuck_partitions(bus.clients, bus.pipeline.all_topics(), bus.settings.transaction_timeout_s)
+        topics = [*bus.pipeline.all_topics(), *bus.find_own_topics()]
+        found = find_stuck_partitions(bus.clients, topics, bus.settings.transaction_timeout_s)
     except BusUnavailable as error:
         yield Finding("fail", "transactions", f"not known: {error}", "ask again when the brokers answer")
         return

@@ -61,10 +61,14 @@ def list_keys(as_json: AsJson = False) -> None:
     tenants.add_column("classes", no_wrap=True)
     for name in ("requests\n/min", "tokens\n/min", "tokens\n/request", "batch\ntokens"):
         tenants.add_column(name, justify="right", no_wrap=True)
+    stays = any(what.regions or what.topics == "own" for what in book.tenants.values())
+    if stays:
+        tenants.add_column("data stays in")
     for name, what in sorted(book.tenants.items()):
         limits = (what.requests_per_min, what.tokens_per_min, what.max_request_tokens, what.max_batch_tokens)
         counts = ("any" if limit is None else f"{limit:,}" for limit in limits)
-        tenants.add_row(name, f"{what.weight:g}", ", ".join(what.classes), *counts)
+        where = ", ".join(what.regions) or ("its region" if what.topics == "own" else "")
+        tenants.add_row(name, f"{what.weight:g}", ", ".join(what.classes), *counts, *([where] if stays else []))
     console = Console(highlight=False)
     console.print(keys if book.keys else "no keys")
     if book.tenants:
@@ -97,6 +101,10 @@ def set_tenant(
     tokens_per_min: Annotated[int | None, typer.Option(help="Prompt and output together. 0: no limit.")] = None,
     max_request_tokens: Annotated[int | None, typer.Option(help="Output that one may ask for. 0: no limit.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Of all its open batches. 0: no limit.")] = None,
+    region: Annotated[
+        list[str] | None, typer.Option(help="A region that may have its data; may be repeated. '': no list.")
+    ] = None,
+    topics: Annotated[str | None, typer.Option(help="own: its data stays, in topics of its own. shared.")] = None,
     webhook_url: Annotated[
         str | None,
         typer.Option(help="Where its events go; its secret is printed. '': where PENSTOCK_WEBHOOK_URL says."),
@@ -115,6 +123,8 @@ def set_tenant(
     given: dict[str, Any] = {name: limit or None for name, limit in limits.items() if limit is not None}
     given |= {"weight": weight} if weight is not None else {}
     given |= {"classes": class_} if class_ else {}
+    given |= {"regions": [name for name in region if name]} if region else {}
+    given |= {"topics": topics} if topics is not None else {}
     given |= {"webhook_url": webhook_url} if webhook_url is not None else {}
     secret = _check_webhook(tenant, webhook_url) if webhook_url else ""
     try:

@@ -17,9 +17,11 @@ app = typer.Typer(help="Create the pipeline's topics, or record their load.", no
 
 
 @app.command("create")
-def create_topics() -> None:
+def create_topics(
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Its own topics, for a tenant whose data stays.")] = "",
+) -> None:
     """Make the topics that are missing."""
-    made = connect_bus(load_settings(Addresses), load_settings(BusSettings)).create_topics()
+    made = connect_bus(load_settings(Addresses), load_settings(BusSettings)).create_topics(tenant)
     for topic in made:
         Console().print(f"made {topic}", highlight=False)
     if not made:

@@ -15,14 +15,14 @@ member settles as all others do. Work finishes out of order.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, Self
 
 from penstock.bus.placement import JobNeed, PromptChain
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
-from penstock.names import PriorityClass, WorkerKind
+from penstock.names import PriorityClass, WorkerKind, find_shared_topic, split_topic
 from penstock.redis.scripts import ScriptCall
 
 MAX_FOLLOWED_MESSAGES = 500
@@ -142,6 +142,13 @@ class Settlement:
 
     delivery: Delivery
     outputs: Sequence[Outgoing] = ()
+
+    def place_outputs(self) -> list[Outgoing]:
+        """Return the outputs as they are written: what follows from a message of a tenant's own topic goes to the same
+        tenant's own topics. That holds for results, jobs and dead letters, whoever has made them.
+        """
+        _, own = split_topic(self.delivery.topic)
+        return [replace(one, topic=find_shared_topic(one.topic) + own) if own else one for one in self.outputs]
 
 
 class Publisher(Protocol):
@@ -315,11 +322,17 @@ class Follower(Protocol):
 class Bus(Protocol):
     """A way into the topics of one pipeline."""
 
-    def create_topics(self) -> list[str]:
-        """Create the pipeline's topics that are missing, and return those created."""
+    def create_topics(self, tenant: str = "") -> list[str]:
+        """Create the pipeline's topics, or a tenant's own ones, that are missing, and return those created.
+
+        Raise `SettingsError` where a tenant can have none.
+        """
 
     def find_missing_topics(self) -> list[str]:
         """Return the pipeline's topics that do not exist."""
+
+    def find_own_topics(self) -> list[str]:
+        """Return the topics that tenants have of their own. Raise `BusUnavailable`."""
 
     def create_publisher(self) -> Publisher:
         """Return a publisher with a connection of its own."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
 from penstock.bus.contract import Delivery, Member, OrphanReader, Settlement, check_size
-from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
+from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind, find_shared_topic
 from penstock.redis.scripts import ScriptCall
 
 M = TypeVar("M", bound=Member)
@@ -110,7 +110,8 @@ class JoinedMember:
             self._done.pop(_name(one), None)
 
     def _find_member(self, delivery: Delivery) -> Member:
-        return self._jobs if delivery.is_held and delivery.topic in self._job_topics else self._requests
+        is_job = find_shared_topic(delivery.topic) in self._job_topics
+        return self._jobs if delivery.is_held and is_job else self._requests
 
     def count_held(self) -> int:
         """Return how many deliveries both members hold unsettled."""

@@ -63,25 +63,32 @@ class AsyncClient(BaseClient):
         self._mailboxes = set[AsyncMailbox]()
         """The mailboxes of the streams that are being read."""
 
-    async def submit(self, prompt: str | None = None, *, key: str = "", **fields: Unpack[RequestFields]) -> str:
-        """Send a request and return its id once it is durable. Raises as `Client.submit`. `key`: see `send`."""
+    async def submit(
+        self, prompt: str | None = None, *, key: str = "", own_topics: bool = False, **fields: Unpack[RequestFields]
+    ) -> str:
+        """Send a request and return its id once it is durable. Raises as `Client.submit`. The rest: see `send`."""
         called_s = now_s()
-        encoded = encode_request(make_request(prompt, fields))
+        encoded = encode_request(make_request(prompt, self._defaults | fields))
         request_id = encoded.request.id
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers find a conflict
                 check_conflict(request_id, encoded.body_hash, await self.status(request_id))
-        await self.send(encoded, called_s, key)
+        await self.send(encoded, called_s, key, own_topics=own_topics)
         return request_id
 
-    async def send(self, encoded: EncodedRequest, since_s: float | None = None, key: str = "") -> str:
+    async def send(
+        self, encoded: EncodedRequest, since_s: float | None = None, key: str = "", *, own_topics: bool = False
+    ) -> str:
         """Send a request as it is, and return the place of its message once it is durable. Raises `BusUnavailable`, as
         `Client.submit`.
 
         Its trace begins now, or at `since_s` (seconds since the epoch): the time of the caller's own request. `key` is
-        the id of the API key that the request came with.
+        the id of the API key that the request came with. `own_topics`: its tenant's own topics get it, as they get all
+        requests of a client that was made so. Raises `TopicsMissing` where there are none.
         """
-        span, message = prepare_message(self._pipeline, encoded, since_s, key)
+        span, message = prepare_message(
+            self._pipeline, encoded, since_s, key, own_topics=own_topics or self._own_topics
+        )
         with end_span(span):
             place = await self._publish_message(message)
         self._note_place(encoded.request.id, place)

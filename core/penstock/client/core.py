@@ -26,6 +26,7 @@ from penstock.errors import (
     InvalidName,
     InvalidRequest,
     RequestLost,
+    SettingsError,
     StreamDiverged,
     StreamError,
     StreamExpired,
@@ -143,6 +144,8 @@ class BaseClient(ABC):
         pipeline: str = "",
         bus: BusSettings | None = None,
         record: RecordSettings | None = None,
+        tenant: str = "",
+        topics: Literal["shared", "own"] = "shared",
     ) -> None:
         given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
         given = {name: value for name, value in given.items() if value}
@@ -150,6 +153,10 @@ class BaseClient(ABC):
         self._bus_settings = bus or load_settings(BusSettings)
         self._record_settings = record or load_settings(RecordSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
+        self._defaults = RequestFields(tenant=tenant) if tenant else RequestFields()
+        self._own_topics = topics == "own"
+        if self._own_topics and not self._addresses.kafka:
+            raise SettingsError("topics of a tenant's own need Kafka as the bus: set PENSTOCK_KAFKA")
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
         self._places: dict[str, str] = {}
@@ -211,7 +218,12 @@ def check_conflict(request_id: str, body: str, status: RequestStatus | None) -> 
 
 
 def prepare_message(
-    pipeline: Pipeline, encoded: EncodedRequest, since_s: float | None = None, key: str = ""
+    pipeline: Pipeline,
+    encoded: EncodedRequest,
+    since_s: float | None = None,
+    key: str = "",
+    *,
+    own_topics: bool = False,
 ) -> tuple[Span, Outgoing]:
     """Return the message to publish and its span, which the caller ends.
 
@@ -234,6 +246,7 @@ def prepare_message(
         headers[names.KEY_HEADER] = key
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(priority_class)
+    topic = names.add_tenant(topic, request.tenant) if own_topics else topic
     explain = partial(span.set_attribute, PLACEMENT_ATTRIBUTE) if span.is_recording() else None
     return span, Outgoing(topic, encoded.value, request.id, headers, chain_prompt(request, explain))
 

@@ -49,6 +49,8 @@ class Client(BaseClient):
 
     Addresses come from `addresses`, else from the settings; `kafka`, `redis` and `pipeline` override both. `bus` and
     `record` come from the settings where they are not given. Settings are read when a client is made, and not again.
+    Requests are `tenant`'s where they name none. With `topics="own"` they go to their tenant's own topics
+    (`penstock topics create --tenant NAME`), which only Kafka has.
     """
 
     def _open_logs(self) -> None:
@@ -61,10 +63,11 @@ class Client(BaseClient):
         """Send a request and return its id once it is durable, so that it will be answered.
 
         Raises `InvalidRequest`, `RequestTooLarge` or `IdConflict` before sending; `BusUnavailable` when it is
-        not known to be durable: submitting it again under the same id is safe.
+        not known to be durable: submitting it again under the same id is safe. Raises `TopicsMissing`, one of these,
+        where a tenant's own topics do not exist.
         """
         called_s = now_s()
-        encoded = encode_request(make_request(prompt, fields))
+        encoded = encode_request(make_request(prompt, self._defaults | fields))
         request_id = encoded.request.id
         if fields.get("id") is not None:
             with suppress(BusUnavailable), translate_outages():  # then the workers find a conflict
@@ -72,7 +75,7 @@ class Client(BaseClient):
         with self._lock:
             if self._publisher is None:
                 self._publisher = connect_bus(self._addresses, self._bus_settings).create_publisher()
-        span, message = prepare_message(self._pipeline, encoded, called_s)
+        span, message = prepare_message(self._pipeline, encoded, called_s, own_topics=self._own_topics)
         with end_span(span):
             (place,) = self._publisher.publish([message])
         self._note_place(request_id, place)

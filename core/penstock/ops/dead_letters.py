@@ -22,7 +22,7 @@ from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.errors import DeadLetterError, RequestError
 from penstock.messages import Job, Request, decode_message, extract_request_id, now_s
-from penstock.names import MAX_ID_CHARS, STAGES, Pipeline
+from penstock.names import MAX_ID_CHARS, STAGES, Pipeline, find_shared_topic
 
 _RETRY_ID = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
 _OWN_HEADERS = (names.ATTEMPT_HEADER, names.ORIGIN_HEADER, names.REASON_HEADER, names.STACK_HEADER, names.BURIED_HEADER)
@@ -72,7 +72,8 @@ class DeadLetter:
         if self.get_header(names.TRUNCATED_HEADER):
             raise DeadLetterError(f"{self.id} is only the beginning of its message: it has to be sent anew")
         origin = self.get_header(names.ORIGIN_HEADER)
-        stage = next((stage for stage in STAGES if origin in pipeline.input_topics(stage).values()), None)
+        shared = find_shared_topic(origin)
+        stage = next((stage for stage in STAGES if shared in pipeline.input_topics(stage).values()), None)
         if stage is None:
             raise DeadLetterError(f"{self.id} came from {origin or 'nowhere'!r}, which is no topic of requests or jobs")
         body: dict[str, Any] = _parse_body(self)

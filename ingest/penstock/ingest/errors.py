@@ -13,6 +13,7 @@ from penstock.errors import (
     StreamError,
     StreamExpired,
     StreamTimeout,
+    TopicsMissing,
 )
 
 STATUS_BY_CODE: Mapping[str, int] = {
@@ -122,6 +123,8 @@ def to_api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
             found = ApiError(500, str(error), code="stream_diverged")
         case StreamTimeout():  # it goes on: asking anew would do the work twice
             found = ApiError(504, f"{error}; it goes on", code="timeout")
+        case TopicsMissing():
+            found = ApiError(503, str(error), code="topics_missing", headers={"Retry-After": "60"})
         case BusError() | StreamError():
             message, headers = "the pipeline cannot be reached now", {"Retry-After": "1"}
             found = ApiError(503, message, code="unavailable", headers=headers)

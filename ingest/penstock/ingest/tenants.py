@@ -11,16 +11,26 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from penstock.ingest.errors import ApiError
 from penstock.messages import Tenant, Weight
 from penstock.names import CLASSES, PriorityClass
+from penstock.regions import is_region_name
 
 _KEY_PATTERN = re.compile(r"psk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _NO_HASH = "0" * 64
+
+
+def _check_region_name(name: str) -> str:
+    if not is_region_name(name):
+        raise ValueError(f"{name!r} cannot name a region: 1 to 32 of a-z 0-9 -, first a letter")
+    return name
+
+
+RegionName = Annotated[str, AfterValidator(_check_region_name)]
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,16 @@ class Caller:
     """The most output tokens that one request may ask for; answers without a limit end there."""
     max_batch_tokens: int | None = None
     """The most tokens, prompt and output together, of all its batches that have not ended."""
+    regions: tuple[str, ...] = ()
+    """The regions that may have its data; empty: no list of them."""
+    topics: Literal["shared", "own"] = "shared"
     key: str = ""
     """The id of its API key; empty where none is needed."""
+
+    @property
+    def has_own_topics(self) -> bool:
+        """Whether its data stays: its requests, results and dead letters are in topics of its own."""
+        return self.topics == "own" or bool(self.regions)
 
 
 class TenantEntry(BaseModel):
@@ -54,6 +72,9 @@ class TenantEntry(BaseModel):
     tokens_per_min: int | None = Field(default=None, ge=1)
     max_request_tokens: int | None = Field(default=None, ge=1)
     max_batch_tokens: int | None = Field(default=None, ge=1)
+    regions: tuple[RegionName, ...] = ()
+    """The regions that may have its data. With any, its topics are its own."""
+    topics: Literal["shared", "own"] = "shared"
     webhook_url: str = Field(default="", repr=False)
     """Where its events go; empty: where PENSTOCK_WEBHOOK_URL says."""
 
@@ -84,6 +105,29 @@ class KeySource(Protocol):
 
     async def find_tenant(self, name: str) -> TenantEntry:
         """Return the limits of a tenant; the defaults if it has no entry."""
+
+
+def list_allowed_regions(caller: Caller, own: str) -> frozenset[str] | None:
+    """Return the regions that may have a caller's data; None where all may. `own` is the region that is asked.
+
+    A tenant with topics of its own and without a list of regions stays in the one that it asks.
+    """
+    return frozenset(caller.regions or (own,)) if caller.has_own_topics else None
+
+
+def check_residency(caller: Caller, own: str, *, has_kafka: bool) -> None:
+    """Raise `ApiError` 403 where the region `own` may not have a caller's data, or cannot keep it apart."""
+    allowed = list_allowed_regions(caller, own)
+    if allowed is not None and own not in allowed:
+        where = f"this is {own!r}" if own else "this one has no name (PENSTOCK_REGION_NAME)"
+        names = ", ".join(sorted(allowed))
+        message = (
+            f"The data of {caller.tenant!r} stays in: {names}. None of these regions can take it now, and {where}."
+        )
+        raise ApiError(403, message, code="region_not_allowed")
+    if allowed is not None and not has_kafka:
+        message = f"The data of {caller.tenant!r} stays in topics of its own, which need Kafka: see PENSTOCK_KAFKA."
+        raise ApiError(403, message, code="own_topics_need_kafka")
 
 
 def make_key(tenant: str) -> tuple[str, str, KeyEntry]:

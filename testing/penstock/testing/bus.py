@@ -19,7 +19,7 @@ from penstock.bus.contract import (
     create_started_future,
 )
 from penstock.bus.joined import EventBell, JoinedMember, join_both
-from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError, SettingsError
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.scripts import ScriptCall
 
@@ -63,8 +63,10 @@ class MemoryBus:
         self._bells: list[EventBell] = []
         self.members: dict[tuple[WorkerKind, str], MemoryMember] = {}
 
-    def create_topics(self) -> list[str]:
-        """Create the pipeline's topics that are missing, and return those created."""
+    def create_topics(self, tenant: str = "") -> list[str]:
+        """Create the pipeline's topics that are missing, and return those created. A tenant can have none."""
+        if tenant:
+            raise SettingsError("topics of a tenant's own need Kafka as the bus: set PENSTOCK_KAFKA")
         with self.changed:
             missing = self.find_missing_topics()
             self.topics |= {topic: Topic() for topic in missing}
@@ -73,6 +75,10 @@ class MemoryBus:
     def find_missing_topics(self) -> list[str]:
         """Return the pipeline's topics that do not exist."""
         return [topic for topic in self.pipeline.all_topics() if topic not in self.topics]
+
+    def find_own_topics(self) -> list[str]:
+        """Return none: only Kafka has them."""
+        return []
 
     def create_publisher(self) -> "MemoryPublisher":
         """Return a publisher."""

@@ -21,7 +21,16 @@ from functools import partial
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.errors import IdConflict, InvalidRequest, RequestError
 from penstock.failpoints import stage_failpoint
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
+from penstock.names import (
+    CLASSES,
+    STAGES,
+    Pipeline,
+    PriorityClass,
+    Stage,
+    add_tenant,
+    find_shared_topic,
+    split_topic,
+)
 from penstock.record import Bound, Busy, Claim, Conflict, Record, ShardedSession, TakenOver, UnclaimedMessage
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import POSTPONE_S, DeliveryQueue
@@ -142,7 +151,14 @@ class Intake:
 
         Return False for what takes time, unless this `may_wait`.
         """
-        return try_for_request(task, partial(task.role.read_request, task, may_wait=may_wait))
+        return try_for_request(task, partial(self._read_request, task, may_wait=may_wait))
+
+    def _read_request(self, task: Task, *, may_wait: bool) -> bool:
+        topic = task.delivery.topic
+        _, own = split_topic(topic)
+        if own and own != add_tenant("", task.tenant) and self._pipeline.find_stage(topic) == "prefill":
+            raise InvalidRequest(f"a request of the tenant {task.tenant!r} in another's topic {topic}")
+        return task.role.read_request(task, may_wait=may_wait)
 
     def is_long(self, delivery: Delivery) -> bool:
         """Return whether a message is decoded and read on a thread."""
@@ -150,7 +166,7 @@ class Intake:
 
     def _find_role(self, delivery: Delivery) -> Role:
         """Return what treats a message: that of its topic."""
-        return self._job_roles.get(delivery.topic, self._role)
+        return self._job_roles.get(find_shared_topic(delivery.topic), self._role)
 
     def _accept_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
         """Return the request of a message. Without one, send the message to the dead letters and return nothing."""

@@ -27,7 +27,7 @@ import redis
 
 from penstock.bus.contract import Delivery, Member, OrphanReader
 from penstock.errors import BusError, is_failure
-from penstock.names import Stage
+from penstock.names import Stage, find_shared_topic
 from penstock.record import Record, Session, ShardedSession, UnclaimedMessage
 from penstock.redis.client import is_outage
 from penstock.threads import CheckedThread
@@ -140,7 +140,7 @@ class Rescuer:
         parts = self._adopt_partitions()
         self._park_found_messages()
         for reader in self._readers:
-            mine = [part for part in parts if part.rpartition(":")[0] == reader.topic]
+            mine = [part for part in parts if find_shared_topic(part.rpartition(":")[0]) == reader.topic]
             self._found += self._read_parts(reader, mine)
             self._park_found_messages()
         return bool(parts)
@@ -166,7 +166,8 @@ class Rescuer:
         forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
         if self._stop.is_set():  # this worker leaves
             return []
-        adopted = record.adopt_partitions(self._session.id, [reader.topic for reader in self._readers], forgotten)
+        topics = {reader.topic: None for reader in self._readers} | {part.rpartition(":")[0]: None for part in known}
+        adopted = record.adopt_partitions(self._session.id, list(topics), forgotten)
         for part in forgotten:  # if it is forgotten again, it has its time again
             del self._unnamed[part]
         own = set(self._member.list_partitions())
@@ -187,7 +188,7 @@ class Rescuer:
         whose = [(delivery, one) for delivery in deliveries if (one := self._read_waiting(delivery)) is not None]
         left = set[str]()
         for stage in dict.fromkeys(self._stages.values()):
-            mine = [one for delivery, one in whose if self._stages[delivery.topic] == stage]
+            mine = [one for delivery, one in whose if self._stages[find_shared_topic(delivery.topic)] == stage]
             left |= {one.id for one in self._record.park_messages(stage, mine)}
         return [delivery for delivery, one in whose if one.id in left]
 

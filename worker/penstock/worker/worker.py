@@ -58,7 +58,7 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage, find_shared_topic
 from penstock.record import (
     AppendOutcome,
     Claim,
@@ -775,10 +775,9 @@ class Worker:
         for one in unbegun:
             waiting[self.pipeline.find_stage(one.topic)][one.priority_class] += 1
         for (topic, number), count in self.member.count_waiting().items():
-            stage = self.pipeline.find_stage(topic)
-            topics = self.pipeline.input_topics(stage)
-            priority_class = next(priority_class for priority_class in CLASSES if topics[priority_class] == topic)
-            read[stage][priority_class].append(number)
+            stage, priority_class = self.pipeline.find_stage(topic), self.pipeline.find_class(topic)
+            if topic == find_shared_topic(topic):  # the bus deals out tenants' own topics as these
+                read[stage][priority_class].append(number)
             waiting[stage][priority_class] += count
         load = self.load.summarize_load(
             task_loads, held, read["prefill"], waiting["prefill"], read["decode"], waiting["decode"]

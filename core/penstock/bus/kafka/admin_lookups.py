@@ -12,12 +12,14 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
 from penstock.bus.kafka.offsets import Partition, Range, decode_ranges, is_in_ranges, parse_place
-from penstock.names import STAGES, Pipeline, Stage
+from penstock.names import STAGES, Pipeline, Stage, find_shared_topic
 
 T = TypeVar("T")
 
 ELECTION_PATIENCE_S = 3.0
 """How long brokers may need to elect the leader of a partition, or the coordinator of a group."""
+OWN_TOPICS_REFRESH_S = 30.0
+"""How often the lag looks for tenants' own topics: that asks for all topics of the cluster."""
 ELECTION_ERRORS = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
@@ -115,12 +117,27 @@ class GroupLag:
     """
 
     def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
-        self.topics = {topic: stage for stage in STAGES for topic in pipeline.input_topics(stage).values()}
-        self._admin = AdminClient(dict(clients))
+        self._pipeline, self._admin = pipeline, AdminClient(dict(clients))
+        self._inputs = [topic for stage in STAGES for topic in pipeline.input_topics(stage).values()]
+        self._own_topics, self._look_at_s = list[str](), 0.0
         self._commits = {stage: CommittedOffsets(clients, pipeline.consumer_group(stage)) for stage in STAGES}
 
+    @property
+    def topics(self) -> list[str]:
+        """The topics that workers read, tenants' own ones too. Raise `KafkaException`."""
+        if (now_s := time.monotonic()) >= self._look_at_s:
+            known = self._admin.list_topics(timeout=BROKER_TIMEOUT_S).topics
+            inputs = set(self._inputs)
+            own = self._pipeline.find_own_topics(known)
+            self._own_topics = [topic for topic in own if find_shared_topic(topic) in inputs]
+            self._look_at_s = now_s + OWN_TOPICS_REFRESH_S
+        return [*self._inputs, *self._own_topics]
+
     def count_unsettled(self) -> dict[str, int]:
-        """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
+        """Return how many messages of each input topic are not settled, with those of tenants' own topics beside it.
+
+        Raise `KafkaException` or `TimeoutError`.
+        """
         return retry_during_election(self._count_by_topic)
 
     def has_older(self, topic: str, age_ms: float) -> bool:
@@ -134,7 +151,7 @@ class GroupLag:
         partitions = list_partitions(self._admin, [topic])
         then, level = OffsetSpec.for_timestamp(int(time.time() * 1000 - age_ms)), IsolationLevel.READ_COMMITTED
         newer = read_log_offsets(self._admin, partitions, then, level)
-        unfinished = self._read_unfinished(self.topics[topic], partitions)
+        unfinished = self._read_unfinished(self._pipeline.find_stage(topic), partitions)
         return any(first < (end if newer[one] < 0 else newer[one]) for one, (first, end, _) in unfinished.items())
 
     def find_gone(self, places: Iterable[str]) -> set[str]:
@@ -168,13 +185,12 @@ class GroupLag:
             commits.close()
 
     def _count_by_topic(self) -> dict[str, int]:
-        topics = self.topics
-        partitions = list_partitions(self._admin, topics)
-        found = dict.fromkeys(topics, 0)
+        partitions = list_partitions(self._admin, self.topics)
+        found = dict.fromkeys(self._inputs, 0)
         for stage in STAGES:
-            mine = [partition for partition in partitions if topics[partition[0]] == stage]
+            mine = [partition for partition in partitions if self._pipeline.find_stage(partition[0]) == stage]
             for (topic, _), count in count_unsettled_messages(self._admin, self._commits[stage], mine).items():
-                found[topic] += count
+                found[find_shared_topic(topic)] += count
         return found
 
 

@@ -36,7 +36,7 @@ class PrefetchBuffer:
     """
 
     def __init__(self, pipeline: Pipeline, stage: WorkerKind) -> None:
-        self._topics = pipeline.input_topics(stage)
+        self._pipeline = pipeline
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {priority_class: deque() for priority_class in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
@@ -46,7 +46,7 @@ class PrefetchBuffer:
         self._taken_since_s = time.monotonic()
         self._handed_out: dict[MessagePosition, Delivery] = {}
         self._uncommitted: set[Partition] = set()
-        self._full: set[str] = set()
+        self._full: set[PriorityClass] = set()
         self._stretched: set[Partition] = set()
         self._damaged: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
@@ -259,19 +259,16 @@ class PrefetchBuffer:
                 self._stretched.add(partition)
             elif share <= 0.5:
                 self._stretched.discard(partition)
-        full = self._find_full_topics()
-        return {one for one in self._offsets if one[0] in full or one in self._stretched}
+        full = self._find_full_classes()
+        return {one for one in self._offsets if self._pipeline.find_class(one[0]) in full or one in self._stretched}
 
-    def _find_full_topics(self) -> set[str]:
-        for priority_class, topic in self._topics.items():
-            share = max(
-                len(self._buffers[priority_class]) / self._room[priority_class],
-                self._num_bytes[priority_class] / MAX_BUFFERED_BYTES,
-            )
+    def _find_full_classes(self) -> set[PriorityClass]:
+        for priority_class, buffer in self._buffers.items():
+            share = max(len(buffer) / self._room[priority_class], self._num_bytes[priority_class] / MAX_BUFFERED_BYTES)
             if share >= 1:
-                self._full.add(topic)
+                self._full.add(priority_class)
             elif share <= 0.5:
-                self._full.discard(topic)
+                self._full.discard(priority_class)
         return self._full
 
     def check_integrity(self) -> None:

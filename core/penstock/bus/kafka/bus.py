@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,7 +36,8 @@ from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
 from penstock.config.settings import BusSettings
-from penstock.names import Pipeline, WorkerKind
+from penstock.errors import SettingsError, TopicsMissing
+from penstock.names import Pipeline, WorkerKind, add_tenant, find_shared_topic, split_topic
 from penstock.waiting import wait_until
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,10 @@ ACKNOWLEDGE_TIMEOUT_S = 20.0
 CHECK_TIMEOUT_S = 5.0
 WORK_RETENTION_MS = 14 * 86400 * 1000
 RESULTS_RETENTION_MS = 7 * 86400 * 1000
+MAX_TENANTS_WITH_TOPICS = 100
+"""How many tenants of a pipeline may have topics of their own. Each has four of as many partitions as there are in the
+shared ones, and two of one: 18 where there are 4. A worker asks for all that it reads in each fetch.
+"""
 MINIMUM_SETTINGS = ("max.message.bytes", "retention.ms", "min.insync.replicas")
 """Settings of an existing topic that may be larger than `KafkaBus.topic_settings`; all others have to be equal."""
 UNLIMITED = -1
@@ -69,9 +74,33 @@ class KafkaBus(KafkaClientFactory):
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
 
-    def create_topics(self) -> list[str]:
-        """Create the topics that are missing, and wait until the brokers know them. If none is, no right is needed."""
-        missing = self.find_missing_topics()
+    def create_topics(self, tenant: str = "") -> list[str]:
+        """Create the topics that are missing, and wait until the brokers know them. If none is, no right is needed.
+
+        With a tenant these are its own, in this order: 1. those of results, dead letters and jobs; 2. those of
+        requests. After a crash between the two nothing can be sent to them yet: what is accepted can be answered.
+        """
+        if not tenant:
+            return self._create_missing(self.pipeline.all_topics())
+        self._check_own_topics(tenant)
+        *outputs, batch, interactive = self.pipeline.list_own_topics(tenant)
+        return [*self._create_missing(outputs), *self._create_missing([batch, interactive])]
+
+    def _check_own_topics(self, tenant: str) -> None:
+        """Raise `SettingsError` where a tenant's own topics would be too many, or the shared ones are missing."""
+        with bus_errors():
+            known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
+        if self.pipeline.results_topic not in known:
+            raise SettingsError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
+        owners = {split_topic(topic)[1] for topic in self.pipeline.find_own_topics(known)}
+        if len(owners - {add_tenant("", tenant)}) >= MAX_TENANTS_WITH_TOPICS:
+            raise SettingsError(
+                f"{MAX_TENANTS_WITH_TOPICS} tenants of {self.pipeline.name!r} have own topics, the most there may be: "
+                "give some of them a pipeline of their own"
+            )
+
+    def _create_missing(self, topics: Sequence[str]) -> list[str]:
+        missing = self._find_missing(topics)
         if not missing:
             return []
         admin = AdminClient(self.clients)
@@ -84,14 +113,23 @@ class KafkaBus(KafkaClientFactory):
                 except KafkaException as error:
                     if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                         raise
-            wait_until(lambda: self._have_all_leaders(admin), BROKER_TIMEOUT_S, "every partition has a leader")
+            wait_until(lambda: _have_all_leaders(admin, topics), BROKER_TIMEOUT_S, "every partition has a leader")
         return made
 
     def find_missing_topics(self) -> list[str]:
         """Return the pipeline's topics that the brokers do not know."""
+        return self._find_missing(self.pipeline.all_topics())
+
+    def _find_missing(self, topics: Sequence[str]) -> list[str]:
         with bus_errors():
             known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
-        return [topic for topic in self.pipeline.all_topics() if topic not in known]
+        return [topic for topic in topics if topic not in known]
+
+    def find_own_topics(self) -> list[str]:
+        """Return the topics that tenants have of their own."""
+        with bus_errors():
+            known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
+        return self.pipeline.find_own_topics(known)
 
     def create_publisher(self) -> "KafkaPublisher":
         """Return a publisher with a connection of its own."""
@@ -145,9 +183,10 @@ class KafkaBus(KafkaClientFactory):
 
     def topic_settings(self, topic: str) -> dict[str, str]:
         """Return the settings with which a topic is created, whatever the cluster's defaults are."""
+        is_result = find_shared_topic(topic) == self.pipeline.results_topic
         return {
             "max.message.bytes": str(MAX_BATCH_BYTES),
-            "retention.ms": str(RESULTS_RETENTION_MS if topic == self.pipeline.results_topic else WORK_RETENTION_MS),
+            "retention.ms": str(RESULTS_RETENTION_MS if is_result else WORK_RETENTION_MS),
             "min.insync.replicas": "2" if self.settings.replication > 2 else "1",
             # Compaction would keep one of several messages of a key; a limit of bytes would delete unread ones.
             "cleanup.policy": "delete",
@@ -159,14 +198,24 @@ class KafkaBus(KafkaClientFactory):
         }
 
     def _define_topic(self, topic: str) -> NewTopic:
-        return NewTopic(topic, self.settings.partitions, self.settings.replication, config=self.topic_settings(topic))
+        shared, own = split_topic(topic)
+        # As many partitions as the shared topic has: then the assignor gives each worker those of the same numbers, so
+        # that a partition is chosen in them as there. One tenant's results and dead letters need no more than one.
+        is_output = shared in {self.pipeline.results_topic, self.pipeline.dead_letter_topic}
+        num_partitions = 1 if own and is_output else self._count_partitions(shared) if own else self.settings.partitions
+        return NewTopic(topic, num_partitions, self.settings.replication, config=self.topic_settings(topic))
 
-    def _have_all_leaders(self, admin: AdminClient) -> bool:
-        known = admin.list_topics(timeout=BROKER_TIMEOUT_S).topics
-        return all(
-            topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
-            for topic in self.pipeline.all_topics()
-        )
+    def _count_partitions(self, topic: str) -> int:
+        known = AdminClient(self.clients).list_topics(topic, BROKER_TIMEOUT_S).topics[topic]
+        return len(known.partitions) or self.settings.partitions
+
+
+def _have_all_leaders(admin: AdminClient, topics: Iterable[str]) -> bool:
+    known = admin.list_topics(timeout=BROKER_TIMEOUT_S).topics
+    return all(
+        topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
+        for topic in topics
+    )
 
 
 def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
@@ -174,12 +223,33 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
 
     Raise `BusUnavailable`, also where the user may not see the settings.
     """
-    wanted = {topic: bus.topic_settings(topic) for topic in bus.pipeline.all_topics()}
     found = {
-        topic: {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[topic][name])}
+        topic: {
+            name: value
+            for name, value in settings.items()
+            if not _is_sufficient(name, value, bus.topic_settings(topic)[name])
+        }
         for topic, settings in read_topic_settings(bus).items()
     }
     return {topic: wrong for topic, wrong in found.items() if wrong}
+
+
+def describe_own_topics(bus: KafkaBus) -> tuple[str, list[str]]:
+    """Return how many topics tenants have of their own, empty without any, and what is wrong with them. Raise
+    `BusUnavailable`.
+    """
+    with bus_errors():
+        known = AdminClient(bus.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
+    counts = {name: len(topic.partitions) for name, topic in known.items()}
+    own, shared = bus.pipeline.find_own_topics(known), bus.pipeline.all_topics()
+    tenants = sorted({split_topic(topic)[1] for topic in own})
+    wrong = [f"{topic}{tenant} is missing" for tenant in tenants for topic in shared if topic + tenant not in known]
+    for topic in own:
+        name = find_shared_topic(topic)
+        if name not in {bus.pipeline.results_topic, bus.pipeline.dead_letter_topic} and counts[topic] != counts[name]:
+            wrong.append(f"{topic} has {counts[topic]} partitions, and {name} {counts[name]}")
+    found = f"tenants: {len(tenants)}, partitions: {sum(counts[topic] for topic in own)}" if tenants else ""
+    return found, wrong
 
 
 def find_old_work(bus: KafkaBus) -> list[str]:
@@ -189,12 +259,14 @@ def find_old_work(bus: KafkaBus) -> list[str]:
     """
     kept = {topic: int(settings["retention.ms"]) for topic, settings in read_topic_settings(bus).items()}
     with contextlib.closing(GroupLag(bus.pipeline, bus.clients)) as lag, bus_errors():
-        return [one for one in lag.topics if kept[one] != UNLIMITED and lag.has_older(one, kept[one] / 2)]
+        limits = {one: kept[one] for one in lag.topics if kept.get(one, UNLIMITED) != UNLIMITED}
+        return [one for one, limit_ms in limits.items() if lag.has_older(one, limit_ms / 2)]
 
 
 def read_topic_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
     """Return those settings of the pipeline's topics that it sets, by topic. Raise `BusUnavailable`."""
-    resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in bus.pipeline.all_topics()}
+    topics = [*bus.pipeline.all_topics(), *bus.find_own_topics()]
+    resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in topics}
     found: dict[str, dict[str, str]] = {}
     admin = AdminClient(bus.clients)
     with bus_errors():
@@ -281,6 +353,8 @@ class KafkaPublisher:
             produce_message(self._producer, message, self._partitions, report)
         except KafkaException as raised:
             report(raised.args[0])
+        except TopicsMissing as raised:
+            sent.set_exception(raised)
         return sent
 
     def _serve_reports(self) -> None:

@@ -1,7 +1,7 @@
 """Messages of a Kafka member that cannot be unpacked or fetched: it passes over them, and they become dead letters."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from confluent_kafka import Consumer, TopicPartition
 
@@ -12,7 +12,7 @@ from penstock.bus.kafka.offsets import Partition
 from penstock.bus.kafka.settling import MemberSettling
 from penstock.bus.kafka.shared import SharedState
 from penstock.errors import DeliveryLost
-from penstock.names import Pipeline, PriorityClass
+from penstock.names import Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 class DamagedMessages:
     """The damaged messages of one member. The poller passes over them; the caller's thread buries them."""
 
-    def __init__(self, shared: SharedState, pipeline: Pipeline, classes: Mapping[str, PriorityClass]) -> None:
-        """`classes` are those of the input topics."""
-        self._shared, self._pipeline, self._classes = shared, pipeline, classes
+    def __init__(self, shared: SharedState, pipeline: Pipeline) -> None:
+        self._shared, self._pipeline = shared, pipeline
         self._state, self._holdings, self._batches = shared.changed, shared.holdings, DamagedBatches()
         self._passing: dict[Partition, int] = {}
         """Partitions that are read on behind a message that could not be fetched, with its offset."""
@@ -42,7 +41,7 @@ class DamagedMessages:
             _, end = consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
             if end >= 0:
                 self._holdings.check_end(partition, batch, end)
-            offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
+            offset = self._holdings.add_damaged_message(partition, batch, self._pipeline.find_class(partition[0]), why)
             self._shared.notify_poll()
         consumer.seek(TopicPartition(*partition, offset))
 
@@ -68,10 +67,8 @@ class DamagedMessages:
         if offset > unfetched:
             with self._state:
                 if partition in self._holdings.partitions and self._holdings.next_offset(partition) == unfetched:
-                    why = "it took too long to fetch"
-                    self._holdings.add_damaged_message(
-                        partition, unfetched, self._classes[partition[0]], why, "fetched"
-                    )
+                    why, priority_class = "it took too long to fetch", self._pipeline.find_class(partition[0])
+                    self._holdings.add_damaged_message(partition, unfetched, priority_class, why, "fetched")
                     self._shared.notify_poll()
 
     def bury_damaged(self, settling: MemberSettling) -> None:

@@ -22,7 +22,9 @@ from penstock.bus.kafka.client import (
     parse_headers,
     parse_key,
 )
+from penstock.bus.kafka.offsets import Partition
 from penstock.errors import BusUnavailable
+from penstock.names import find_shared_topic, split_topic
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +35,16 @@ OPEN_TRANSACTION_WAIT_S = 3.0
 
 
 class KafkaFollower:
-    """Reads every partition of the topic, also those that are added later."""
+    """Reads every partition of the topic and of tenants' own ones beside it, also those that are added later.
+
+    The partitions of a tenant's own topic are named by what its name has behind the topic's, and the number.
+    """
 
     def __init__(self, clients: Mapping[str, Any], topic: str, after: Mapping[str, str]) -> None:
         self._topic = topic
-        self._after = {int(number): int(offset) for number, offset in after.items()}
+        self._after = {self._parse_name(name): int(offset) for name, offset in after.items()}
         """The last offset of each partition that was returned or passed over; -1 before the first."""
-        self._assigned = set[int]()
+        self._assigned = set[Partition]()
         self._damaged = DamagedBatches()
         self._looked_at = time.monotonic()
         self._consumer = Consumer(
@@ -69,16 +74,19 @@ class KafkaFollower:
                 self._assign_new()
             first = self._consumer.poll(timeout_s)
             for message in () if first is None else (first, *self._consumer.consume(max_messages - 1, 0)):
-                error, number, offset = message.error(), message.partition() or 0, message.offset() or 0
+                error, offset = message.error(), message.offset() or 0
+                partition = message.topic() or "", message.partition() or 0
                 if error is None:
-                    outgoing = Outgoing(self._topic, message.value() or b"", parse_key(message), parse_headers(message))
-                    found.append(FollowedMessage(str(number), str(offset), outgoing))
-                    self._after[number] = offset
+                    outgoing = Outgoing(
+                        partition[0], message.value() or b"", parse_key(message), parse_headers(message)
+                    )
+                    found.append(FollowedMessage(_name_partition(partition), str(offset), outgoing))
+                    self._after[partition] = offset
                 elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - that is its name
-                    if self._move_into_log(number):
-                        found.append(FollowedMessage(str(number), str(self._after[number]), None))
+                    if self._move_into_log(partition):
+                        found.append(FollowedMessage(_name_partition(partition), str(self._after[partition]), None))
                 elif error.code() in DAMAGED_BATCH_ERRORS:
-                    self._pass_damaged(number, offset)
+                    self._pass_damaged(partition, offset)
                 elif not error.retriable():
                     raise KafkaException(error)
         return found
@@ -87,47 +95,56 @@ class KafkaFollower:
         """Free the connections."""
         self._consumer.close()
 
+    def _parse_name(self, name: str) -> Partition:
+        own, _, number = name.rpartition(":")
+        return self._topic + own, int(number)
+
     def _assign_new(self) -> None:
-        """Begin to read the partitions of the topic that are not read yet."""
-        known = self._consumer.list_topics(self._topic, BROKER_TIMEOUT_S).topics[self._topic]
-        if known.error is not None:
-            raise KafkaException(known.error)
+        """Begin to read the partitions of the topics that are not read yet."""
+        known = self._consumer.list_topics(timeout=BROKER_TIMEOUT_S).topics
+        mine = [one for name, one in known.items() if find_shared_topic(name) == self._topic and one.error is None]
+        if self._topic not in known:  # this one tells why
+            mine += [self._consumer.list_topics(self._topic, BROKER_TIMEOUT_S).topics[self._topic]]
+        for one in mine:
+            if one.error is not None:
+                raise KafkaException(one.error)
         self._looked_at = time.monotonic()
-        fresh = sorted(known.partitions.keys() - self._assigned)
+        fresh = sorted({(str(one.topic), number) for one in mine for number in one.partitions} - self._assigned)
         if fresh:
-            self._consumer.incremental_assign([self._next_offset(number) for number in fresh])
+            self._consumer.incremental_assign([self._next_offset(partition) for partition in fresh])
             self._assigned.update(fresh)
 
-    def _next_offset(self, number: int) -> TopicPartition:
-        offset = self._after[number] + 1 if number in self._after else OFFSET_BEGINNING
-        return TopicPartition(self._topic, number, offset)
+    def _next_offset(self, partition: Partition) -> TopicPartition:
+        return TopicPartition(*partition, self._after[partition] + 1 if partition in self._after else OFFSET_BEGINNING)
 
-    def _pass_damaged(self, number: int, batch: int) -> None:
+    def _pass_damaged(self, partition: Partition, batch: int) -> None:
         """Pass over a message that cannot be unpacked: no worker wrote it, and those behind it would wait for ever."""
-        wanted = self._next_offset(number).offset
-        passed = self._damaged.pass_over(self._consumer, (self._topic, number), batch, wanted)
+        passed = self._damaged.pass_over(self._consumer, partition, batch, self._next_offset(partition).offset)
         if passed is not None:
-            log.warning(
-                "Kafka: skipped offset %d of %s partition %d: it cannot be unpacked", passed, self._topic, number
-            )
-            self._after[number] = passed
+            log.warning("Kafka: skipped offset %d of %s partition %d: it cannot be unpacked", passed, *partition)
+            self._after[partition] = passed
 
-    def _move_into_log(self, number: int) -> bool:
+    def _move_into_log(self, partition: Partition) -> bool:
         """Go on with a partition whose log does not have the next offset. Return whether the log ends before it.
 
         A log that ends before the next offset lost its tail, and all that is left of it was read. A log that begins
         after it has deleted old messages, and all that is left is unread.
         """
-        low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, number), BROKER_TIMEOUT_S)
-        wanted = self._next_offset(number).offset
+        low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), BROKER_TIMEOUT_S)
+        wanted = self._next_offset(partition).offset
         is_shorter = wanted > high
         if is_shorter:
             log.warning("%s, partition %d: the log ends at %d, before %d: its end was lost, and what was written since "
-                        "may be passed over", self._topic, number, high, wanted)  # fmt: skip
-        self._after[number] = min(max(wanted, low), high) - 1
-        self._consumer.incremental_unassign([TopicPartition(self._topic, number)])
-        self._consumer.incremental_assign([self._next_offset(number)])
+                        "may be passed over", *partition, high, wanted)  # fmt: skip
+        self._after[partition] = min(max(wanted, low), high) - 1
+        self._consumer.incremental_unassign([TopicPartition(*partition)])
+        self._consumer.incremental_assign([self._next_offset(partition)])
         return is_shorter
+
+
+def _name_partition(partition: Partition) -> str:
+    own = split_topic(partition[0])[1]
+    return f"{own}:{partition[1]}" if own else str(partition[1])
 
 
 def read_topic(clients: Mapping[str, Any], topic: str, last: int = sys.maxsize) -> list[Outgoing]:

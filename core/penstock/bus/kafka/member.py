@@ -39,7 +39,7 @@ from penstock.bus.kafka.writers import (
     INIT_TIMEOUT_S,
 )
 from penstock.errors import BusUnavailable
-from penstock.names import PriorityClass, WorkerKind
+from penstock.names import PriorityClass, WorkerKind, find_shared_topic
 from penstock.redis.scripts import ScriptCall
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
 """How often the brokers are probed, while they answer as expected, and while they do not answer. While they answer more
 slowly than before they are probed at once.
 """
+PROBES_PER_LISTING = 15
+"""Every so many probes all topics are listed: partitions of a dead member's may be in tenants' own ones."""
 LEAVE_TIMEOUT_S = 2.0
 """How long leaving may take. Brokers that do not answer notice it after the session timeout."""
 REVOKE_TIMEOUT_S = 30.0
@@ -113,13 +115,10 @@ class KafkaMember:
         self._pipeline, self._stage, self._clients, self._pace = bus.pipeline, stage, bus.clients, bus.pace
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
-        self._classes: dict[str, PriorityClass] = {
-            topic: priority_class for priority_class, topic in self._topics.items()
-        }
         self._holdings, self._leaving = PrefetchBuffer(bus.pipeline, stage), threading.Event()
         self._shared = SharedState(self._holdings, wake)
         self._state, self._closing = self._shared.changed, self._shared.closing
-        self._damage = DamagedMessages(self._shared, bus.pipeline, self._classes)
+        self._damage = DamagedMessages(self._shared, bus.pipeline)
         # The poller's.
         self._starting: set[Partition] = set()
         self._paused: set[Partition] = set()
@@ -141,6 +140,9 @@ class KafkaMember:
         self._lookup = PositionLookup(bus.create_consumer(settings), lookups.requested, places, self._pace)
         self._topic_parts: list[str] = []
         """All partitions of the interactive topic, as the brokers told last."""
+        self._own_parts: list[str] = []
+        """The same of tenants' own ones."""
+        self._num_probes = 0
         if stage != "prefill":  # its first producer has limits that suit the brokers' pace
             with bus_errors():
                 self._lookup.learn_pace(self._topics["interactive"], INIT_TIMEOUT_S)
@@ -216,7 +218,8 @@ class KafkaMember:
         The list is empty while the brokers are away, or the member stands still. A partition that has messages and
         brings none is not in it.
         """
-        return [format_partition(one) for one in self._list_read() if one[0] == self._topics["interactive"]]
+        interactive = self._topics["interactive"]
+        return [format_partition(one) for one in self._list_read() if find_shared_topic(one[0]) == interactive]
 
     def _list_read(self) -> list[Partition]:
         if self._pace.describe_silence() or self._describe_stall():
@@ -237,8 +240,15 @@ class KafkaMember:
 
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        find_start = self._places.find_start
-        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, find_start, lambda: self._topic_parts)]
+        return [
+            KafkaOrphanReader(
+                self._pipeline,
+                self._stage,
+                self._clients,
+                self._places.find_start,
+                lambda: [*self._topic_parts, *self._own_parts],
+            )
+        ]
 
     def build_renewal(self, session_s: float) -> list[ScriptCall]:
         """Return nothing: the brokers know which members live."""
@@ -274,7 +284,7 @@ class KafkaMember:
     def _poll_forever(self) -> None:
         try:
             self._consumer.subscribe(
-                list(self._classes),
+                [*self._topics.values(), self._pipeline.own_inputs_pattern(self._stage)],
                 on_assign=self._on_assign,
                 on_revoke=self._on_revoke,
                 on_lost=self._on_lost,
@@ -345,7 +355,7 @@ class KafkaMember:
                 partition = message.topic() or "", message.partition() or 0
                 self._damage.pass_damaged(self._consumer, partition, message.offset() or 0, error.str())
             return
-        delivery = parse_delivery(message, self._classes[message.topic() or ""])
+        delivery = parse_delivery(message, self._pipeline.find_class(message.topic() or ""))
         with self._state:
             self._holdings.add_message(delivery, _epoch_of(message))
             self._shared.notify_poll()
@@ -505,8 +515,11 @@ class KafkaMember:
             return
         self._probe_at = asked_s + PROBE_RETRY_S
         with contextlib.suppress(KafkaException):
-            known = self._lookup.list_partitions(self._topics["interactive"])
+            known = self._lookup.list_partitions(interactive := self._topics["interactive"])
             self._topic_parts = [format_partition(one) for one in known]
+            if self._num_probes % PROBES_PER_LISTING == 0:
+                self._own_parts = [format_partition(one) for one in self._lookup.list_own_partitions(interactive)]
+            self._num_probes += 1
             self._probe_at = time.monotonic() + (PROBE_INTERVAL_S if self._pace.is_steady else 0.0)
 
     # Problems. Any thread.

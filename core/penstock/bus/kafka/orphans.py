@@ -25,7 +25,7 @@ from penstock.bus.kafka.client import (
 )
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets, StartPosition
 from penstock.errors import BusUnavailable
-from penstock.names import Pipeline, PriorityClass, WorkerKind
+from penstock.names import Pipeline, WorkerKind, find_shared_topic
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,7 @@ class KafkaOrphanReader:
         """
         self._list_all, self._find_start = list_all, find_start
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
-        self._classes: dict[str, PriorityClass] = {
-            topic: priority_class for priority_class, topic in pipeline.input_topics(stage).items()
-        }
+        self._pipeline = pipeline
         self.topic = pipeline.input_topics(stage)["interactive"]
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
@@ -78,7 +76,8 @@ class KafkaOrphanReader:
 
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         """Return unfinished messages of these partitions; see `contract.OrphanReader.read_orphans`."""
-        wanted = {partition for partition in map(_parse_partition, partitions) if partition[0] in self._classes}
+        parsed = map(_parse_partition, partitions)
+        wanted = {partition for partition in parsed if find_shared_topic(partition[0]) == self.topic}
         if not wanted:
             self.close()
             return []
@@ -129,7 +128,9 @@ class KafkaOrphanReader:
             partition = topic, message.partition() or 0
             offsets = self._offsets.get(partition)  # None: fetched before another assignment
             if offsets is not None and offsets.note_delivered(offset):
-                delivery = self._starts[partition].mark_answered(parse_delivery(message, self._classes[topic]))
+                delivery = self._starts[partition].mark_answered(
+                    parse_delivery(message, self._pipeline.find_class(topic))
+                )
                 found.append(replace(delivery, is_held=False))
         return found
 

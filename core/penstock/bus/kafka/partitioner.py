@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import redis
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.placement import JobNeed, Placer, WorkerBeat
+from penstock.errors import TopicsMissing
+from penstock.names import TENANT_HEADER, split_topic
 
 ANY_PARTITION = -1
 """Lets librdkafka choose a partition by the message's key."""
+UNKNOWN_TOPIC = KafkaError.UNKNOWN_TOPIC_OR_PART
 LEADERS_REFRESH_S = 2.0
 """How often the leaders of a topic that is written to are looked up, on a thread: lost leaders and added partitions are
 known this soon."""
@@ -38,6 +41,8 @@ class _TopicLeaders:
     led: tuple[int, ...] = ()
     """The partitions that had a leader at the last lookup."""
     refresh_at_s: float = 0.0
+    is_missing: bool = False
+    """Whether the brokers do not know the topic."""
     is_asked: bool = False
     """Whether a lookup is under way."""
 
@@ -63,7 +68,8 @@ class Partitioner:
         self._topics: dict[str, _TopicLeaders] = {}
 
     def choose_partition(self, message: Outgoing) -> int:
-        """Return the partition for a message, or `ANY_PARTITION`.
+        """Return the partition for a message, or `ANY_PARTITION`. Raise `TopicsMissing` for a tenant's own topic that
+        the brokers do not know.
 
         A message without a chain goes by its key as long as all partitions of its topic have a leader. Otherwise the
         choice is made here, as librdkafka would choose a partition without a leader too.
@@ -80,6 +86,12 @@ class Partitioner:
                     topic.is_asked = True
                     self._note_leaders(topic, self._fetch_leaders(message.topic))
             num_partitions, led = topic.num_partitions, topic.led
+            if topic.is_missing and split_topic(message.topic)[1]:
+                tenant = message.headers.get(TENANT_HEADER, "default")
+                raise TopicsMissing(
+                    f"the data of {tenant!r} is to stay in topics of its own, and there is no {message.topic}: "
+                    f"penstock topics create --tenant {tenant}"
+                )
         if not num_partitions:
             return ANY_PARTITION
         if message.job is not None:
@@ -136,19 +148,23 @@ class Partitioner:
             self._note_leaders(topic, found)
 
     @staticmethod
-    def _note_leaders(topic: _TopicLeaders, found: dict[int, bool]) -> None:
-        topic.is_asked = False
+    def _note_leaders(topic: _TopicLeaders, found: dict[int, bool] | None) -> None:
+        topic.is_asked, topic.is_missing = False, found == {}
         topic.refresh_at_s = time.monotonic() + (LEADERS_REFRESH_S if found else LEADERS_RETRY_S)
         if found:
             topic.num_partitions, topic.led = len(found), tuple(sorted(number for number in found if found[number]))
 
-    def _fetch_leaders(self, topic: str) -> dict[int, bool]:
-        """Return whether each partition has a leader; empty if the brokers do not answer, or do not know the topic."""
+    def _fetch_leaders(self, topic: str) -> dict[int, bool] | None:
+        """Return whether each partition has a leader: none if the brokers do not know the topic. Return None if they do
+        not answer, or do not tell.
+        """
         begun_s = time.monotonic()
         try:
             known = self._producer.list_topics(topic, self._timeout_s).topics.get(topic)
         except KafkaException:
             self._timeout_s = min(2 * self._timeout_s, MAX_LEADERS_TIMEOUT_S)
-            return {}
+            return None
         self._timeout_s = max(LEADERS_TIMEOUT_S, 2 * (time.monotonic() - begun_s))
+        if known and not known.partitions and known.error and known.error.code() != UNKNOWN_TOPIC:
+            return None
         return {number: one.leader >= 0 for number, one in known.partitions.items()} if known else {}

@@ -22,7 +22,7 @@ from penstock.bus.kafka.offsets import Partition, StartPosition, decode_forgotte
 from penstock.bus.kafka.orphans import format_partition
 from penstock.bus.lost import LOST_KEPT_S, count_lost
 from penstock.errors import BusUnavailable
-from penstock.names import Pipeline
+from penstock.names import Pipeline, split_topic
 from penstock.pace import ServerPace
 from penstock.redis.client import redis_client
 from penstock.redis.scripts import load_script
@@ -53,7 +53,8 @@ class PlaceKeeper:
         self._pipeline, self._clients, self._pace = pipeline, dict(clients), pace
         self._redis = redis_client(redis_url) if redis_url else None
         self._admin: AdminClient | None = None
-        self._answered: frozenset[str] | None = None
+        self._answered = dict[str, frozenset[str]]()
+        """The ids of the last results, by topic."""
         self._topic_ids: dict[str, str] = {}
         self._ends: dict[Partition, int] = {}
         """Where partitions end, or ended when this member read them last."""
@@ -71,12 +72,12 @@ class PlaceKeeper:
         partition, metadata = (place.topic, place.partition), place.metadata or ""
         if place.offset >= 0:
             end = decode_forgotten_end(metadata)
-            answered = self._read_answered() if end > place.offset else frozenset[str]()
+            answered = self._read_answered(place.topic) if end > place.offset else frozenset[str]()
             return StartPosition(place.offset, metadata, place.leader_epoch, end if answered else 0, answered)
         low, high = ask_bounds(partition)
         note: Any = self._redis and self._redis.hget(self._pipeline.finished_key, format_partition(partition))
         topic_id, offset, _, ranges = note.decode().split(" ") if note else ("", "", "", "")
-        answered = self._read_answered() if low < high else frozenset[str]()
+        answered = self._read_answered(place.topic) if low < high else frozenset[str]()
         if topic_id and topic_id == self._find_topic_id(partition[0], self._topic_ids):
             log.warning("Kafka: %s partition %d has no committed offset, and goes on at %s as noted in Redis",
                         *partition, offset)  # fmt: skip
@@ -86,14 +87,15 @@ class PlaceKeeper:
                         "the earliest, at %d", *partition, low)  # fmt: skip
         return StartPosition(0, "", None, high if answered else 0, answered)  # what was deleted before `low` is told
 
-    def _read_answered(self) -> frozenset[str]:
-        """Return the ids of the last results, as of when this was called first: while this member is in its group, the
-        brokers forget nothing. Raise `BusUnavailable`.
+    def _read_answered(self, topic: str) -> frozenset[str]:
+        """Return the ids of the last results of what is in a topic, as of when this was called first: while this member
+        is in its group, the brokers forget nothing. Raise `BusUnavailable`.
         """
-        if self._answered is None:
-            found = read_topic(self._clients, self._pipeline.results_topic, NUM_LAST_RESULTS) if self._redis else ()
-            self._answered = frozenset(one.key for one in found if one.key is not None)
-        return self._answered
+        results = self._pipeline.results_topic + split_topic(topic)[1]
+        if results not in self._answered:
+            found = read_topic(self._clients, results, NUM_LAST_RESULTS) if self._redis else ()
+            self._answered[results] = frozenset(one.key for one in found if one.key is not None)
+        return self._answered[results]
 
     def tell_lost(self, partition: Partition, first: int, end: int, count: int, why: str) -> None:
         """Say in the log which messages are lost, and have `note_commits` count them. Any thread may call this."""

@@ -18,6 +18,7 @@ from penstock.bus.kafka.client import ask_bounds
 from penstock.bus.kafka.offsets import Partition, StartPosition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.errors import BusUnavailable
+from penstock.names import find_shared_topic
 from penstock.pace import NUM_STEADY, ServerPace
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,12 @@ class PositionLookup:
         with self._pace.ask(TOPIC_TIMEOUT_S) as limit_s:
             known = self._consumer.list_topics(topic, limit_s).topics.get(topic)
         return [(topic, number) for number in (known.partitions if known else ())]
+
+    def list_own_partitions(self, shared: str) -> list[Partition]:
+        """Return the partitions of tenants' own topics beside a shared one. Raise `KafkaException`."""
+        known = self._consumer.list_topics(timeout=self._pace.stretch(TOPIC_TIMEOUT_S)).topics
+        names = [topic for topic in known if topic != shared and find_shared_topic(topic) == shared]
+        return [(topic, number) for topic in names for number in known[topic].partitions]
 
     def close(self) -> None:
         """Free the connection."""

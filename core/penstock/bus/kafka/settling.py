@@ -22,6 +22,7 @@ from penstock.bus.kafka.writers import (
 )
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
+from penstock.names import find_shared_topic
 from penstock.pace import ServerPace
 
 log = logging.getLogger(__name__)
@@ -69,11 +70,11 @@ class MemberSettling:
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish the outputs and finish the deliveries; see `contract.Member.settle` for what each stage promises."""
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
-        outputs = [output for settlement in settlements for output in settlement.outputs]
+        outputs = [output for settlement in settlements for output in settlement.place_outputs()]
         check_size(outputs)
         self._shared.check_open()
         writer = self.outputs
-        if writer is not None and all(output.topic != self._results_topic for output in outputs):
+        if writer is not None and all(find_shared_topic(output.topic) != self._results_topic for output in outputs):
             self._publish_then_finish(writer, deliveries, outputs)
         elif settlements:
             self._settle_together(deliveries, outputs)

@@ -36,6 +36,7 @@ from penstock.bus.streams.client import (
 from penstock.bus.streams.joined import JoinedStreams
 from penstock.bus.streams.member import StreamsMember
 from penstock.config.settings import BusSettings
+from penstock.errors import SettingsError
 from penstock.names import STAGES, Pipeline, WorkerKind
 from penstock.redis.client import REDIS_TIMEOUT_S, execute_all, execute_pipeline, raise_first_error
 from penstock.redis.urls import hide_password
@@ -55,8 +56,13 @@ class StreamsBus:
         self.url = url
         self.settings = settings
 
-    def create_topics(self) -> list[str]:
-        """Create the streams and both stages' groups. A group reads what was published before it was created, too."""
+    def create_topics(self, tenant: str = "") -> list[str]:
+        """Create the streams and both stages' groups. A group reads what was published before it was created, too.
+
+        Raise `SettingsError` for a tenant's own.
+        """
+        if tenant:
+            raise SettingsError("topics of a tenant's own need Kafka as the bus: set PENSTOCK_KAFKA")
         missing = self.find_missing_topics()
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             for stage in STAGES:
@@ -71,6 +77,10 @@ class StreamsBus:
         """Return the pipeline's topics that have no stream."""
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             return [topic for topic in self.pipeline.all_topics() if not client.exists(self._stream_key(topic))]
+
+    def find_own_topics(self) -> list[str]:
+        """Return none: only Kafka has them."""
+        return []
 
     def create_publisher(self) -> "StreamsPublisher":
         """Return a publisher with a connection of its own."""

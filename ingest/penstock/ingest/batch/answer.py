@@ -93,6 +93,7 @@ class BatchJob:
     tenant: str = "default"
     key: str = ""
     """The id of the API key that its rows are counted by."""
+    own_topics: bool = False
     weight: float = 1.0
     deadline: float | None = None
     max_request_tokens: int | None = None
@@ -222,7 +223,7 @@ class BatchRun:
                 for args in requests:
                     args["grammar"] = held.spec
             async with self._pipelines.row_slots[client]:
-                answers = await gather_answers([_wait_for_answer(client, args, self._batch.key) for args in requests])
+                answers = await gather_answers([_wait_for_answer(client, args, self._batch) for args in requests])
             tenant = self._batch.tenant
             meta = make_stream_meta(endpoint, body, request_id, tenant=tenant, form=form)
             answer = endpoint.make_answer(meta, answers).model_dump(mode="json")
@@ -310,7 +311,7 @@ def apply_terms(args: SubmitArgs, batch: BatchJob) -> SubmitArgs:
     return SubmitArgs({**args, **fixed, **({} if batch.deadline is None else {"deadline": batch.deadline})})
 
 
-async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, key: str) -> Answer:
+async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: BatchJob) -> Answer:
     """Submit a request and wait for its answer, for as long as it takes.
 
     A request without news is submitted again under its id, at growing intervals. If it only waits in the queue that
@@ -319,7 +320,7 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, key: str) -> A
     """
     patience_s = MIN_ANSWER_TIMEOUT_S
     while True:
-        await _submit_request(client, args, key)
+        await _submit_request(client, args, batch)
         try:
             return await client.result(str(args["id"]), timeout_s=patience_s)
         except (StreamExpired, StreamDiverged, RequestLost):
@@ -328,10 +329,10 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, key: str) -> A
             patience_s = min(2 * patience_s, MAX_ANSWER_TIMEOUT_S)
 
 
-async def _submit_request(client: AsyncClient, args: SubmitArgs, key: str) -> None:
+async def _submit_request(client: AsyncClient, args: SubmitArgs, batch: BatchJob) -> None:
     for pause_s in backoff_pauses():
         try:
-            await client.submit(key=key, **args)
+            await client.submit(key=batch.key, own_topics=batch.own_topics, **args)
             return
         except BusUnavailable:
             await asyncio.sleep(pause_s)

@@ -49,6 +49,8 @@ class BatchSpec(BaseModel):
     tenant: str
     key: str = ""
     """The id of the API key that made it: its lines are counted by it."""
+    own_topics: bool = False
+    """Whether its lines go to its tenant's own topics."""
     weight: float = 1.0
     max_request_tokens: int | None = None
     """The most output tokens that one request of its tenant may ask for."""
@@ -81,6 +83,7 @@ class BatchStore:
             id=batch_id,
             tenant=caller.tenant,
             key=caller.key,
+            own_topics=caller.has_own_topics,
             weight=caller.weight,
             max_request_tokens=caller.max_request_tokens,
             max_batch_tokens=caller.max_batch_tokens,

@@ -52,6 +52,7 @@ class BatchWork:
             flush_interval_s=FLUSH_INTERVAL_S,
             tenant=spec.tenant,
             key=spec.key,
+            own_topics=spec.own_topics,
             weight=spec.weight,
             deadline=float(spec.expires_at),
             max_request_tokens=spec.max_request_tokens,

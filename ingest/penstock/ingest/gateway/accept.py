@@ -121,6 +121,7 @@ async def accept_request(
     `input_items` are what a response was asked that is to be kept, `earlier_turns` those before it.
     The KV outlives other KV for `retain_s`. Raises `PenstockError`, which `ApiError` is one of.
     """
+    gateway.check_residency(caller)
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
@@ -344,7 +345,9 @@ async def _publish_requests(
     try:
         if meta.input_items is not None:
             await gateway.responses.mark_open(meta)
-        sending = (client.send(encoded, arrived_s, caller.key) for encoded in requests)
+        sending = (
+            client.send(encoded, arrived_s, caller.key, own_topics=caller.has_own_topics) for encoded in requests
+        )
         sent = await asyncio.gather(*sending, return_exceptions=True)
         places |= {
             encoded.request.id: place

@@ -144,6 +144,7 @@ async def create(request: Request, caller: CallerDep, new: NewBatch) -> BatchObj
     gateway = get_gateway(request)
     if "batch" not in caller.classes:
         raise ApiError(403, "This API key may not use batches.", code="class_not_allowed")
+    gateway.check_residency(caller)
     file = await gateway.batch_service.files.find_file(caller.tenant, new.input_file_id)
     if file.purpose != "batch":
         message = f"A batch is made of a file with the purpose 'batch', not {file.purpose!r}."

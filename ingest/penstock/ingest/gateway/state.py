@@ -24,7 +24,7 @@ from penstock.ingest.models import ServedModels
 from penstock.ingest.regions.peers import Peers
 from penstock.ingest.regions.state import StateReader
 from penstock.ingest.streaming.state import Streams
-from penstock.ingest.tenants import Caller, Keyring
+from penstock.ingest.tenants import Caller, Keyring, check_residency
 from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import GrammarSpec
@@ -108,6 +108,10 @@ class Gateway(Streams):
         await asyncio.to_thread(self.bus.close)
         for server in self.servers.parts:
             await server.aclose()
+
+    def check_residency(self, caller: Caller) -> None:
+        """Raise `ApiError` 403 where this region may not have a caller's data: see `tenants.check_residency`."""
+        check_residency(caller, self.settings.region.name, has_kafka=bool(self.addresses.kafka))
 
     async def loosen_grammar(self, spec: GrammarSpec, names: frozenset[str]) -> LoosenedGrammar:
         """Have a child process check a grammar, as `GrammarChecker.loosen_grammar` does."""
