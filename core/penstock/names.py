@@ -36,6 +36,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:autoscale:lease`  | string | three looks: the controller that decides  | `penstock autoscale` |
 | `penstock:regions:adopted`             | hash   | for good: regions that this one adopted   | `penstock regions` |
 | `penstock:regions:seen`                | string | seconds: a gateway's view of all regions  | gateway        |
+| `penstock:regions:used`                | hash   | for good: what tenants with limits used here | `ingest/admission` |
+| `penstock:regions:settled:<region>`    | hash   | for good: what of its use is settled here | `ingest/regions` |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
 | `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
 | `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
@@ -372,6 +374,16 @@ ADOPTED_REGIONS_KEY = "penstock:regions:adopted"
 REGIONS_SEEN_KEY = "penstock:regions:seen"
 """The key of how a gateway of this region sees all regions, for `penstock top` and the page. There is none without
 peers."""
+
+
+REGION_USED_KEY = "penstock:regions:used"
+"""The key of how many requests and tokens each tenant with limits has used in this region. There is none without
+peers."""
+
+
+def region_settled_key(region: str) -> str:
+    """Return the key of what another region's tenants had used there when that was settled last."""
+    return f"penstock:regions:settled:{region}"
 
 
 def pipeline_of_worker(key: str) -> str:

@@ -19,7 +19,15 @@ from penstock.names import Pipeline, is_request_id
 from penstock.record.log import RequestStatus, TokenLog
 from penstock.redis.client import redis_client
 from penstock.redis.servers import Sharded
-from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, SPAN_WORDS, Timeline, read_timeline
+from penstock.telemetry.timeline import (
+    HOPS_ATTRIBUTE,
+    PLACEMENT_ATTRIBUTE,
+    REGION_ATTRIBUTE,
+    REGION_WHY_ATTRIBUTE,
+    SPAN_WORDS,
+    Timeline,
+    read_timeline,
+)
 
 Row = tuple[str, str]
 STATES = {
@@ -35,6 +43,16 @@ REASONS = {
     "least work left": "which would have computed it soonest",
 }
 """The words for the reasons of a placement."""
+REGION_REASONS = {
+    "nearest": "the nearest, where no other would have been sooner by much",
+    "sooner": "which had the first token sooner",
+    "prefix": "which has the KV of its beginning",
+    "only": "as no other was known to be able to",
+    "key": "the home of its Idempotency-Key",
+    "home": "the home of what it names",
+    "hops": "as it had come through two regions",
+}
+"""The words for the reasons of a region."""
 
 
 def explain(
@@ -60,6 +78,7 @@ def explain(
     if as_json:
         told = {
             "record": None if status is None else asdict(status),
+            "region": find_region(timeline),
             "placement": find_placement(timeline),
             "timeline": None if timeline is None else timeline.as_json(),
             "end": None if end is None else json.loads(end.encode()),
@@ -68,7 +87,8 @@ def explain(
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     placed = describe_placement(find_placement(timeline))
-    for row in [*describe_state(status, end), *placed, *describe_kv(timeline), *describe_time(timeline)]:
+    region = describe_region(find_region(timeline))
+    for row in [*describe_state(status, end), *region, *placed, *describe_kv(timeline), *describe_time(timeline)]:
         table.add_row(*map(escape, row))
     Console(highlight=False).print(table)
 
@@ -80,6 +100,22 @@ def find_placement(timeline: Timeline | None) -> dict[str, Any] | None:
             found: dict[str, Any] = json.loads(span["attributes"][PLACEMENT_ATTRIBUTE])
             return found
     return None
+
+
+def find_region(timeline: Timeline | None) -> dict[str, str] | None:
+    """Return the request's home, why it is there, and the regions that it came through; None without regions."""
+    names = {REGION_ATTRIBUTE: "home", REGION_WHY_ATTRIBUTE: "why", HOPS_ATTRIBUTE: "hops"}
+    for span in timeline.spans if timeline is not None else ():
+        if REGION_ATTRIBUTE in span["attributes"]:
+            return {name: str(span["attributes"].get(key, "")) for key, name in names.items()}
+    return None
+
+
+def describe_region(region: dict[str, str] | None) -> Iterator[Row]:
+    """Yield a row about the request's home, where there are regions."""
+    if region is not None:
+        why = REGION_REASONS.get(region["why"], region["why"])
+        yield "region", f"{region['home']}, {why}" + (f"; it came through {region['hops']}" if region["hops"] else "")
 
 
 def describe_state(status: RequestStatus | None, end: EndEvent | None) -> Iterator[Row]:

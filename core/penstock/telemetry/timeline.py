@@ -13,6 +13,8 @@ from penstock.names import Pipeline
 
 PLACEMENT_ATTRIBUTE = "penstock.placement"
 """In the producer's span: which worker a request was sent to and why, as JSON. It names workers and their backlog."""
+REGION_ATTRIBUTE, REGION_WHY_ATTRIBUTE, HOPS_ATTRIBUTE = "penstock.region", "penstock.region.why", "penstock.hops"
+"""In the spans of a request's gateway, where there are regions: its home, why there, and through which ones it came."""
 UNKNOWN_SPAN = "unknown"
 """The name of time for which there is no span."""
 SPAN_WORDS = {

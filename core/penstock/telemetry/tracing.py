@@ -111,9 +111,9 @@ class _RecordedSpan(NonRecordingSpan):
 
 def with_request(pipeline: Pipeline, request_id: str, context: Context | None = None) -> Context:
     """Return a context (based on the current one by default) in which all spans belong to a request."""
-    return set_value(
-        _REQUEST_CONTEXT_KEY, {PIPELINE_ATTRIBUTE: pipeline.name, REQUEST_ID_ATTRIBUTE: request_id}, context
-    )
+    whose = cast("dict[str, AttributeValue]", get_value(_REQUEST_CONTEXT_KEY, context) or {})
+    whose = whose | {PIPELINE_ATTRIBUTE: pipeline.name, REQUEST_ID_ATTRIBUTE: request_id}
+    return set_value(_REQUEST_CONTEXT_KEY, whose, context)
 
 
 def extract_context(
@@ -164,12 +164,16 @@ def build_attributes(operation: Operation, model: str, end: EndEvent) -> dict[st
 
 
 @contextmanager
-def start_server_span(headers: Mapping[str, str], route: str, begun_s: float) -> Iterator[Span]:
+def start_server_span(
+    headers: Mapping[str, str], route: str, begun_s: float, given: Mapping[str, AttributeValue] | None = None
+) -> Iterator[Span]:
     """Start the span of a POST, in the trace of its `headers` if there is one. The caller ends it, with the answer.
 
-    Spans that begin in the block are below it.
+    Spans that begin in the block are below it. All of them have the `given` attributes.
     """
     context = extract_context(headers)
+    if given is not None:
+        context = set_value(_REQUEST_CONTEXT_KEY, {**given}, context)
     about = {"http.request.method": "POST", "http.route": route, "url.path": route, "url.scheme": "http"}
     span = start_span(f"POST {route}", context, begun_s, SpanKind.SERVER, **about)
     token = attach(with_span(span, context))

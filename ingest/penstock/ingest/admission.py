@@ -27,7 +27,7 @@ from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.messages import Usage, estimate_open_answer_tokens
-from penstock.names import Pipeline, PriorityClass, rate_key
+from penstock.names import REGION_USED_KEY, Pipeline, PriorityClass, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import translate_outages
 from penstock.redis.scripts import load_script
@@ -122,7 +122,11 @@ class Admission:
         client: "redis.asyncio.Redis",
         fetch_lag: Callable[[Pipeline], Awaitable[PipelineLag]],
         settings: AdmissionSettings,
+        *,
+        has_peers: bool = False,
     ) -> None:
+        """With peers, what tenants use is counted for them (`penstock.ingest.regions.limits`)."""
+        self._used_keys = [REGION_USED_KEY] if has_peers else []
         self._settings, self.lag_cache = settings, LagCache(fetch_lag)
         self._client, self._shares = client, TenantShares(client)
 
@@ -178,8 +182,8 @@ class Admission:
             return {}
         with translate_outages():
             limits = [caller.requests_per_min or 0, caller.tokens_per_min or 0]
-            keys = [rate_key(caller.tenant)]
-            taken: list[int] = await TAKE_TOKENS.run_async(self._client, keys, [*limits, num_tokens])
+            keys = [rate_key(caller.tenant), *self._used_keys]
+            taken: list[int] = await TAKE_TOKENS.run_async(self._client, keys, [*limits, num_tokens, caller.tenant])
         requests, tokens = taken[1] / 1000, taken[2] / 1000
         headers = _rate_headers(caller, requests, tokens)
         if not taken[0]:
@@ -200,8 +204,9 @@ class Admission:
         if limit is None or not back:
             return
         with translate_outages():
-            args = [ticket.caller.requests_per_min or 0, limit, back]
-            await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
+            tenant = ticket.caller.tenant
+            args: list[str | int] = [ticket.caller.requests_per_min or 0, limit, back, tenant]
+            await GIVE_TOKENS.run_async(self._client, [rate_key(tenant), *self._used_keys], args)
 
     def _check_wait(self, wait_s: float | None, priority_class: PriorityClass, wanted_s: float | None) -> None:
         limit_s = self._settings.max_wait_s if priority_class == "interactive" else MAX_BATCH_WAIT_S

@@ -71,14 +71,15 @@ class BatchSpec(BaseModel):
 class BatchStore:
     """All batches. Methods raise `ApiError`: 404 for an unknown batch or another tenant's, 503 without the store."""
 
-    def __init__(self, objects: ObjectStorage) -> None:
-        self._objects = objects
+    def __init__(self, objects: ObjectStorage, home: str = "") -> None:
+        """`home` is the region in which batches are made, if there are regions."""
+        self._objects, self._home = objects, home
 
     async def create_batch(
         self, caller: Caller, new: NewBatch, file: FileObject, models: list[str] | None = None
     ) -> BatchObject:
         """Create a batch of a file, whose lines may name `models`; None: it is not known which exist."""
-        batch_id, now = make_id("batch_"), int(time.time())
+        batch_id, now = make_id("batch_", self._home), int(time.time())
         spec = BatchSpec(
             id=batch_id,
             tenant=caller.tenant,

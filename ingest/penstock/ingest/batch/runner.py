@@ -208,11 +208,17 @@ class BatchService:
     """The store of files and batches, and the runner over it. Created and closed within its event loop."""
 
     def __init__(
-        self, client: "redis.asyncio.Redis", find_pipeline: FindPipeline, settings: BatchSettings, webhooks: Webhooks
+        self,
+        client: "redis.asyncio.Redis",
+        find_pipeline: FindPipeline,
+        settings: BatchSettings,
+        webhooks: Webhooks,
+        home: str = "",
     ) -> None:
+        """`home` is the region in which files and batches are made, if there are regions."""
         self.objects = ObjectStorage.open(settings.store_url)
         self.settings = settings
-        self.files, self.batches = FileStore(self.objects), BatchStore(self.objects)
+        self.files, self.batches = FileStore(self.objects, home), BatchStore(self.objects, home)
         self.runner = BatchRunner(self.objects, client, find_pipeline, settings, webhooks)
         self.runner.start()
 

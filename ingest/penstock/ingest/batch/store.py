@@ -23,9 +23,10 @@ from pydantic import BaseModel
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, FileObject, Purpose
 from penstock.ingest.errors import ApiError, not_found_error
+from penstock.regions import add_home
 
 IdPrefix = Literal["file-", "batch_"]
-_ID_PATTERN = re.compile(r"(file-|batch_)([0-9a-f]{12})[0-9a-f]{20}")
+_ID_PATTERN = re.compile(r"(file-|batch_)([0-9a-f]{12})[0-9a-f]{20}(?:-([a-z][a-z0-9-]{0,31}))?")
 
 
 class _StoredFile(BaseModel):
@@ -36,8 +37,9 @@ class _StoredFile(BaseModel):
 class FileStore:
     """Methods raise `ApiError`: 404 for a file that is unknown, expired, or another tenant's; 503 without the store."""
 
-    def __init__(self, objects: ObjectStorage) -> None:
-        self._objects = objects
+    def __init__(self, objects: ObjectStorage, home: str = "") -> None:
+        """`home` is the region in which files are made, if there are regions."""
+        self._objects, self._home = objects, home
 
     async def save_file(
         self,
@@ -56,7 +58,7 @@ class FileStore:
         self, tenant: str, chunks: AsyncIterator[bytes], max_bytes: int | None = None
     ) -> tuple[str, int]:
         """Write a content, step 1; return the new id and the length."""
-        file_id = make_id("file-")
+        file_id = make_id("file-", self._home)
         return file_id, await self._objects.write_stream(content_path(tenant, file_id), _limit_bytes(chunks, max_bytes))
 
     async def save_metadata(
@@ -161,15 +163,21 @@ async def _limit_bytes(chunks: AsyncIterator[bytes], max_bytes: int | None) -> A
         yield chunk
 
 
-def make_id(prefix: IdPrefix) -> str:
-    """Return a new id: the time in milliseconds and 80 random bits, in hex."""
-    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+def make_id(prefix: IdPrefix, home: str = "") -> str:
+    """Return a new id: the time in milliseconds and 80 random bits, in hex, and the region that made it, if any."""
+    return add_home(f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}", home)
 
 
 def is_id(text: str, prefix: IdPrefix) -> bool:
     """Return whether `text` has the form of such an id; only then it may become part of a path."""
     match = _ID_PATTERN.fullmatch(text)
     return match is not None and match[1] == prefix
+
+
+def parse_home(some_id: str) -> str:
+    """Return the region that made an id; an empty text where there are no regions, and for any other text."""
+    match = _ID_PATTERN.fullmatch(some_id)
+    return (match[3] or "") if match else ""
 
 
 def parse_creation_time(some_id: str) -> float:

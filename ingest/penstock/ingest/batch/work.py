@@ -21,7 +21,7 @@ from penstock.ingest.batch.batches import BatchSpec, BatchStore, FinishedParts, 
 from penstock.ingest.batch.lines import check_lines, estimate_row_tokens, parse_row, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
-from penstock.ingest.batch.store import FileStore
+from penstock.ingest.batch.store import FileStore, parse_home
 from penstock.ingest.webhooks import Webhooks
 
 FLUSH_INTERVAL_S = 5.0
@@ -42,7 +42,8 @@ class BatchWork:
         webhooks: Webhooks | None = None,
     ) -> None:
         self._objects, self._spec, self._settings, self._webhooks = objects, spec, settings, webhooks
-        self._batches, self._files, self._parts = BatchStore(objects), FileStore(objects), FinishedParts(objects, spec)
+        self._batches, self._parts = BatchStore(objects), FinishedParts(objects, spec)
+        self._files = FileStore(objects, parse_home(spec.id))
         self._state = BatchState()
         self._progress_at = time.monotonic()
         batch = BatchJob(

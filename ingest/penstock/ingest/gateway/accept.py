@@ -54,6 +54,7 @@ from penstock.ingest.streaming.answers import settle_after_end
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, EncodedRequest, RequestId, Usage, encode_request, now_s
 from penstock.names import Pipeline
+from penstock.regions import add_home
 
 MAX_WAIT_S = 86400.0
 REPUBLISH_AFTER_S = 60.0
@@ -125,7 +126,7 @@ async def accept_request(
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
-    request_id = endpoint.id_prefix + name
+    request_id = add_home(endpoint.id_prefix + name, gateway.settings.region.name)
     chain = None if input_items is None else request_id
     if earlier_turns is not None:
         chain = earlier_turns.first_id

@@ -27,6 +27,7 @@ from penstock.ingest.gateway import (
     tokens,
     usage,
 )
+from penstock.ingest.gateway.elsewhere import RegionLayer
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.http.guard import GuardMiddleware
 from penstock.ingest.http.handlers import error_handlers, error_responses
@@ -63,6 +64,8 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     )
     app.state.gateway = gateway
     only_local = is_open and settings.admission.keys != KEYS_OPEN and is_loopback(settings.gateway.host)
+    if gateway.forwarder is not None:
+        app.add_middleware(RegionLayer, gateway=gateway, forwarder=gateway.forwarder)
     app.add_middleware(
         GuardMiddleware, settings=settings.guard, max_file_bytes=settings.batch.max_file_bytes, only_local=only_local
     )

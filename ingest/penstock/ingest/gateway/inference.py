@@ -16,7 +16,7 @@ from penstock.ingest.gateway.kept_responses import KeptResponse
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
-from penstock.ingest.http.metrics import ARRIVAL_KEY, SPAN_KEY
+from penstock.ingest.http.metrics import ARRIVAL_KEY, REGION_KEY, SPAN_KEY
 from penstock.ingest.ignored import IGNORED_HEADER, strip_ignored_fields
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai.body import read_json
@@ -50,7 +50,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         retain_s, heeded = find_retention(fields) if ignored else (None, set[str]())
         ignored = [name for name in ignored if name not in heeded]
         arrived_s = request.scope[ARRIVAL_KEY]
-        with tracing.start_server_span(request.headers, endpoint.path, arrived_s) as span:
+        about = request.scope.get(REGION_KEY)
+        with tracing.start_server_span(request.headers, endpoint.path, arrived_s, about) as span:
             request.scope[SPAN_KEY] = span  # it ends with the answer
             input_items, earlier = None, None
             if isinstance(body, ResponseBody):
@@ -131,7 +132,7 @@ async def _answer_whole(
 ) -> Response:
     """Return the whole answer. If the client leaves before, the request goes on unless its headers say otherwise."""
     try:
-        answers = await _run_unless_gone(request, read_answers(gateway, meta))
+        answers = await run_unless_gone(request, read_answers(gateway, meta))
     except RequestError:
         if ticket is not None:
             gateway.run_later(settle_after_end(gateway, meta, ticket))
@@ -150,7 +151,7 @@ async def _answer_whole(
     return Response(endpoint.make_answer(meta, answers).model_dump_json(), 200, answer_headers, "application/json")
 
 
-async def _run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`, or None if the client left before."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_wait_until_gone(request))
     try:

@@ -31,7 +31,8 @@ async def region(request: Request, x_penstock_peer: Annotated[str, Header()] = "
     told = gateway.peers.tell_state()
     if told is None:
         raise ApiError(503, "this gateway does not know the state of its region now", code="unavailable")
-    return told.model_copy(update={"is_stopping": gateway.is_stopping})
+    used = await gateway.limits.read_used()
+    return told.model_copy(update={"is_stopping": gateway.is_stopping, "used": used})
 
 
 @router.get("/v1/penstock/regions", summary="How this gateway sees all regions", responses=error_responses(401, 503))

@@ -21,6 +21,8 @@ from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.models import ServedModels
+from penstock.ingest.regions.forward import Forwarder
+from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.peers import Peers
 from penstock.ingest.regions.state import StateReader
 from penstock.ingest.streaming.state import Streams
@@ -50,9 +52,12 @@ class Gateway(Streams):
         self._checker = GrammarChecker()
         self.peers: Peers | None = None
         """None without regions."""
+        self.forwarder: Forwarder | None = None
         if settings.region.peers:
             reader = StateReader(settings.region.name, self.redis, self.models, self.admission.lag_cache)
-            self.peers = Peers(settings.region, reader, meters)
+            self.limits = SharedLimits(self.redis, self._key_source)
+            self.peers = Peers(settings.region, reader, self.limits, meters)
+            self.forwarder = Forwarder(self.peers, settings.region.secret, settings.gateway.keep_alive_s)
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
@@ -65,7 +70,8 @@ class Gateway(Streams):
         self._looking = asyncio.create_task(self.unread.look_forever(self.cancel_requests))
         self.webhooks = Webhooks(self.redis, self._key_source, self.settings.webhook, self.metrics.meters)
         self.webhooks.start()
-        self.batch_service = BatchService(self.redis, self.find_pipeline, self.settings.batch, self.webhooks)
+        home = self.settings.region.name
+        self.batch_service = BatchService(self.redis, self.find_pipeline, self.settings.batch, self.webhooks, home)
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,
@@ -85,6 +91,8 @@ class Gateway(Streams):
         self._looking.cancel()
         for client in self.clients.values():
             client.wake_readers()
+        if self.forwarder is not None:
+            self.forwarder.begin_stop()
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""

@@ -27,6 +27,8 @@ STREAM_KEY = "penstock.stream"
 when the layers within have returned."""
 SPAN_KEY = "penstock.span"
 """In the scope of a request that other requests are made for: its span, which ends with the last byte of the answer."""
+REGION_KEY = "penstock.region"
+"""In the scope of a request, where there are peers: attributes of spans, which say where it is answered and why."""
 _SERVER_KEYS = {"type", "method", "path", "http_version", SPAN_KEY}
 """Keys that uvicorn and the outermost layer read in the scope of an answer that has begun."""
 WORKER_STATES = ("loading", "ready", "degraded", "draining")

@@ -2,6 +2,7 @@
 -- It refills by the server's clock, so that all gateways agree.
 --
 -- KEYS[1]  bucket  hash: `requests` and `tokens` that are left, and `at`, the time of these figures
+-- KEYS[2]  used    where there are regions, for scripts that take or give: what tenants used in this one
 -- ARGV     requests a minute (0: no limit), tokens a minute (0: no limit), tokens
 
 local time = redis.call('TIME')

@@ -46,7 +46,7 @@ ITEM_ID_PREFIXES = {
     "item_reference": "ref",
 }  # fmt: skip
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]+)_(?:in_)?[0-9]+")
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]+(?:-[a-z0-9-]+)?)_(?:in_)?[0-9]+")
 
 
 class InputMessage(StrictModel):

@@ -20,6 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from penstock.config.settings import RegionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.regions.choosing import RegionAsk, RegionChoice, RegionChooser, RegionView, Why
+from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.state import ModelState, RegionState, StateReader
 from penstock.ingest.search_loop import SearchLoop
 from penstock.regions import PEER_HEADER
@@ -106,8 +107,8 @@ class _Region:
 class Peers:
     """The own region and its peers, for one gateway."""
 
-    def __init__(self, settings: RegionSettings, reader: StateReader, meters: Meters) -> None:
-        self.own = settings.name
+    def __init__(self, settings: RegionSettings, reader: StateReader, limits: SharedLimits, meters: Meters) -> None:
+        self.own, self._limits = settings.name, limits
         self._urls, self._secret, self._reader = settings.list_peers(), settings.secret, reader
         self.names = [self.own, *self._urls]
         """All regions, the own one first."""
@@ -122,7 +123,8 @@ class Peers:
         """Start to ask all regions. `http` is the client by which peers are asked, from now on."""
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each look
         tls = ssl.create_default_context()
-        self.http = httpx2.AsyncClient(verify=tls, trust_env=False, timeout=ANSWER_S)
+        every = httpx2.Limits()  # as many connections as requests that are sent on
+        self.http = httpx2.AsyncClient(verify=tls, trust_env=False, timeout=ANSWER_S, limits=every)
         looks: dict[str, Callable[[], Awaitable[None]]] = {self.own: self._look_home}
         looks |= {name: partial(self._look_away, name) for name in self._urls}
         self._loops = [SearchLoop(f"news of the region {name}", look, LOOK_S) for name, look in looks.items()]
@@ -225,6 +227,7 @@ class Peers:
             region.round_trips.append(taken_s)
             region.note_state(state)
             self._tell_different(region)
+            await self._limits.settle_region(name, state.used)
         region.note_problem(problem)
 
     def _tell_different(self, region: _Region) -> None:

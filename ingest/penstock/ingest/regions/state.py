@@ -46,6 +46,9 @@ class RegionState(BaseModel):
     models: dict[str, ModelState]
     adopted: list[str]
     """The regions that this one has adopted."""
+    used: dict[str, tuple[int, int]] = {}
+    """By tenant with limits, the requests and tokens that it has used here, as counted since this region's Redis began.
+    """
     is_stopping: bool
     """Whether this gateway stops, and takes no new requests."""
 

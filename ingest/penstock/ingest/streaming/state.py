@@ -34,7 +34,9 @@ class Streams:
         self.stream_metas = StreamMetaStore(self.servers, settings.record, self._end_lost)
         self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
         self.metrics.count_unread = self.unread.count
-        self.admission = Admission(self.redis, self._fetch_lag, settings.admission)
+        self.admission = Admission(
+            self.redis, self._fetch_lag, settings.admission, has_peers=settings.region.peers != ""
+        )
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.is_stopping = False
         """Whether this process was told to stop."""
