@@ -162,12 +162,14 @@ class KafkaServer:
         node: int = 1,
         quorum: Quorum | None = None,
         jvm_options: Sequence[str] = (),
+        more: Mapping[str, str] | None = None,
     ) -> None:
+        """`more`: settings that hold before all others."""
         self.directory = directory
         self.port = port or find_free_port()
         self.node = node
         self._advertised, self._timeouts, self._jvm_options = advertised or self.port, timeouts, jvm_options
-        self._quorum = quorum or Quorum.create_new(1)
+        self._quorum, self._more = quorum or Quorum.create_new(1), more or {}
         self._child: Child | None = None
 
     @property
@@ -288,6 +290,7 @@ class KafkaServer:
                 "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._advertised}",
                 "log.dirs": str(self.directory / "data"),
             }
+            | dict(self._more)
         )
 
     def _format_storage(self, java: str, jars: Path, config: Path) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ import redis
 from penstock.local.valkey import ValkeyServer, find_binary
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
+from sim.waiting import PATIENCE_S
 
 
 class ValkeySentinel(ValkeyServer):
@@ -39,12 +40,17 @@ class ReplicatedValkey:
 
     SERVICE = "penstock"
 
-    def __init__(self, directory: Path, down_after_s: float = 1.0) -> None:
-        first = ValkeyServer(directory / "first")
-        second = ValkeyServer(directory / "second", replica_of=first.port)
-        self.servers = {server.port: server for server in (first, second)}
-        """The two servers, by their port."""
-        self.sentinel = ValkeySentinel(directory / "sentinel", self.SERVICE, first.port, down_after_s)
+    def __init__(
+        self, directory: Path, down_after_s: float = 1.0, servers: Mapping[int, ValkeyServer] | None = None
+    ) -> None:
+        """`servers`: others than two, by the port at which clients reach them; the first one is the master."""
+        if servers is None:
+            first = ValkeyServer(directory / "first")
+            second = ValkeyServer(directory / "second", replica_of=first.port)
+            servers = {server.port: server for server in (first, second)}
+        self.servers = servers
+        """The servers, by the port that the Sentinel names."""
+        self.sentinel = ValkeySentinel(directory / "sentinel", self.SERVICE, next(iter(servers)), down_after_s)
 
     @property
     def url(self) -> str:
@@ -66,24 +72,24 @@ class ReplicatedValkey:
 
             def is_copied() -> bool:
                 replication: Any = master.info("replication")
-                return "online" in replication.get("slave0", {}).values()
+                replicas = [replication.get(f"slave{number}", {}) for number in range(len(self.servers) - 1)]
+                return all("online" in replica.values() for replica in replicas)
 
-            wait_until(is_copied, 30.0, "the master has a replica")
+            wait_until(is_copied, 30.0, "the master has its replicas")
         self.sentinel.start()
         self.wait_until_replicated()
         return self
 
     def wait_until_replicated(self) -> None:
-        """Wait until the Sentinel knows a replica that is up to date."""
+        """Wait until the Sentinel knows all replicas, up to date."""
         with redis.Redis(port=self.sentinel.port, protocol=2) as sentinel:
 
             def is_known() -> bool:
                 replicas: Any = sentinel.sentinel_slaves(self.SERVICE)
-                return any(
-                    replica["flags"] == "slave" and replica["master-link-status"] == "ok" for replica in replicas
-                )
+                linked: list[bool] = [one["flags"] == "slave" and one["master-link-status"] == "ok" for one in replicas]
+                return sum(linked) >= len(self.servers) - 1
 
-            wait_until(is_known, 30.0, "the Sentinel knows the replica")
+            wait_until(is_known, PATIENCE_S, "the Sentinel knows the replicas")
 
     def stop(self) -> None:
         """Stop the Sentinel, then the servers."""

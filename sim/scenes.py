@@ -39,6 +39,7 @@ from sim.chaos.poison import POISON, name_poison
 from sim.chaos.runner import ChaosRound, run_round
 from sim.container import Container, ask_penstock_up
 from sim.forked import preload_modules
+from sim.zones import ZONE_DELAY_S
 
 ROOT = Path(__file__).parents[1]
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
@@ -51,6 +52,8 @@ STARTS_AND_STOPS = 60
 """A round with starts and stops ends after so many, or as a round with kills does: five of them make 300."""
 STEADY_S = 40.0
 """How long clients send requests in a round without kills."""
+MAX_ZONES_S = 400.0
+"""How long it may take until each of three zones was lost, and was back. Usually it is two minutes."""
 START_PATIENCE_S = 150.0
 """How long a stack may take until it answers."""
 ASKED = {"model": "demo", "prompt": "In the beginning", "max_tokens": 40, "temperature": 0, "stream": True}
@@ -162,6 +165,10 @@ def _undisturbed(name: str, known: str = "", must: str = ANSWERED, *, half_core:
     )
 
 
+ZONES_ROUND = ChaosRound(
+    0, "kafka", MAX_ZONES_S, 0, 0, 0, 3, num_in_flight=9, patience_s=240.0, zone_delay_s=ZONE_DELAY_S
+)
+"""Each of three zones is lost, with a broker, a Redis server and a worker, and comes back."""
 POISON_S = 80.0
 """How long clients send requests, one of which in every second hundred is poison."""
 MAX_TIMES_SLOWER = 1.5
@@ -317,6 +324,7 @@ SCENES = (
         "one of three brokers stands still for 20 s", is_replicated=True, broker_pauses_s=20.0, seconds=75.0,
         patience_s=240.0,
     ),
+    Scene("one of three zones dies", f"{ANSWERED}; no worker ends", partial(_play_round, ZONES_ROUND)),
     *(_poison(bus) for bus in BUSES),
     _undisturbed("one of four workers four times slower", auto=4, num_in_flight=8, slowness={"auto-3": 4.0}),
     _undisturbed("clocks that jump", with_clock_jumps=True, auto=0, prefill=1, decode=2),

@@ -28,6 +28,8 @@ NUM_ENDPOINTS = 2
 REPLY_FAULTS: Sequence[Literal["status", "cut", "hang", "error"]] = ("status", "cut", "hang", "error")
 BROKER_REST_S = 10.0
 """How long all brokers go on before one of them stands still."""
+ZONE_REST_S = 8.0
+"""How long all zones live before one of them is lost, at least."""
 KILLED = 0.3
 """The share of the workers that are too many which are killed. The others are told to leave."""
 CONTROLLER_FAULTS = 8
@@ -89,11 +91,11 @@ class Fault:
     at_s: float
     what: str
     """To connections `cut`, `hang`, `slow` or `refuse`; to servers `restart` (SIGKILL first) or `pause` (SIGSTOP);
-    to the disk `full`; to a worker's wall clock `clock`. To all processes `freeze` (SIGSTOP), to Redis `stall` (the
-    same, for a moment); to a stage `resize` (one more worker comes, and leaves again). From a producer come a `burst`
-    of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked. To the server
-    that endpoint workers ask a `reply`: it fails at a question. To a worker `start`, `stop` (SIGTERM) or `kill`; to all
-    controllers or one `crash` (SIGKILL).
+    to the disk `full`; to a `zone`, with its servers and workers, SIGKILL; to a worker's wall clock `clock`. To all
+    processes `freeze` (SIGSTOP), to Redis `stall` (the same, for a moment); to a stage `resize` (one more worker comes,
+    and leaves again). From a producer come a `burst` of requests, a `header` that is no text, and a `bomb`, a message
+    that is small until it is unpacked. To the server that endpoint workers ask a `reply`: it fails at a question. To a
+    worker `start`, `stop` (SIGTERM) or `kill`; to all controllers or one `crash` (SIGKILL).
     """
     target: str
     """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client`, a stage, or a
@@ -143,6 +145,15 @@ def generate_broker_pauses(for_s: float) -> Iterator[Fault]:
     """Yield stops of a broker without end, each `for_s` long, with `BROKER_REST_S` before it."""
     for number in itertools.count():
         yield Fault(BROKER_REST_S + number * (for_s + BROKER_REST_S), "pause", "kafka", for_s)
+
+
+def generate_zone_losses(seed: int, zones: Sequence[int]) -> Iterator[Fault]:
+    """Yield losses of one zone after the other without end. The next one begins when the last one is over."""
+    chance, at_s = random.Random(f"{seed}/zones"), 0.0
+    while True:
+        for zone in chance.sample(zones, len(zones)):
+            at_s += ZONE_REST_S
+            yield Fault(at_s, "zone", str(zone), chance.uniform(4.0, 14.0))
 
 
 def generate_system_faults(

@@ -21,7 +21,7 @@ class Proxy:
         self._flows = asyncio.Event()
         self._flows.set()
         self._tls = tls
-        self._delay_s, self._reply_delay_s, self._refuses = 0.0, 0.0, False
+        self._delay_s, self._request_delay_s, self._reply_delay_s, self._refuses = 0.0, 0.0, 0.0, False
         self._num_bytes_left: int | None = None
         self.num_connections = 0
         """How many connections there were."""
@@ -52,6 +52,10 @@ class Proxy:
         `forward_normally` does not undo it.
         """
         self._reply_delay_s = delay_s
+
+    def delay_both_ways(self, delay_s: float) -> None:
+        """Hand all on `delay_s` later, either way, as a long way does. `forward_normally` does not undo it."""
+        self._request_delay_s = self._reply_delay_s = delay_s
 
     def refuse_connections(self) -> None:
         """Abort all connections, and new ones as they come."""
@@ -93,11 +97,12 @@ class Proxy:
             self.num_connections += 1
             self._open.add(far_writer)
             try:
-                replies: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_DELAYED_CHUNKS)
+                requests, replies = (asyncio.Queue[tuple[float, bytes]](MAX_DELAYED_CHUNKS) for _ in range(2))
                 ways = [
-                    self._forward_bytes(reader, far_writer),
-                    self._forward_replies(replies, writer),
-                    self._read_replies(far_reader, replies),
+                    self._read_chunks(reader, requests, is_reply=False),
+                    self._forward_chunks(requests, far_writer, is_reply=False),
+                    self._read_chunks(far_reader, replies, is_reply=True),
+                    self._forward_chunks(replies, writer, is_reply=True),
                 ]
                 pumps = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -108,30 +113,29 @@ class Proxy:
                 self._open.discard(far_writer)
                 far_writer.transport.abort()
 
-    async def _forward_bytes(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while chunk := await reader.read(CHUNK_BYTES):
-            await self._hold_back()
-            writer.write(chunk)
-            await writer.drain()
+    async def _read_chunks(
+        self, reader: asyncio.StreamReader, chunks: "asyncio.Queue[tuple[float, bytes]]", *, is_reply: bool
+    ) -> None:
+        """Put each chunk of one side, and an empty one at its end, into a queue with the time when it is due."""
+        chunk = b"first"
+        while chunk:
+            chunk = await reader.read(CHUNK_BYTES)
+            self.num_reply_bytes += len(chunk) * is_reply
+            delay_s = self._reply_delay_s if is_reply else self._request_delay_s
+            await chunks.put((self._loop.time() + delay_s, chunk))
+        await asyncio.Event().wait()  # `_forward_chunks` ends the connection
 
-    async def _read_replies(self, reader: asyncio.StreamReader, replies: "asyncio.Queue[tuple[float, bytes]]") -> None:
-        """Put each chunk of the server's, and an empty one at its end, into a queue with the time when it is due."""
-        while chunk := await reader.read(CHUNK_BYTES):
-            self.num_reply_bytes += len(chunk)
-            await replies.put((self._loop.time() + self._reply_delay_s, chunk))
-        await replies.put((self._loop.time() + self._reply_delay_s, b""))
-        await asyncio.Event().wait()  # `_forward_replies` ends the connection
-
-    async def _forward_replies(
-        self, replies: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter
+    async def _forward_chunks(
+        self, chunks: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter, *, is_reply: bool
     ) -> None:
         while True:
-            due_s, chunk = await replies.get()
-            await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+            due_s, chunk = await chunks.get()
+            if due_s > self._loop.time():
+                await asyncio.sleep(due_s - self._loop.time())
             if not chunk:
                 return
             await self._hold_back()
-            is_last, left = False, self._num_bytes_left
+            is_last, left = False, self._num_bytes_left if is_reply else None
             if left is not None:
                 is_last, chunk = len(chunk) >= left, chunk[:left]
                 self._num_bytes_left = None if is_last else left - len(chunk)

@@ -48,6 +48,7 @@ from sim.chaos.faults import (
     generate_reply_faults,
     generate_starts_and_stops,
     generate_system_faults,
+    generate_zone_losses,
     plan_kill,
 )
 from sim.chaos.history import History, read_history
@@ -57,6 +58,7 @@ from sim.chaos.system import RETENTION_S, TESTING, ChaosStack, FaultCounts, Serv
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
 from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
+from sim.zones import ZONES, ZonedServers
 
 POLL_S = 0.05
 SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
@@ -106,6 +108,9 @@ class ChaosRound:
     patience_s: float = 90.0
     """How long a client waits for a token or a result. Time in which a server is away does not count; bursts, and a
     machine on which workers start slowly, make it longer."""
+    zone_delay_s: float = 0.0
+    """How far three zones are apart, each of which has a broker, a Redis and workers, and is lost and comes back; 0:
+    all is in one zone."""
     is_replicated: bool = False
     """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
     with_system_faults: bool = False
@@ -151,9 +156,7 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         history.add_entry("round", seed=plan.seed, bus=plan.bus, load=plan.load)
         # A group loses a member whose heartbeats are answered later than they are sent: after 0.3 s here, else after 5.
         timeouts = {} if plan.delays_s or plan.broker_pauses_s else SHORT_TIMEOUTS
-        servers = exits.enter_context(
-            ReplicatedServers(directory, timeouts) if plan.is_replicated else Servers(directory, plan.bus, timeouts)
-        )
+        servers = exits.enter_context(_make_servers(plan, directory, timeouts))
         asked = NUM_ENDPOINTS if plan.load == "endpoint" else 0
         endpoints = [exits.enter_context(CountingEndpoint(pause_s=PIECE_PAUSE_S)) for _ in range(asked)]
         stack = exits.enter_context(make_stack(plan, directory, history, servers, endpoints))
@@ -181,6 +184,12 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
         record_topics(stack, history)
     found = [*check_history(read_history(path)), *leaks]
     return Outcome(found, stack.counts, len(clients.accepted_ids), path)
+
+
+def _make_servers(plan: ChaosRound, directory: Path, timeouts: Mapping[str, str]) -> Servers:
+    if plan.zone_delay_s:
+        return ZonedServers(directory, timeouts, plan.zone_delay_s)
+    return ReplicatedServers(directory, timeouts) if plan.is_replicated else Servers(directory, plan.bus, timeouts)
 
 
 def make_stack(
@@ -272,6 +281,8 @@ def _plan_faults(plan: ChaosRound, stack: ChaosStack, num_endpoints: int) -> Ite
         plans.append(generate_clock_jumps(plan.seed, names))
     if plan.kills and not plan.is_replicated:
         plans.append(generate_faults(plan.seed, plan.bus, names))
+    if plan.zone_delay_s:
+        plans.append(generate_zone_losses(plan.seed, ZONES))
     if plan.broker_pauses_s:
         plans.append(generate_broker_pauses(plan.broker_pauses_s))
     if plan.with_system_faults or (plan.is_replicated and plan.kills):
@@ -287,10 +298,12 @@ def _plan_faults(plan: ChaosRound, stack: ChaosStack, num_endpoints: int) -> Ite
 
 def _is_enough(plan: ChaosRound, stack: ChaosStack) -> bool:
     """Return whether there were as many starts and stops, or faults of controllers, or as many kills, of workers of
-    each kind at their steps.
+    each kind at their steps; or whether each zone was lost.
     """
     if plan.with_controllers:  # the next one comes when the last one is over
         return sum(num for (whose, _), num in stack.counts.faults.items() if whose == "controller") > CONTROLLER_FAULTS
+    if plan.zone_delay_s:
+        return stack.counts.kills["zone", ANY_TIME] >= len(ZONES)
     if plan.starts_and_stops or not plan.kills:
         return 0 < plan.starts_and_stops <= stack.counts.starts_and_stops
     at_steps = {kind for kind, step in stack.counts.kills if step != ANY_TIME}
@@ -390,6 +403,9 @@ class FaultInjector:
             case "leader" | "failover":
                 with self._at_servers, self._clients.count_outage():
                     self._servers.fail_over(fault.target, fault.duration_s)
+            case "zone":
+                with self._at_servers, self._clients.count_outage():
+                    self._lose_zone(int(fault.target), fault.duration_s)
             case "freeze":
                 with self._at_servers, self._clients.count_outage():
                     self._stack.freeze_all(lambda: self._over.wait(fault.duration_s))
@@ -441,6 +457,19 @@ class FaultInjector:
             case "bomb":  # no worker can read it, so there is no result to wait for
                 with contextlib.suppress(BusUnavailable):
                     send_bomb(addresses, f"bomb{number}")
+
+    def _lose_zone(self, zone: int, for_s: float) -> None:
+        """Kill a zone's workers and servers. Its workers come back when its servers are back."""
+        assert isinstance(self._servers, ZonedServers)
+        if self._over.is_set():
+            return
+        names = [worker.name for worker in self._stack.workers if self._servers.find_zone(worker.name) == zone]
+        for name in names:
+            self._stack.remove_worker(name, by_kill=True)
+        self._servers.lose_zone(zone, for_s)
+        self._stack.absent.difference_update(names)
+        self._stack.counts.kills["zone", ANY_TIME] += 1
+        self._history.add_entry("kill", worker=f"zone-{zone}", step=ANY_TIME)
 
     def _disturb_connections(self, fault: Fault) -> None:
         proxy = self._servers.kafka_proxy if fault.target == "kafka" else self._stack.proxies[fault.target]

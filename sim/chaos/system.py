@@ -115,6 +115,10 @@ class Servers:
         """The URL of the stream Redis."""
         return self.redis.url
 
+    def build_environment(self, worker: str) -> dict[str, str]:
+        """Return the settings of a worker that follow from where it is."""
+        return {}
+
     def fail_over(self, whose: str, down_s: float) -> None:
         """Kill the leading server. Raises `NotImplementedError`: these servers have no replicas."""
         raise NotImplementedError
@@ -325,7 +329,7 @@ class ChaosStack(Stack):
         self._num_starts[worker.name] += 1
         kill_plan = self._plan_kill(worker, number) if self.is_killing else None
         self._lives[worker.name] = _WorkerLife(number, kill_plan, time.monotonic())
-        own: dict[str, str] = {}
+        own = self._servers.build_environment(worker.name)
         if not self._servers.is_replicated:
             own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
         if kill_plan is not None and kill_plan.failpoint_setting:

@@ -33,6 +33,7 @@ from penstock.local.valkey import find_binary
 from penstock.messages import now_s
 from penstock.names import STAGES, Pipeline, find_stages
 from penstock.ops.access import explain_refusal
+from penstock.ops.copies import check_kafka_copies, check_redis_copies, read_kafka_copies
 from penstock.ops.eviction import find_policy
 from penstock.ops.status import read_worker_status
 from penstock.record import check_server_key_types
@@ -215,6 +216,7 @@ def _check_stream_redis(addresses: Addresses) -> Iterator[Finding]:
         try:
             with redis_client(url) as client:
                 yield _check_clock(client)
+                yield from check_redis_copies(what, client.info("replication"), has_sentinels=is_sentinel(url))
                 check_server_list(client, pipeline, names)
                 check_server_key_types(client, pipeline.list_key_types(), name)
         except redis.RedisError:
@@ -259,6 +261,7 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
     else:
         yield Finding("ok", "topics", "all there")
         yield from _check_topic_settings(bus)
+        yield from _check_copies(bus)
     yield from _check_transactions(bus)
     with contextlib.suppress(redis.RedisError), redis_client(addresses.first_url) as client:
         for lost in describe_lost(read_lost(client, Pipeline(addresses.pipeline))):
@@ -299,6 +302,21 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
         yield Finding("ok", "own topics", own)
     if not (found or old):
         yield Finding("ok", "topic settings", "as the pipeline needs them")
+
+
+def _check_copies(bus: Bus) -> Iterator[Finding]:
+    """Check that a broker, and a zone where there are several, may be lost."""
+    from penstock.bus.kafka.bus import KafkaBus
+
+    if not isinstance(bus, KafkaBus):
+        return
+    try:
+        told = read_kafka_copies(bus.clients, bus.pipeline.all_topics(), with_selectors=bool(bus.settings.rack))
+    except BusUnavailable as error:
+        advice = "give this user the right to describe the cluster's settings (DESCRIBE_CONFIGS)"
+        yield Finding("note", "copies", f"not known: {error}", advice)
+        return
+    yield from check_kafka_copies(told, bus.settings.rack)
 
 
 def _check_transactions(bus: Bus) -> Iterator[Finding]:

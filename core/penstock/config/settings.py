@@ -77,6 +77,9 @@ class BusSettings(Settings):
     """Kafka: partitions of each new topic. No more workers of a stage than that can share the topic."""
     replication: int = Field(default=1, ge=1)
     """Kafka: copies of each new topic; 3 if there are three brokers or more."""
+    rack: str = ""
+    """Kafka: the zone of this process, as the brokers' `broker.rack` names it. Messages are read from the nearest copy
+    where brokers have a `replica.selector.class`. Empty: from the partition's leader."""
     session_timeout_s: Constant[float] = 3.0
     """Redis Streams: a worker whose session has been over for this long loses its deliveries. (On Kafka the brokers'
     `group.consumer.session.timeout.ms` decides.)"""

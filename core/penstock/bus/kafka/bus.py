@@ -160,7 +160,7 @@ class KafkaBus(KafkaClientFactory):
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> KafkaFollower:
         """Return a follower of a topic's committed messages."""
-        return KafkaFollower(self.clients, topic, after)
+        return KafkaFollower(self.clients | self.near, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Return every committed message in a topic that can be unpacked, partition by partition."""

@@ -32,6 +32,9 @@ class KafkaClientFactory:
         """Where heartbeats are, by which requests are placed, and notes of what is finished; empty: there are none."""
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
+        self.near = {"client.rack": settings.rack} if settings.rack else {}
+        """Settings of consumers that read messages as they come, from the nearest copy. Those that read to the end of a
+        topic do not have them: a copy learns a moment later than its leader what is there for readers."""
         self._beats: BeatReader | None = None
         self._num_workers = 0
         self.pace = ServerPace(settings.transaction_timeout_s)
@@ -40,8 +43,8 @@ class KafkaClientFactory:
         """Attempts of earlier members to fetch messages that take long, for the members that are made after them."""
 
     def create_consumer(self, settings: Mapping[str, Any]) -> Consumer:
-        """Return a consumer with these settings and those that all clients share."""
-        return Consumer({**self.clients, **settings})
+        """Return a consumer with these settings and those that all clients share, which reads from the nearest copy."""
+        return Consumer({**self.clients, **self.near, **settings})
 
     def create_transactions(self, transactional_id: str) -> Transactions:
         """Return a transactional writer of outputs. An older one of the same id is fenced."""
