@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +35,11 @@ KAFKA_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
 MIN_JAVA_VERSION = 17
 _MISSING_ADVICE = f"no Kafka: set PENSTOCK_KAFKA, or run Docker, or install Java {MIN_JAVA_VERSION}+ and Maven"
 
-_POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
+_POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
   <groupId>penstock</groupId><artifactId>kafka-jars</artifactId><version>1</version><packaging>pom</packaging>
   <dependencies>
-    <dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{KAFKA_VERSION}</version></dependency>
+    <dependency><groupId>org.apache.kafka</groupId><artifactId>{artifact}</artifactId><version>{version}</version></dependency>
     <dependency><groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version></dependency>
   </dependencies>
 </project>
@@ -202,7 +202,7 @@ class KafkaServer:
             self._end_last_session(java, jars)
         log = self.directory / "kafka.log"
         options = self._jvm_options
-        command = _build_java_command(java, jars, "kafka.Kafka", str(config), log_level="warn", options=options)
+        command = build_java_command(java, jars, "kafka.Kafka", str(config), log_level="warn", options=options)
         self._child = start_child(command, name="Kafka", log=log, directory=self.directory)
 
     def wait_until_serving(self) -> None:
@@ -240,7 +240,7 @@ class KafkaServer:
         _write_settings(config, settings)
         log.unlink(missing_ok=True)
         options = (f"-Dorg.slf4j.simpleLogger.log.{_FENCING_LOGGER}=info",)
-        command = _build_java_command(java, jars, "kafka.Kafka", str(config), log_level="warn", options=options)
+        command = build_java_command(java, jars, "kafka.Kafka", str(config), log_level="warn", options=options)
         controller = start_child(command, name="Kafka's controller", log=log, directory=self.directory)
 
         def has_fenced() -> bool:
@@ -296,7 +296,7 @@ class KafkaServer:
     def _format_storage(self, java: str, jars: Path, config: Path) -> None:
         cluster, voters = self._quorum.cluster_id, self._quorum.format_voters()
         wanted = ("format", "--initial-controllers", voters, "-t", cluster, "-c", str(config))
-        _run_command(_build_java_command(java, jars, "kafka.tools.StorageTool", *wanted, log_level="off"))
+        _run_command(build_java_command(java, jars, "kafka.tools.StorageTool", *wanted, log_level="off"))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -368,8 +368,16 @@ def find_java() -> str:
 
 def find_jars() -> Path:
     """Return the folder of the broker's jars, which Maven fetches the first time. Raises `DependencyMissing`."""
+    return fetch_jars("kafka_2.13", f"kafka-{KAFKA_VERSION}", archive_classes)
+
+
+def fetch_jars(artifact: str, folder: str, prepare: Callable[[Path, Path], None] = lambda *_: None) -> Path:
+    """Return the folder with an artifact of Kafka and all that it needs, which Maven fetches the first time.
+
+    `prepare` gets the new folder, and another for its scratch. Raises `DependencyMissing`.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-    jars = cache / f"kafka-{KAFKA_VERSION}"
+    jars = cache / folder
     if jars.is_dir():
         return jars
     maven = shutil.which("mvn")
@@ -378,14 +386,14 @@ def find_jars() -> Path:
     sys.stderr.write(f"penstock: fetching Apache Kafka {KAFKA_VERSION} through Maven (44 MB, once) ...\n")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        Path(scratch, "pom.xml").write_text(_POM, "utf-8")
+        Path(scratch, "pom.xml").write_text(_POM.format(artifact=artifact, version=KAFKA_VERSION), "utf-8")
         out = Path(scratch, "jars")
         goal = ["-q", "-B", "dependency:copy-dependencies", f"-DoutputDirectory={out}"]
         _run_command([maven, *goal, "-f", f"{scratch}/pom.xml"], timeout_s=900)
         # Another process may have created the folder meanwhile, with the same jars.
         with contextlib.suppress(OSError):
             out.rename(jars)
-        archive_classes(jars, Path(scratch))
+        prepare(jars, Path(scratch))
     return jars
 
 
@@ -420,7 +428,7 @@ def _run_command(command: list[str], timeout_s: float = 120) -> str:
     return done.stdout
 
 
-def _build_java_command(
+def build_java_command(
     java: str, jars: Path, main: str, *arguments: str, log_level: str, options: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that runs a class of the jars."""

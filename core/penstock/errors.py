@@ -35,6 +35,7 @@ PenstockError
 │   └── DamagedBlock           a stored block is incomplete, or of another version
 ├── SequenceFailed           a step of the engine failed because of one sequence; `error` is for its request
 ├── PlanError                a trace that cannot be read, or a load that no number of workers can carry
+├── AdoptionRefused          a region may live, or another one may have adopted it
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
@@ -317,6 +318,10 @@ class SequenceFailed(PenstockError):
 
 class PlanError(PenstockError):
     """A trace cannot be read, rates are not known, or no number of workers can carry the load."""
+
+
+class AdoptionRefused(PenstockError):
+    """A region must not be adopted now: it may live, or another region may have adopted it."""
 
 
 class DeadLetterError(PenstockError):

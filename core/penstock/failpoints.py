@@ -36,6 +36,11 @@ KAFKA_PREFILL = ("kafka.2.acknowledged", "kafka.3.finished")
 KAFKA_DECODE = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
 """Inside of a settlement on Kafka: of the prefill stage, and of the decode stage, where it is a transaction."""
 METER = ("meter.1.read", "meter.2.counted")
+COPY = ("copy.1.read", "copy.2.indexed")
+ADOPT = (
+    "adopt.1.marked", "adopt.2.looked", "adopt.3.indexed", "adopt.4.carded", "adopt.5.published", "adopt.6.noted",
+    "adopt.7.done",
+)  # fmt: skip
 HOST_STEPS = (
     "open.1", "open.2", "open.4",
     "put.1.1", "put.1.2", "put.1", "put.2", "put.3", "put.4", "put.5.1", "put.5.2", "put.5",
@@ -50,7 +55,7 @@ SHARED = tuple(f"shared.{step}" for step in HOST_STEPS)
 DISK = (*(f"disk.{step}" for step in HOST_STEPS), "disk.open.3", "disk.put.2.1")
 """The tiers of a host: steps of `kvstore/tiers/host.py`, and of `file.py`, `directory.py` and `growth.py` in
 `kvstore/arena/`."""
-POINTS = (*PREFILL, *DECODE, *ENDPOINT, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *SHARED, *DISK)
+POINTS = (*PREFILL, *DECODE, *ENDPOINT, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *COPY, *ADOPT, *SHARED, *DISK)
 """All points. They are named after the steps in the docstrings of the loops, of `KafkaMember` and of the tiers."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

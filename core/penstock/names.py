@@ -34,7 +34,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: the gateway that moves them | gateway        |
 | `penstock:<pipeline>:autoscale`        | string | a minute: the controller's last decision  | `penstock autoscale` |
 | `penstock:<pipeline>:autoscale:lease`  | string | three looks: the controller that decides  | `penstock autoscale` |
-| `penstock:regions:adopted`             | hash   | for good: regions that this one adopted   | `penstock regions` |
+| `penstock:regions:adopted`             | hash   | until given back: regions adopted here    | `penstock regions` |
+| `penstock:regions:joined`              | string | seconds: peers said what they adopted     | gateway        |
 | `penstock:regions:seen`                | string | seconds: a gateway's view of all regions  | gateway        |
 | `penstock:regions:used`                | hash   | for good: what tenants with limits used here | `ingest/admission` |
 | `penstock:regions:settled:<region>`    | hash   | for good: what of its use is settled here | `ingest/regions` |
@@ -53,6 +54,10 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:meter:{<pipeline>}:seen`     | zset   | the ids counted last                      | `ingest/metering` |
 | `penstock:meter:{<pipeline>}:day:<day>`| hash   | for good: sums by tenant                  | `ingest/metering` |
 | `penstock:meter:{<pipeline>}:reader`   | string | a few seconds: the gateway that counts    | `ingest/metering` |
+| `penstock:<pipeline>:region:<name>:open`, `:taken` | hash | until answered; until given back: ids | `ingest/regions` |
+| `penstock:<pipeline>:region:<name>:answered` | zset | the ids of the results copied last   | `ingest/regions` |
+| `penstock:<pipeline>:region:<name>:places:<topic>` | hash | for good: how far it is indexed | `ingest/regions` |
+| `penstock:<pipeline>:region:<name>:copied`, `:reader` | string | its newest heartbeat; a lease | `ingest/regions` |
 | `penstock:kv:<block key, hex>`         | string | a set time after the last use             | `kvstore`      |
 | `penstock:{kv}:used`                   | zset   | as the blocks: their order of use         | `kvstore`      |
 | `penstock:{kv}:held`                   | zset   | the same for leased blocks                | `kvstore`      |
@@ -141,6 +146,8 @@ BURIED_HEADER = "penstock-buried"
 TRUNCATED_HEADER = "penstock-truncated"
 OPERATION_HEADER = "penstock-operation"
 FORM_HEADER, CANONICAL_FORM = "penstock-form", "canonical"
+CARD_HEADER = "penstock-card"
+"""What gateways know of a stream, as JSON, where there are regions: the region that adopts its request reads it."""
 
 
 def is_request_id(text: str) -> bool:
@@ -330,6 +337,13 @@ class Pipeline:
         """
         return f"penstock:meter:{{{self.name}}}:{part}"
 
+    def region_key(self, region: str, part: str) -> str:
+        """Return a key of what is known of a region whose topics are copied here.
+
+        `part` is `open`, `answered`, `taken`, `copied`, `reader`, or `places:<topic>`.
+        """
+        return f"penstock:{self.name}:region:{region}:{part}"
+
     def shares_key(self, part: str) -> str:
         """Return a key of the tenants' shares of the pipeline; `part` is `tickets`, `tokens` or `weights`."""
         return f"penstock:shares:{{{self.name}}}:{part}"
@@ -346,6 +360,15 @@ class Pipeline:
     def member_key(self, group: str, member: str) -> str:
         """Return the key that exists while a member of a group lives."""
         return f"penstock:bus:{{{self.name}}}:member:{group}:{member}"
+
+
+HEARTBEATS_TOPIC = "heartbeats"
+"""The topic into which MirrorMaker writes its heartbeats."""
+
+
+def copy_topic(region: str, topic: str) -> str:
+    """Return the topic into which MirrorMaker copies a topic of another region (its DefaultReplicationPolicy)."""
+    return f"{region}.{topic}"
 
 
 KEYS_KEY, TENANTS_KEY = "penstock:keys", "penstock:tenants"
@@ -370,7 +393,9 @@ as JSON; empty for a model that was forgotten.
 
 
 ADOPTED_REGIONS_KEY = "penstock:regions:adopted"
-"""The key of the regions that this one has adopted, by name."""
+"""The key of the regions that this one has adopted: by name, when, by whom and how far, as JSON."""
+REGION_JOINED_KEY = "penstock:regions:joined"
+"""The key that exists while a gateway knows what peers have adopted of this region, and has ended that here."""
 REGIONS_SEEN_KEY = "penstock:regions:seen"
 """The key of how a gateway of this region sees all regions, for `penstock top` and the page. There is none without
 peers."""

@@ -399,8 +399,8 @@ FLAWS = (
         "hmac.digest(self._secret,", "hmac.digest(secrets.token_hex(8).encode(),",
     ),
     Flaw(
-        "the meters start at the beginning again", f"{INGEST}/metering.py",
-        'self._offsets = _decode_hash(self._client.hgetall(self._pipeline.meter_key("places")))', "self._offsets = {}",
+        "the meters start at the beginning again", f"{INGEST}/leased_reader.py",
+        "stored: Any = self.client.hgetall(key)", "stored: Any = {}",
     ),
 )  # fmt: skip
 

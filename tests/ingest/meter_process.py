@@ -5,10 +5,11 @@ import asyncio
 from penstock import failpoints
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, FaultSettings, load_settings
-from penstock.ingest.metering import meter_forever
+from penstock.ingest.leased_reader import read_forever
+from penstock.ingest.metering import UsageMeter
 
 
 def main() -> None:
     """Until it is killed."""
     failpoints.arm(load_settings(FaultSettings).failpoints)
-    asyncio.run(meter_forever(load_settings(Addresses), load_settings(BusSettings)))
+    asyncio.run(read_forever(UsageMeter(load_settings(Addresses), load_settings(BusSettings))))

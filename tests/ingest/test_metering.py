@@ -18,7 +18,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.ingest import metering
+from penstock.ingest import leased_reader, metering
 from penstock.ingest.metering import UsageMeter, UsageSums, list_last_days, make_day_keys, parse_day_sums, utc_day
 from penstock.local.processes import Child
 from penstock.messages import Result, Timings, Usage, now_s
@@ -130,7 +130,7 @@ def test_killed_at_every_step_and_counted_exactly(results: PublishedResults, tmp
 
 def test_two_that_count_at_once_count_once(results: PublishedResults, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither knows of the other: each holds the lease when it looks."""
-    monkeypatch.setattr(metering, "METER_LEASE_S", 600.0)
+    monkeypatch.setattr(leased_reader, "LEASE_S", 600.0)
     results.publish(900)
     meters = [UsageMeter(results.addresses, BusSettings()), UsageMeter(results.addresses, BusSettings())]
 

@@ -19,13 +19,14 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
+from penstock.config.settings import BusSettings, EngineSettings, RegionSettings, WebhookSettings, load_settings
 from penstock.engine.diagnosis import check_engine
 from penstock.errors import (
     BusUnavailable,
     DependencyMissing,
     PenstockError,
     ServersDiffer,
+    SettingsError,
     StateMismatch,
 )
 from penstock.findings import Finding, State
@@ -76,6 +77,7 @@ def run_checks() -> Iterator[Finding]:
         ("KV Redis", lambda: _check_kv_redis(addresses)),
         ("bus", lambda: _check_bus(addresses)),
         ("workers", lambda: _check_workers(addresses)),
+        ("copies", lambda: _check_copies(addresses)),
         ("webhook", _check_webhooks),
     ]
     for findings in [_run_within_limit(subject, check) for subject, check in remote]:
@@ -266,6 +268,34 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
     with contextlib.suppress(redis.RedisError), redis_client(addresses.first_url) as client:
         for lost in describe_lost(read_lost(client, Pipeline(addresses.pipeline))):
             yield Finding("note", "lost messages", lost, "docs/operations.md#penstockmessageslost")
+
+
+def _check_copies(addresses: Addresses) -> Iterator[Finding]:
+    """Check that the regions in `PENSTOCK_REGION_COPIES` are copied, by the newest heartbeat that was."""
+    regions = load_settings(RegionSettings).list_copies()
+    if not regions:
+        return
+    from penstock.ingest.regions.copies import STANDING_S, check_bus, read_copy_state
+
+    try:
+        check_bus(addresses)
+        with redis_client(addresses.first_url) as client:
+            states = {region: read_copy_state(client, Pipeline(addresses.pipeline), region) for region in regions}
+    except SettingsError as error:
+        yield Finding("fail", "copies", str(error), "take PENSTOCK_REGION_COPIES away, or use Kafka")
+        return
+    except redis.RedisError:
+        return  # reported by `_check_redis`
+    for region, state in states.items():
+        age = "no heartbeat came" if state.age_s is None else f"the newest heartbeat is {state.age_s:.0f} s old"
+        found = f"{region}: {state.num_open:,} open, {age}"
+        if state.age_s is None or state.age_s > STANDING_S:
+            advice = (
+                "is MirrorMaker running, has its task failed (its log), do gateways run here, does the region live?"
+            )
+            yield Finding("fail", "copies", found, advice)
+        else:
+            yield Finding("ok", "copies", found)
 
 
 def _check_topic_settings(bus: Bus) -> Iterator[Finding]:

@@ -40,6 +40,7 @@ GROUPS = {
         "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside "
         "each other.",
         "topics": "Create the pipeline's topics, or record their load.",
+        "regions": "Show the regions that are copied here; adopt one that died.",
         "servers": "List or change the Redis servers that requests are spread over.",
         "models": "List or forget the models that were served.",
         "keys": "Manage the gateway's keys and tenants, where PENSTOCK_GATEWAY_KEYS says.",
@@ -59,6 +60,8 @@ EXAMPLES = (
     "penstock autoscale --workers 1..6", "penstock worker auto", "penstock worker prefill",
     "penstock worker decode --next-name", "penstock worker endpoint",
     "penstock gateway --host 0.0.0.0 --port 8080", "penstock topics create", "penstock topics record trace.jsonl",
+    "penstock regions list", "penstock regions adopt eu", "penstock regions join --force",
+    "penstock regions give-back eu",
     "penstock servers list", "penstock servers change", "penstock models list",
     "penstock models forget Qwen3-0.6B", "penstock keys create acme", "penstock keys list",
     "penstock keys revoke 3fa91c", "penstock keys tenant acme --weight 2",

@@ -7,7 +7,7 @@ async with AsyncClient(redis="redis://127.0.0.1:6379/0", pipeline="demo") as cli
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from types import TracebackType
@@ -77,18 +77,24 @@ class AsyncClient(BaseClient):
         return request_id
 
     async def send(
-        self, encoded: EncodedRequest, since_s: float | None = None, key: str = "", *, own_topics: bool = False
+        self,
+        encoded: EncodedRequest,
+        since_s: float | None = None,
+        key: str = "",
+        card: str = "",
+        *,
+        own_topics: bool = False,
     ) -> str:
         """Send a request as it is, and return the place of its message once it is durable. Raises `BusUnavailable`, as
         `Client.submit`.
 
         Its trace begins now, or at `since_s` (seconds since the epoch): the time of the caller's own request. `key` is
-        the id of the API key that the request came with. `own_topics`: its tenant's own topics get it, as they get all
-        requests of a client that was made so. Raises `TopicsMissing` where there are none.
+        the id of the API key that the request came with, `card` what gateways know of its stream. `own_topics`: its
+        tenant's own topics get it, as they get all requests of a client that was made so. Raises `TopicsMissing` where
+        there are none.
         """
-        span, message = prepare_message(
-            self._pipeline, encoded, since_s, key, own_topics=own_topics or self._own_topics
-        )
+        is_own = own_topics or self._own_topics
+        span, message = prepare_message(self._pipeline, encoded, since_s, key, card, own_topics=is_own)
         with end_span(span):
             place = await self._publish_message(message)
         self._note_place(encoded.request.id, place)
@@ -104,6 +110,13 @@ class AsyncClient(BaseClient):
             for request_id, place in places.items():
                 if place in gone and await self._logs[request_id].end_unread(request_id, RequestLost(LOST_WORDS)):
                     log.warning("request %s: %s", request_id, LOST_WORDS)
+
+    async def give_away(self, request_ids: Sequence[str], region: str) -> None:
+        """End requests that a region answers which has adopted this one. Raises `BusUnavailable`."""
+        with translate_outages():
+            for request_id in request_ids:
+                if not await self._logs[request_id].give_away(request_id, region):
+                    log.warning("request %s had ended here, and %s has answered it, too", request_id, region)
 
     async def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> AsyncIterator[Event]:
         """Yield the tokens after the event id `after` as they come, then the `EndEvent`. Raises as `Client.stream`.

@@ -222,12 +222,14 @@ def prepare_message(
     encoded: EncodedRequest,
     since_s: float | None = None,
     key: str = "",
+    card: str = "",
     *,
     own_topics: bool = False,
 ) -> tuple[Span, Outgoing]:
     """Return the message to publish and its span, which the caller ends.
 
-    The span begins now, or at `since_s` (seconds since the epoch). `key` is the id of the API key that it came with.
+    The span begins now, or at `since_s` (seconds since the epoch). `key` is the id of the API key that it came with,
+    `card` what gateways know of its stream.
     """
     request, priority_class = encoded.request, encoded.request.priority_class or "interactive"
     context = tracing.with_request(pipeline, request.id)
@@ -244,6 +246,8 @@ def prepare_message(
         headers[names.DEADLINE_HEADER] = str(request.deadline)
     if key:
         headers[names.KEY_HEADER] = key
+    if card:
+        headers[names.CARD_HEADER] = card
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(priority_class)
     topic = names.add_tenant(topic, request.tenant) if own_topics else topic

@@ -518,6 +518,9 @@ class RegionSettings(Settings):
     several gateways of its region."""
     secret: str = Field(default="", repr=False)
     """By this, at least 16 characters, the gateways of all regions know each other. The same in all regions."""
+    copies: str = ""
+    """The regions, with commas between them, whose requests and results MirrorMaker copies to this one's Kafka. A
+    gateway keeps an index of what is open there, so that they can be adopted."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -531,7 +534,13 @@ class RegionSettings(Settings):
             raise ValueError("PENSTOCK_REGION_PEERS needs PENSTOCK_REGION_NAME, which is none of the peers")
         if peers and len(self.secret) < 16:
             raise ValueError("PENSTOCK_REGION_PEERS needs PENSTOCK_REGION_SECRET of at least 16 characters")
+        if strange := set(self.list_copies()) - peers.keys():
+            raise ValueError(f"PENSTOCK_REGION_COPIES names {', '.join(sorted(strange))}: no peer of this region")
         return self
+
+    def list_copies(self) -> list[str]:
+        """Return the names of the regions whose topics are copied here."""
+        return [name for part in self.copies.split(",") if (name := part.strip())]
 
     def list_peers(self) -> dict[str, str]:
         """Return the addresses of the other regions' gateways by name."""

@@ -8,14 +8,15 @@ import redis.asyncio
 from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import RequestError, StreamError
+from penstock.errors import AnswerInterrupted, RequestError, StreamError
 from penstock.messages import EndEvent, ErrorInfo, Timings, TokenEvent, now_s
-from penstock.names import Pipeline
+from penstock.names import START_HASH, Pipeline
 from penstock.redis.client import execute_all, raise_first_error
 from penstock.redis.scripts import load_script
 
 CANCEL = load_script("penstock.record", "cancel")
 END_UNREAD = load_script("penstock.record", "unread")
+GIVE_AWAY = load_script("penstock.record", "log_end", "give_away")
 RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
 _FIELDS = ["epoch", "session", "stage", "bound", "body", "tokens", "attempts", "cancelled"]
 _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
@@ -112,6 +113,16 @@ class AsyncTokenLog:
         end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
         keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
         return bool(await END_UNREAD.run_async(self._client, keys, [end.encode(), self._keep_ms]))
+
+    async def give_away(self, request_id: str, region: str) -> bool:
+        """End a request that a region answers which has adopted this one. Return whether it had not ended here."""
+        error = AnswerInterrupted(f"the region {region} answers this request, as it has adopted this one")
+        end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
+        keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
+        name, held = f"region@{region}", self._pipeline.held_key("%s")
+        # As long as a message of it may wait.
+        args: list[str | int | bytes] = [request_id, name, end.encode(), self._pending_ms, held, START_HASH]
+        return int(await GIVE_AWAY.run_async(self._client, keys, args)) != 2
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:

@@ -264,6 +264,14 @@ REGION_REQUESTS = Metric(
     "penstock.region.requests", "counter", "{request}", ("region", "why"),
     "New requests for which this gateway chose a region. why: nearest, sooner, prefix, only.", "gateway",
 )  # fmt: skip
+REGION_COPY_AGE = Metric(
+    "penstock.region.copy.age", "gauge", "s", ("pipeline", "region"),
+    "Age of the newest heartbeat that MirrorMaker copied from a region: what its death would lose for now.", "gateway",
+)  # fmt: skip
+REGION_OPEN = Metric(
+    "penstock.region.open", "gauge", "{request}", ("pipeline", "region"),
+    "Requests of a copied region that have no result in the copy.", "gateway",
+)  # fmt: skip
 REGION_MODELS_DIFFER = Metric(
     "penstock.region.models.differ", "gauge", "{model}", ("region",),
     "Models of a region that are others than those of their names in this one, by their fingerprints.", "gateway",

@@ -22,6 +22,7 @@ from penstock.config.settings import (
     FaultSettings,
     KVSettings,
     RecordSettings,
+    RegionSettings,
     SloSettings,
     StaySettings,
     TelemetrySettings,
@@ -44,6 +45,7 @@ from penstock.redis.servers import store_server_lists
 from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
+from penstock.worker.joining import wait_until_joined
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
@@ -68,6 +70,7 @@ class ProcessSettings(NamedTuple):
     faults: FaultSettings
     stay: StaySettings
     slo: SloSettings
+    region: RegionSettings
 
 
 class WorkerProcess:
@@ -104,6 +107,7 @@ class WorkerProcess:
         pin_to_cores(settings.worker.cores)
         check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
         store_server_lists(addresses.stream_url, self.pipeline)
+        wait_until_joined(addresses, settings.region, self.pipeline)
         worker = settings.worker
         with contextlib.ExitStack() as stack, run_on_cores(self._all_cores):
             stack.enter_context(watch_eviction(addresses, settings.record.eviction))

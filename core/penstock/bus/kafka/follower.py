@@ -5,11 +5,11 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from penstock.bus.contract import MAX_FOLLOWED_MESSAGES, FollowedMessage, Outgoing
 from penstock.bus.kafka.admin_lookups import retry_during_election
@@ -44,7 +44,7 @@ class KafkaFollower:
         self._topic = topic
         self._after = {self._parse_name(name): int(offset) for name, offset in after.items()}
         """The last offset of each partition that was returned or passed over; -1 before the first."""
-        self._assigned = set[Partition]()
+        self._assigned, self._at_end = set[Partition](), set[Partition]()
         self._damaged = DamagedBatches()
         self._looked_at = time.monotonic()
         self._consumer = Consumer(
@@ -56,6 +56,7 @@ class KafkaFollower:
                 "isolation.level": "read_committed",
                 # Offsets may be out of range on either side of the log: `_move_into_log` decides where to go on.
                 "auto.offset.reset": "error",
+                "enable.partition.eof": True,
                 "queued.max.messages.kbytes": 16384,
             }
         )
@@ -82,6 +83,9 @@ class KafkaFollower:
                     )
                     found.append(FollowedMessage(_name_partition(partition), str(offset), outgoing))
                     self._after[partition] = offset
+                    self._at_end.discard(partition)
+                elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+                    self._at_end.add(partition)
                 elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - that is its name
                     if self._move_into_log(partition):
                         found.append(FollowedMessage(_name_partition(partition), str(self._after[partition]), None))
@@ -90,6 +94,11 @@ class KafkaFollower:
                 elif not error.retriable():
                     raise KafkaException(error)
         return found
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all that was committed in each partition was returned, when the brokers said so last."""
+        return self._at_end == self._assigned
 
     def close(self) -> None:
         """Free the connections."""
@@ -145,6 +154,63 @@ class KafkaFollower:
 def _name_partition(partition: Partition) -> str:
     own = split_topic(partition[0])[1]
     return f"{own}:{partition[1]}" if own else str(partition[1])
+
+
+MAX_READ_OVER = 100
+"""So many messages between two wanted ones are read over; behind more, reading begins anew."""
+
+
+class PlacedMessage(NamedTuple):
+    """A message at a known place of its topic."""
+
+    message: Outgoing
+    timestamp_s: float
+
+
+def read_places(
+    clients: Mapping[str, Any], topic: str, places: Sequence[tuple[int, int]]
+) -> Iterator[PlacedMessage | None]:
+    """Yield the message at each place (partition, offset), None where it was deleted. Places that ascend are read
+    fastest. Raise `BusUnavailable`.
+    """
+    settings = FETCH_LIMITS | {
+        "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
+        "enable.auto.commit": False,
+        "isolation.level": "read_committed",
+        "auto.offset.reset": "error",
+        "fetch.wait.max.ms": 50,
+    }
+    with contextlib.closing(Consumer(dict(clients) | settings)) as reader, bus_errors():
+        at = (-1, 0)
+        for number, wanted in places:
+            if at[0] != number or not at[1] <= wanted <= at[1] + MAX_READ_OVER:
+                reader.assign([TopicPartition(topic, number, wanted)])
+            message = _read_until(reader, wanted)
+            at = (-1, 0) if message is None else (number, (message.offset() or 0) + 1)
+            if message is None or message.offset() != wanted:
+                yield None
+                at = (-1, 0)
+            else:
+                outgoing = Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message))
+                yield PlacedMessage(outgoing, message.timestamp()[1] / 1000)
+
+
+def _read_until(reader: Consumer, wanted: int) -> Message | None:
+    """Return the first message that is not before an offset; None where the log begins behind it."""
+    until = time.monotonic() + BROKER_TIMEOUT_S
+    while time.monotonic() < until:
+        message = reader.poll(1.0)
+        if message is None:
+            continue
+        error = message.error()
+        if error is None:
+            if (message.offset() or 0) >= wanted:
+                return message
+        elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - that is its name
+            return None
+        elif not error.retriable():
+            raise KafkaException(error)
+    raise BusUnavailable(f"Kafka: offset {wanted} cannot be read")
 
 
 def read_topic(clients: Mapping[str, Any], topic: str, last: int = sys.maxsize) -> list[Outgoing]:

@@ -61,6 +61,9 @@ REPUBLISH_AFTER_S = 60.0
 """A POST that joins an earlier one publishes its requests again if no worker has seen them for this long."""
 MIN_THREAD_BYTES = 65_536
 """Larger requests are made on a thread: 8 MB take a fifth of a second."""
+MAX_CARD_CHARS = 32_768
+"""Larger meta data is not written beside a request: a region that adopts the request answers it, and streams it to
+nobody."""
 BYTES_PER_TOKEN_ID = 6
 """The mean length of a token id in JSON."""
 
@@ -346,9 +349,10 @@ async def _publish_requests(
     try:
         if meta.input_items is not None:
             await gateway.responses.mark_open(meta)
-        sending = (
-            client.send(encoded, arrived_s, caller.key, own_topics=caller.has_own_topics) for encoded in requests
-        )
+        is_own = caller.has_own_topics
+        card = meta.model_dump_json() if gateway.settings.region.peers and not is_own else ""
+        card = card if len(card) <= MAX_CARD_CHARS else ""
+        sending = (client.send(encoded, arrived_s, caller.key, card, own_topics=is_own) for encoded in requests)
         sent = await asyncio.gather(*sending, return_exceptions=True)
         places |= {
             encoded.request.id: place

@@ -1,16 +1,20 @@
 """`GET /v1/penstock/region`: what this gateway tells those of other regions; `…/regions`: how it sees all regions."""
 
 import secrets
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.state import CallerDep, get_gateway
+from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
-from penstock.ingest.regions.peers import STATE_PATH, SeenRegion
+from penstock.ingest.regions.adopting import AdoptionMark
+from penstock.ingest.regions.peers import STATE_PATH, Peers, SeenRegion
+from penstock.ingest.regions.returning import ADOPTED_PATH, AdoptedIds
 from penstock.ingest.regions.state import RegionState
+from penstock.names import ADOPTED_REGIONS_KEY, Pipeline
+from penstock.redis.client import translate_outages
 
 router = APIRouter()
 
@@ -24,15 +28,38 @@ class Regions(BaseModel):
 @router.get(STATE_PATH, summary="What this region tells its peers", responses=error_responses(404, 503))
 async def region(request: Request, x_penstock_peer: Annotated[str, Header()] = "") -> RegionState:
     """Only for the gateways of other regions, which know `PENSTOCK_REGION_SECRET`; 404 for all others."""
-    gateway = get_gateway(request)
-    secret = gateway.settings.region.secret.encode()
-    if gateway.peers is None or not secrets.compare_digest(x_penstock_peer.encode(), secret):
-        raise ApiError(404, f"there is no path {STATE_PATH}", code="not_found")
-    told = gateway.peers.tell_state()
+    gateway, peers = _check_peer(request, x_penstock_peer)
+    told = peers.tell_state()
     if told is None:
         raise ApiError(503, "this gateway does not know the state of its region now", code="unavailable")
     used = await gateway.limits.read_used()
     return told.model_copy(update={"is_stopping": gateway.is_stopping, "used": used})
+
+
+@router.get(ADOPTED_PATH, summary="What this region has adopted of a peer", responses=error_responses(404, 503))
+async def adopted(
+    request: Request, name: str, known: float = 0.0, x_penstock_peer: Annotated[str, Header()] = ""
+) -> AdoptedIds:
+    """For the gateways of that region. `known`: the time of the list that it has ended."""
+    gateway, _ = _check_peer(request, x_penstock_peer)
+    client: Any = gateway.redis
+    with translate_outages():
+        found = cast("bytes | None", await client.hget(ADOPTED_REGIONS_KEY, name))
+        mark = None if found is None else AdoptionMark.parse(found)
+        if mark is None or mark.done_s is None:
+            return AdoptedIds(state="none" if mark is None else "publishing")
+        pipelines = mark.pipelines if mark.done_s != known else ()
+        ids = {one: await client.hkeys(Pipeline(one).region_key(name, "taken")) for one in pipelines}
+    return AdoptedIds(state="finished", done_s=mark.done_s, ids=ids)
+
+
+def _check_peer(request: Request, given: str) -> tuple[Gateway, Peers]:
+    """Return the gateway and its view of the regions. Raises `ApiError` 404 for callers that are no peers."""
+    gateway = get_gateway(request)
+    secret = gateway.settings.region.secret.encode()
+    if gateway.peers is None or not secrets.compare_digest(given.encode(), secret):
+        raise ApiError(404, f"there is no path {request.url.path}", code="not_found")
+    return gateway, gateway.peers
 
 
 @router.get("/v1/penstock/regions", summary="How this gateway sees all regions", responses=error_responses(401, 503))

@@ -1,6 +1,8 @@
 """The state that all routes of one gateway process share, and which tenant calls."""
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -10,7 +12,7 @@ from starlette.requests import HTTPConnection
 
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, GatewayProcessSettings
+from penstock.config.settings import GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.loosen import LoosenedGrammar
@@ -19,12 +21,16 @@ from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.keys import open_key_source
-from penstock.ingest.metering import meter_forever
+from penstock.ingest.leased_reader import read_forever
+from penstock.ingest.metering import UsageMeter
 from penstock.ingest.models import ServedModels
+from penstock.ingest.regions.copies import CopyIndex, check_bus, watch_copies
 from penstock.ingest.regions.forward import Forwarder
 from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.peers import Peers
+from penstock.ingest.regions.returning import LOOK_S, RegionReturn
 from penstock.ingest.regions.state import StateReader
+from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.streaming.state import Streams
 from penstock.ingest.tenants import Caller, Keyring, check_residency
 from penstock.ingest.tokenizer import ModelTokenizers
@@ -58,13 +64,18 @@ class Gateway(Streams):
             self.limits = SharedLimits(self.redis, self._key_source)
             self.peers = Peers(settings.region, reader, self.limits, meters)
             self.forwarder = Forwarder(self.peers, settings.region.secret, settings.gateway.keep_alive_s)
+            self._returning = RegionReturn(settings.region, self.redis, self.peers, self._give_away)
+            self._return_loop = SearchLoop("what peers have adopted", self._returning.look, LOOK_S)
+        if settings.region.list_copies():
+            check_bus(addresses)
+            watch_copies(addresses, settings.region.list_copies(), self.metrics.pipelines, meters)
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
     async def open(self) -> None:
         """Start what runs in the background. Call it before the first request."""
         self._metering = asyncio.create_task(
-            meter_pipelines(self.models, self.addresses, self.settings.bus, self.metrics.pipelines)
+            follow_pipelines(self.models, self.addresses, self.settings, self.metrics.pipelines)
         )
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
         self._looking = asyncio.create_task(self.unread.look_forever(self.cancel_requests))
@@ -84,6 +95,7 @@ class Gateway(Streams):
         self.responses.start(self._list_pipelines)
         if self.peers is not None:
             self.peers.start()
+            self._return_loop.start()
 
     def begin_stop(self) -> None:
         """Let all streams end, each with an event that says where to go on."""
@@ -101,6 +113,7 @@ class Gateway(Streams):
             task.cancel()
         await asyncio.wait(tasks)
         if self.peers is not None:
+            await self._return_loop.close()
             await self.peers.close()
         await self.admission.close()
         await self.models.close()
@@ -126,6 +139,9 @@ class Gateway(Streams):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._checking, self._checker.loosen_grammar, spec, names)
 
+    async def _give_away(self, region: str, pipeline: str, ids: Sequence[str]) -> None:
+        await self.get_client(pipeline).give_away(ids, region)
+
     async def find_pipeline(self, model: str) -> ModelPipeline:
         """Return the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         served = await self.models.find_model(model)
@@ -142,21 +158,27 @@ def get_gateway(request: HTTPConnection) -> Gateway:
     return found
 
 
-async def meter_pipelines(models: ServedModels, addresses: Addresses, settings: BusSettings, found: set[str]) -> None:
-    """Count the results of every served pipeline until cancelled; add the pipelines' names to `found`."""
-    meter_tasks: dict[str, asyncio.Task[None]] = {}
+async def follow_pipelines(
+    models: ServedModels, addresses: Addresses, settings: GatewayProcessSettings, found: set[str]
+) -> None:
+    """Count the results of every served pipeline, and index its copies of other regions, until cancelled; add the
+    pipelines' names to `found`.
+    """
+    tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
     try:
         while True:
             found |= await _find_pipelines(models, addresses)
-            for name in found:
-                if name not in meter_tasks or meter_tasks[name].done():
+            for which in itertools.product(found, ("", *settings.region.list_copies())):
+                if which not in tasks or tasks[which].done():
+                    name, region = which
                     own = addresses.model_copy(update={"pipeline": name})
-                    meter_tasks[name] = asyncio.create_task(meter_forever(own, settings))
+                    reader = CopyIndex(own, settings.bus, region) if region else UsageMeter(own, settings.bus)
+                    tasks[which] = asyncio.create_task(read_forever(reader))
             await asyncio.sleep(PIPELINE_CHECK_S)
     finally:
-        for task in meter_tasks.values():
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*meter_tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 async def _find_pipelines(models: ServedModels, addresses: Addresses) -> set[str]:

@@ -84,6 +84,8 @@ class StreamMeta(BaseModel):
     """The input of a response, without the responses before it; None: it is not kept (`store`)."""
     earlier: EarlierTurns | None = None
     """The turns before a kept response; None: none, or it was kept by an earlier version, which did not copy them."""
+    is_adopted: bool = False
+    """Its home died, and this region answers it: its first tokens may have come from there."""
     is_lost_unread: bool = False
     """Its caller gave nothing by which to come back: it may be cancelled when nobody reads it."""
 

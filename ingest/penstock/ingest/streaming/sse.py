@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from penstock.client.core import Event
-from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired, is_failure
+from penstock.errors import AnswerInterrupted, PenstockError, RequestError, StreamDiverged, StreamExpired, is_failure
 from penstock.ingest.endpoints import ENDPOINTS, find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
@@ -70,6 +70,8 @@ class StreamFeed:
             is_last = isinstance(error, (RequestError, StreamDiverged, StreamExpired))
             if isinstance(error, RequestError):
                 await self._on_ended(self._cursor.usage if self._cursor.has_ended else None)
+            if isinstance(error, StreamDiverged) and self._meta.is_adopted:
+                error = AnswerInterrupted("the region that began this answer died, and this one gives other tokens")
             yield self._encode_error(to_api_error(error, find_prompt_field(self._meta.path)), is_last=is_last)
         except BaseException as error:
             if not is_failure(error):

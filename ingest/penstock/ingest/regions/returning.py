@@ -1,0 +1,87 @@
+"""A region that comes back, or has lived on, ends here what a peer has adopted of it.
+
+A gateway asks each peer, at its start and once a second, what that has adopted of this region:
+
+    1  ask    each peer: nothing, not finished yet, or finished, with the ids
+    2  end    these ids in this region's record: their messages are stale from then on, and settle nothing
+    3  join   say in Redis that workers may begin (`REGION_JOINED_KEY`), for `JOINED_LASTS_S`
+
+A crash before 3 leaves workers waiting for the next gateway; 2 may be repeated. Workers begin when all peers say that
+they have adopted nothing, or one has finished: only then its list has all ids, as what it published before it noted
+the id (`adopting.py`, 4 and 5) would be answered twice. A gateway that has joined does not wait for peers that fall
+silent. It listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds it there.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import httpx2
+import redis.asyncio
+from pydantic import BaseModel, ValidationError
+
+from penstock.config.settings import RegionSettings
+from penstock.ingest.regions.peers import Peers
+from penstock.names import REGION_JOINED_KEY
+from penstock.redis.client import translate_outages
+from penstock.regions import PEER_HEADER
+
+ADOPTED_PATH = "/v1/penstock/region/adopted/{name}"
+LOOK_S = 1.0
+JOINED_LASTS_S = 10
+
+
+class AdoptedIds(BaseModel):
+    """What a region has adopted of another one."""
+
+    state: Literal["none", "publishing", "finished"]
+    done_s: float = 0.0
+    """When it had finished."""
+    ids: dict[str, list[str]] = {}
+    """By pipeline; empty for who knows them from that time."""
+
+
+EndIds = Callable[[str, str, Sequence[str]], Awaitable[None]]
+"""Ends ids of a pipeline that a region answers: `end(region, pipeline, ids)`."""
+
+
+class RegionReturn:
+    """Asks what peers have adopted of this region. For one gateway."""
+
+    def __init__(self, settings: RegionSettings, client: "redis.asyncio.Redis", peers: Peers, end_ids: EndIds) -> None:
+        self._settings, self._client, self._peers, self._end_ids = settings, client, peers, end_ids
+        self._known = dict[str, float]()
+        """By peer, the time of the list that was ended here."""
+        self._has_joined = False
+
+    async def look(self) -> None:
+        """Do all steps once. Raises `BusUnavailable`."""
+        answers = {name: await self._ask(name) for name in self._settings.list_peers()}  # 1
+        for name, answer in answers.items():
+            if answer is not None and answer.state == "finished" and self._known.get(name) != answer.done_s:
+                for pipeline, ids in answer.ids.items():
+                    await self._end_ids(name, pipeline, ids)  # 2
+                self._known[name] = answer.done_s
+        self._has_joined = may_join(answers, has_joined=self._has_joined)
+        if self._has_joined:
+            with translate_outages():
+                await self._client.set(REGION_JOINED_KEY, self._settings.name, ex=JOINED_LASTS_S)  # 3
+
+    async def _ask(self, peer: str) -> AdoptedIds | None:
+        """Return what a peer has adopted of this region; None where it does not say."""
+        url = self._peers.find_url(peer) + ADOPTED_PATH.format(name=self._settings.name)
+        with suppress(httpx2.HTTPError, ValidationError):
+            answer = await self._peers.http.get(
+                url, params={"known": self._known.get(peer, 0.0)}, headers={PEER_HEADER: self._settings.secret}
+            )
+            if answer.status_code == 200:
+                return AdoptedIds.model_validate_json(answer.content)
+        return None
+
+
+def may_join(answers: Mapping[str, AdoptedIds | None], *, has_joined: bool) -> bool:
+    """Return whether workers of this region may begin, by what its peers say."""
+    states = {None if answer is None else answer.state for answer in answers.values()}
+    if "publishing" in states:
+        return False
+    return "finished" in states or states == {"none"} or has_joined

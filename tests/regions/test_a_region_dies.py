@@ -1,0 +1,126 @@
+"""A region dies: two Kafkas with MirrorMaker between them, two Redis servers, processes of both regions."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from penstock.bus.connect import connect_bus
+from penstock.client.sync import Client
+from penstock.errors import BusUnavailable
+from penstock.ingest.regions.copies import CopyIndex
+from penstock.local.processes import find_free_port
+from penstock.messages import Result, decode_message
+from penstock.names import Pipeline
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
+from tests.commands import Terminal
+from tests.gateways import ENVIRONMENT, EventSource
+from tests.regions.conftest import CopiedRegions
+from tests.regions.copied import BUS
+from tests.regions.test_copies import SECRET
+
+LIMIT_S = 400.0
+"""It ends hangs only."""
+NUM_ANSWERED, NUM_OPEN = 6, 12
+ASKED = {"model": "demo", "prompt": "In the beginning", "seed": 7, "max_tokens": 400, "ignore_eos": True}
+
+
+def start_region(
+    exits: ExitStack, folder: Path, name: str, kafka: str, pipeline: Pipeline, ports: Mapping[str, int]
+) -> ForkedStack:
+    """Start Redis, a worker and a gateway of a region. The worker waits for the other region's gateway."""
+    environment = {**ENVIRONMENT, **list_settings(name, ports)}
+    numbers: dict[str, Any] = {"prefill": 0, "decode": 0, "auto": 1, "gateway": ports[name]}
+    stack = ForkedStack(folder / name, pipeline=pipeline.name, kafka=kafka, environment=environment, **numbers)
+    return exits.enter_context(stack)
+
+
+def list_settings(name: str, ports: Mapping[str, int]) -> dict[str, str]:
+    [peer] = ports.keys() - {name}
+    settings = {"NAME": name, "PEERS": f"{peer}=http://127.0.0.1:{ports[peer]}", "SECRET": SECRET}
+    settings |= {"COPIES": "eu"} if name == "us" else {}
+    return {f"PENSTOCK_REGION_{key}": value for key, value in settings.items()}
+
+
+def kill_region(stack: ForkedStack) -> None:
+    """Kill all processes of a region but Kafka, as a fire would."""
+    for slot in (*stack.workers, stack.gateway):
+        if slot is not None and slot.child is not None:
+            slot.child.kill()
+    assert stack._server is not None
+    stack._server.kill()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, regions: CopiedRegions) -> Iterator[Path]:
+    yield tmp_path
+    regions.eu.start()  # for the next test
+
+
+def test_what_it_accepted_is_answered_by_its_peer_once(
+    regions: CopiedRegions, pipeline: Pipeline, folder: Path, exits: ExitStack, terminal: Terminal
+) -> None:
+    """A stream goes on with the same bytes, and nothing that was answered is answered again."""
+    ports = {name: find_free_port() for name in ("eu", "us")}
+    us = start_region(exits, folder, "us", regions.us.bootstrap, pipeline, ports)
+    eu = start_region(exits, folder, "eu", regions.eu.bootstrap, pipeline, ports)
+    for stack in (us, eu):
+        stack.wait_until_ready(LIMIT_S)
+    with Client(eu.addresses) as client:
+        answered = [client.submit("In the beginning", max_tokens=4) for _ in range(NUM_ANSWERED)]
+        for one in answered:
+            client.result(one, timeout_s=LIMIT_S)
+        undisturbed = httpx.post(f"{eu.gateway_url}/v1/completions", json=ASKED, timeout=None).json()
+        streamed = EventSource(f"{eu.gateway_url}/v1/completions")
+        events = streamed.connect({**ASKED, "stream": True})
+        began = "".join(next(events).text for _ in range(5))
+        stream_id = streamed.answer_headers["x-request-id"]
+        opened = [client.submit("In the beginning", max_tokens=400, ignore_eos=True) for _ in range(NUM_OPEN)]
+        wanted = {stream_id, *opened}
+
+    with closing(CopyIndex(us.addresses, BUS, "eu")) as index:
+        open_key, answered_key = (pipeline.region_key("eu", part) for part in ("open", "answered"))
+
+        def is_copied() -> bool:
+            with suppress(BusUnavailable):  # MirrorMaker has made no topics yet
+                index.take_all()
+            done = {one for one in {*wanted, *answered} if index.client.zscore(answered_key, one) is not None}
+            return {*answered} <= done and wanted - done <= open_ids()
+
+        def open_ids() -> set[str]:
+            return {one.decode() for one in cast("list[bytes]", index.client.hkeys(open_key))}
+
+        kill_region(eu)
+        wait_until(is_copied, LIMIT_S, "the copy has what was accepted")
+        regions.eu.kill()
+        index.take_all()
+        left = open_ids()
+    assert left <= wanted
+
+    here = {"KAFKA": us.addresses.kafka, "STREAM_URL": us.addresses.stream_url, "PIPELINE": pipeline.name}
+    here = {f"PENSTOCK_{key}": value for key, value in here.items()} | list_settings("us", ports)
+    begun_s = time.monotonic()
+    told = terminal("regions", "adopt", "eu", **here)
+    assert told.returncode == 0, told.stderr
+    with Client(us.addresses) as client:
+        for one in left:
+            client.result(one, timeout_s=LIMIT_S)
+    print(f"rto_s {time.monotonic() - begun_s:.1f} of {len(left)} open requests")  # noqa: T201
+
+    bus = connect_bus(us.addresses, BUS)
+    wait_until(lambda: len(bus.read_all(pipeline.results_topic)) >= len(left), LIMIT_S, "all results are out")
+    results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results_topic)]
+    assert Counter(result.id for result in results) == Counter(left)
+    assert {result.finish_reason for result in results} == {"length"}
+    assert not {*answered} & {result.id for result in results}
+
+    assert stream_id in left, "the stream was cut"
+    streamed.url = f"{us.gateway_url}/v1/streams/{stream_id}"
+    rest = "".join(event.text for event in streamed.connect())
+    assert began + rest == undisturbed["choices"][0]["text"]

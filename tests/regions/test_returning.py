@@ -1,0 +1,134 @@
+"""A region that comes back finds what a peer has adopted of it, before its workers begin."""
+
+import asyncio
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from penstock.bus.connect import connect_bus
+from penstock.client.aio import AsyncClient
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings, RegionSettings
+from penstock.errors import AdoptionRefused, AnswerInterrupted
+from penstock.ingest.regions.adopting import AdoptionMark, AdoptionSettings, adopt_region, give_back, read_marks
+from penstock.ingest.regions.returning import AdoptedIds, may_join
+from penstock.local.valkey import ValkeyServer
+from penstock.names import ADOPTED_REGIONS_KEY, REGION_JOINED_KEY, Pipeline
+from penstock.record import Bound, Record
+from penstock.redis.client import redis_client
+from penstock.worker.joining import wait_until_joined
+from sim.waiting import PATIENCE_S, wait_for
+from tests.commands import Terminal
+from tests.gateways import GatewayProcess
+from tests.record.play import alive, claim_decode, claim_prefill, decode, say
+from tests.regions.copied import BUS, CopiedRegion
+from tests.regions.test_copies import SECRET
+
+NONE, PUBLISHING, FINISHED = AdoptedIds(state="none"), AdoptedIds(state="publishing"), AdoptedIds(state="finished")
+
+
+@pytest.mark.parametrize(
+    ("answers", "begins"),
+    [
+        ((NONE, NONE), True),
+        ((NONE, None), False),  # the other one may have adopted it
+        ((None, None), False),
+        ((FINISHED, None), True),
+        ((FINISHED, NONE), True),
+        ((PUBLISHING, NONE), False),  # its list has not all ids
+        ((PUBLISHING, FINISHED), False),
+    ],
+)
+def test_workers_begin_when_it_is_known_what_peers_have_adopted(
+    answers: tuple[AdoptedIds | None, ...], begins: bool
+) -> None:
+    told = {f"peer-{number}": answer for number, answer in enumerate(answers)}
+    assert may_join(told, has_joined=False) is begins
+    # One that lives on does not wait for peers that fall silent, but for one that publishes.
+    assert may_join(told, has_joined=True) is (PUBLISHING not in answers)
+
+
+def test_what_was_given_away_is_settled_by_nobody(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, addresses: Addresses
+) -> None:
+    """A worker that has it can write no more, and each of its messages is stale, whenever it comes."""
+    held = decode(record, "held", "d1")
+    say(record, held, [7, 8])
+    give_away(addresses, "held", "unseen")
+
+    assert say(record, held, [9]) == [None]
+    for name in ("held", "unseen"):
+        assert isinstance(claim_prefill(record, name, alive(record, "p1"), "b"), Bound)
+        assert isinstance(claim_decode(record, name, alive(record, "d2"), f"{name}-2"), Bound)
+    assert isinstance(claim_decode(record, "held", alive(record, "d2"), "j1"), Bound), "the job that was bound"
+    give_away(addresses, "held")
+    assert len(record.read_events("held")) == 3
+    with Client(addresses) as reader, pytest.raises(AnswerInterrupted, match="us answers this"):
+        list(reader.stream("held"))
+    assert client.ttl(pipeline.record_key("unseen")) > RecordSettings().keep_s
+
+
+def give_away(addresses: Addresses, *ids: str) -> None:
+    async def run() -> None:
+        client = AsyncClient(addresses)
+        await client.give_away(ids, "us")
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_region_waits_for_its_peer_and_its_peer_for_it(
+    copied_region: CopiedRegion, tmp_path: Path, exits: ExitStack
+) -> None:
+    """The peer `us` adopts the region, which comes back before that is finished."""
+    us, name, pipeline = copied_region.addresses, copied_region.name, copied_region.pipeline
+    copied_region.request("open")
+    copied_region.index_all()
+    mark = AdoptionMark(1.0, "me", None, {})
+    copied_region.client.hset(ADOPTED_REGIONS_KEY, name, mark.encode())
+    secret = {"REGION_SECRET": SECRET}
+    peer = GatewayProcess(
+        us, tmp_path, {**secret, "KAFKA": us.kafka, "REGION_NAME": "us", "REGION_PEERS": f"{name}=http://127.0.0.1:9"}
+    )
+    exits.enter_context(peer)
+    server = exits.enter_context(ValkeyServer(tmp_path / "home"))
+    home = Addresses(stream_url=server.url, pipeline=pipeline.name)
+    connect_bus(home, BusSettings()).create_topics()
+    own = {"REGION_NAME": name, "REGION_PEERS": f"us={peer.url}"}
+    gateway = exits.enter_context(GatewayProcess(home, tmp_path, {**secret, **own}))
+    settings = RegionSettings(name=name, peers=own["REGION_PEERS"], secret=SECRET)
+    worker = threading.Thread(target=wait_until_joined, args=(home, settings, pipeline))
+    worker.start()
+    client = exits.enter_context(redis_client(server.url))
+
+    # Who adopts finds the gateway of the region, and leaves the mark as it was.
+    seen = RegionSettings(name="us", peers=f"{name}={gateway.url}", secret=SECRET)
+    with pytest.raises(AdoptionRefused, match="takes connections"):
+        adopt_region(copied_region.client, us, AdoptionSettings(BUS, RecordSettings(), seen), name, "me")
+    assert read_marks(copied_region.client)[name] == mark
+    assert not client.exists(REGION_JOINED_KEY)
+    assert worker.is_alive()
+
+    unseen = AdoptionSettings(BUS, RecordSettings(), RegionSettings())
+    adopt_region(copied_region.client, us, unseen, name, "me", force=True)
+    wait_for(lambda: client.exists(REGION_JOINED_KEY), "the region has joined")
+    assert client.hget(pipeline.record_key("open"), "bound") == b"region@us"
+    worker.join(PATIENCE_S)
+    assert not worker.is_alive()
+
+    give_back(copied_region.client, us, name)
+    assert read_marks(copied_region.client).get(name) is None
+
+
+def test_an_operator_lets_workers_begin(addresses: Addresses, terminal: Terminal, exits: ExitStack) -> None:
+    client = exits.enter_context(redis_client(addresses.first_url))
+    client.delete(REGION_JOINED_KEY)
+    here = {"PENSTOCK_STREAM_URL": addresses.stream_url, "PENSTOCK_REGION_NAME": "eu"}
+    assert "wait for the answers" in terminal("regions", "join", **here).stdout
+    assert "may begin" in terminal("regions", "join", "--force", **here).stdout
+    wait_until_joined(addresses, RegionSettings(name="eu", peers="us=http://127.0.0.1:9", secret=SECRET), Pipeline("x"))
+    client.delete(REGION_JOINED_KEY)
