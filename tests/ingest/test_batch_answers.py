@@ -320,7 +320,7 @@ def make_run(sink: Sink, pipeline: ScriptedClient, num_rows: int, flush_interval
             sink.num_read += 1
             yield lines([row(number)])
 
-    batch = BatchJob("b", ("/v1/chat/completions",), chunks, flush_interval_s)
+    batch = BatchJob(("/v1/chat/completions",), chunks, flush_interval_s, name="b")
     return BatchRun(batch, Pipelines(pipeline.find, MAX_ROWS), sink.write_rows, lambda _: None)
 
 

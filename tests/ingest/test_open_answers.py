@@ -62,7 +62,7 @@ def test_a_tenants_limit_ends_answers_that_have_none() -> None:
     async def no_lines() -> AsyncIterator[bytes]:
         yield b""
 
-    batch = BatchJob("b", ("/v1/chat/completions",), no_lines, 1.0, max_request_tokens=50)
+    batch = BatchJob(("/v1/chat/completions",), no_lines, 1.0, name="b", max_request_tokens=50)
     assert apply_terms(asks("chat/completions", **CHAT)[0], batch)["max_tokens"] == 50
     with pytest.raises(ApiError) as refused:
         apply_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], batch)

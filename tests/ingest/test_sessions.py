@@ -190,7 +190,7 @@ def test_lines_of_batches_say_it_as_well(site: Site) -> None:
             async def find_pipeline(_: str) -> ModelPipeline:
                 return ModelPipeline(client)
 
-            job = BatchJob("b", (path,), read_input, flush_interval_s=1.0)
+            job = BatchJob((path,), read_input, flush_interval_s=1.0, name="b")
             await BatchRun(job, Pipelines(find_pipeline, 2), write_rows, lambda _: None).answer_rows(frozenset())
 
     asyncio.run(run())

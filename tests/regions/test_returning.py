@@ -66,7 +66,7 @@ def test_what_was_given_away_is_settled_by_nobody(
         assert isinstance(claim_decode(record, name, alive(record, "d2"), f"{name}-2"), Bound)
     assert isinstance(claim_decode(record, "held", alive(record, "d2"), "j1"), Bound), "the job that was bound"
     give_away(addresses, "held")
-    assert len(record.read_events("held")) == 3
+    assert len(record.read_log("held")) == 3
     with Client(addresses) as reader, pytest.raises(AnswerInterrupted, match="us answers this"):
         list(reader.stream("held"))
     assert client.ttl(pipeline.record_key("unseen")) > RecordSettings().keep_s

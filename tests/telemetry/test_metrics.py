@@ -18,6 +18,7 @@ from penstock.config.settings import BusSettings, RegionSettings, WebhookSetting
 from penstock.errors import PenstockError
 from penstock.ingest.http.metrics import REFUSAL_KEY, GatewayMetrics
 from penstock.ingest.regions.choosing import RegionAsk
+from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.peers import Peers
 from penstock.ingest.regions.state import StateReader
 from penstock.ingest.webhooks import Webhooks
@@ -201,7 +202,7 @@ def meters() -> Meters:
     Webhooks(async_redis_client("redis://127.0.0.1:1/0"), None, WebhookSettings(), made)
     made.get_counter(catalog.WEBHOOK_ATTEMPTS, "delivered").add()
     regions = load_settings(RegionSettings, name="eu", peers="us=http://127.0.0.1:1", secret="x" * 16)
-    Peers(regions, cast(StateReader, None), made).choose_region(RegionAsk("demo", "interactive", 10))
+    Peers(regions, cast(StateReader, None), cast(SharedLimits, None), made).choose_region(RegionAsk("demo", "interactive", 10))
     return made
 
 

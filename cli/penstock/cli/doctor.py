@@ -77,7 +77,7 @@ def run_checks() -> Iterator[Finding]:
         ("KV Redis", lambda: _check_kv_redis(addresses)),
         ("bus", lambda: _check_bus(addresses)),
         ("workers", lambda: _check_workers(addresses)),
-        ("copies", lambda: _check_copies(addresses)),
+        ("copied regions", lambda: _check_copied_regions(addresses)),
         ("webhook", _check_webhooks),
     ]
     for findings in [_run_within_limit(subject, check) for subject, check in remote]:
@@ -270,7 +270,7 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
             yield Finding("note", "lost messages", lost, "docs/operations.md#penstockmessageslost")
 
 
-def _check_copies(addresses: Addresses) -> Iterator[Finding]:
+def _check_copied_regions(addresses: Addresses) -> Iterator[Finding]:
     """Check that the regions in `PENSTOCK_REGION_COPIES` are copied, by the newest heartbeat that was."""
     regions = load_settings(RegionSettings).list_copies()
     if not regions:
@@ -282,7 +282,7 @@ def _check_copies(addresses: Addresses) -> Iterator[Finding]:
         with redis_client(addresses.first_url) as client:
             states = {region: read_copy_state(client, Pipeline(addresses.pipeline), region) for region in regions}
     except SettingsError as error:
-        yield Finding("fail", "copies", str(error), "take PENSTOCK_REGION_COPIES away, or use Kafka")
+        yield Finding("fail", "copied regions", str(error), "take PENSTOCK_REGION_COPIES away, or use Kafka")
         return
     except redis.RedisError:
         return  # reported by `_check_redis`
@@ -293,9 +293,9 @@ def _check_copies(addresses: Addresses) -> Iterator[Finding]:
             advice = (
                 "is MirrorMaker running, has its task failed (its log), do gateways run here, does the region live?"
             )
-            yield Finding("fail", "copies", found, advice)
+            yield Finding("fail", "copied regions", found, advice)
         else:
-            yield Finding("ok", "copies", found)
+            yield Finding("ok", "copied regions", found)
 
 
 def _check_topic_settings(bus: Bus) -> Iterator[Finding]:

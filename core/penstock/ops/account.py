@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import redis
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +23,9 @@ TOKEN_COUNTERS = ("prefill_tokens", "cached_tokens", "decode_tokens")
 """The counters of metering that have a price: `input`, `cached` and `output` in the table."""
 READ_INTERVAL_S = 10.0
 """For how long the account of a day is used that a gateway has read."""
+
+
+Hour = Annotated[int, Field(ge=0, le=24)]
 
 
 class TokenPrice(BaseModel):
@@ -49,6 +52,8 @@ class Prices(BaseModel):
     """What an hour of a worker costs, by its kind."""
     tokens: list[TokenPrice] = []
     """The first row that fits counts."""
+    batch_hours: list[tuple[Hour, Hour]] = []
+    """When lines of other regions' batches are welcome, from an hour to an hour of UTC; empty: always."""
 
     def find_row(self, model: str, priority_class: str) -> TokenPrice | None:
         """Return the prices of a model's tokens; None where no row fits."""

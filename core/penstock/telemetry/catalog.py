@@ -262,7 +262,7 @@ REGION_ROUND_TRIP = Metric(
 )  # fmt: skip
 REGION_REQUESTS = Metric(
     "penstock.region.requests", "counter", "{request}", ("region", "why"),
-    "New requests for which this gateway chose a region. why: nearest, sooner, prefix, only.", "gateway",
+    "New requests for which this gateway chose a region. why: nearest, sooner, prefix, only, idle.", "gateway",
 )  # fmt: skip
 REGION_COPY_AGE = Metric(
     "penstock.region.copy.age", "gauge", "s", ("pipeline", "region"),

@@ -11,15 +11,19 @@ from penstock.cores import list_usable_cores
 from penstock.engine.engine import Engine
 from penstock.engine.kernels.products import find_slow_products, list_products
 from penstock.engine.loading.loading import load_stage_models
-from penstock.engine.loading.packed import pack_model
+from penstock.engine.loading.packed import find_packed_place, pack_model
 from penstock.engine.loading.proof import describe_proof
 from penstock.engine.memory.memory import choose_pool
 from penstock.engine.serving import EngineCore, ServingEngine
 from penstock.engine.weights.files import Progress, ignore_progress
 from penstock.engine.weights.load_cache import LoadCache
+from penstock.engine.weights.packed_file import accept_packed_file
 from penstock.kvstore.store import KVStore, StoreLayout
 
-__all__ = ["Engine", "OpenCore", "describe_speed", "open_engine", "open_serving_engine", "pack_model"]
+__all__ = [
+    "Engine", "OpenCore", "accept_packed_file", "describe_speed", "find_packed_place", "open_engine",
+    "open_serving_engine", "pack_model",
+]  # fmt: skip
 
 OpenCore = Callable[[EngineSettings, Progress], EngineCore]
 """Opens a core, as `open_engine` does."""

@@ -138,6 +138,12 @@ def _choose_place(load: Load) -> Path:
     return beside_model if is_writable else in_cache
 
 
+def find_packed_place(settings: EngineSettings) -> Path:
+    """Return where `pack_model` writes the file of these settings. Raises `ModelLoadError`."""
+    with as_load_errors(settings.model):
+        return _choose_place(Load(settings, ignore_progress))
+
+
 def find_packed_file(settings: EngineSettings) -> tuple[PackedFile | None, str]:
     """Return the packed file that a load would open first, or None and why there is none. It reads no weights."""
     with as_load_errors(settings.model):

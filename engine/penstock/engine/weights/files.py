@@ -3,16 +3,21 @@
 import errno
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.gguf.gguf_model import check_gguf, describe_gguf, find_description
 from penstock.engine.weights.file_checks import check_config_file, check_description, check_weights
 from penstock.errors import ModelLoadError, ModelUnavailable, build_damage_error, choose_load_error
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
+PACKED_MAGIC = b"PENSTOCK"
+PACKED_PRELUDE = struct.Struct("<8sIIQQQ16s8x")
+"""The beginning of a packed file: magic, version, 0, the table's offset and length, the file's length, the digest."""
 _MODEL_FORMS = "use `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf file or a hub name"
 
 _downloaded: dict[str, Path] = {}
@@ -103,6 +108,24 @@ def _find_directory(name: str) -> Path | None:
         return directory
     if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no directory {directory}: {_MODEL_FORMS}")
+    return None
+
+
+def find_packed_by_digest(settings: EngineSettings, digest: str) -> Path | None:
+    """Return the packed file with this digest among those that workers with these settings may find, or None.
+
+    It needs no torch, and checks nothing of the file. Raises `ModelLoadError`, and `OSError`.
+    """
+    beside = _find_directory(settings.model)
+    files = [Path(settings.packed).expanduser()] if settings.packed else []
+    files += [*settings.find_cache_directory().glob("packed/*/*.packed"), *(beside.glob("*.packed") if beside else ())]
+    for file in files:
+        with file.open("rb") as content:
+            start = content.read(PACKED_PRELUDE.size)
+        if start.startswith(PACKED_MAGIC) and len(start) == PACKED_PRELUDE.size:
+            *_, found = PACKED_PRELUDE.unpack(start)
+            if found.hex() == digest:
+                return file
     return None
 
 

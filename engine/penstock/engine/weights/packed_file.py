@@ -11,7 +11,6 @@ checked whenever it is read. `check_content` reads all of the file and compares 
 import json
 import mmap
 import os
-import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from penstock.engine.weights.files import PACKED_MAGIC as _MAGIC
+from penstock.engine.weights.files import PACKED_PRELUDE as _PRELUDE
 from penstock.engine.weights.files import Progress
 from penstock.errors import ModelLoadError
 
 FORMAT_VERSION = 1
-_MAGIC = b"PENSTOCK"
-_PRELUDE = struct.Struct("<8sIIQQQ16s8x")  # magic, version, 0, table's offset and length, file's length, hash
 _LARGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
 _HASH_BYTES = 8 * 2**20
@@ -87,15 +86,8 @@ class PackedFileWriter:
         digest = xxhash.xxh3_128_digest(_PRELUDE.pack(*fields, bytes(16)) + table)
         self._out.seek(0)
         self._out.write(_PRELUDE.pack(*fields, digest))
-        self._out.flush()
-        os.fsync(self._out.fileno())
         self._out.close()
-        self._scratch.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the name, too, is there after a crash of the machine
-        finally:
-            os.close(folder)
+        _give_name(self._scratch, self._path)
 
     def __exit__(self, *raised: object) -> None:
         self._out.close()
@@ -148,6 +140,30 @@ class PackedFile:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that say that they are read-only
             return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _give_name(scratch: Path, path: Path) -> None:
+    """Give a file that was written its name, so that both are there after a crash of the machine."""
+    with scratch.open("rb") as content:
+        os.fsync(content.fileno())
+    scratch.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def accept_packed_file(received: Path, path: Path, digest: str, report: Progress) -> PackedFile:
+    """Read all of a file that was received from elsewhere, give it its name if it is the one with this digest, and
+    return it. Raises `PackedFileRefused`.
+    """
+    file = open_packed_file(received)
+    if file.digest != digest:
+        raise PackedFileRefused(f"{received} has the digest {file.digest}, and {digest} was asked for")
+    file.check_content(report)
+    _give_name(received, path)
+    return open_packed_file(path)
 
 
 def open_packed_file(path: Path) -> PackedFile:

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from redis.exceptions import RedisError
 
@@ -78,18 +78,12 @@ FindPipeline = Callable[[str], Awaitable[ModelPipeline]]
 NO_USAGE = Usage()
 
 
-@dataclass(frozen=True)
-class BatchJob:
-    """A batch, as far as its rows are concerned."""
+@dataclass(frozen=True, kw_only=True)
+class RowTerms:
+    """A batch, as far as one of its rows is concerned."""
 
     name: str
     """It is in the ids of all requests, and never changes, so asking a row again joins the same request."""
-    urls: tuple[str, ...]
-    """The endpoints that its rows may name."""
-    read_input: Callable[[], AsyncIterator[bytes]]
-    """Yields the bytes of its lines, from the beginning."""
-    flush_interval_s: float
-    """How long a finished row may wait until it is written."""
     tenant: str = "default"
     key: str = ""
     """The id of the API key that its rows are counted by."""
@@ -100,6 +94,20 @@ class BatchJob:
     """The most output tokens that one request may ask for."""
     models: frozenset[str] | None = None
     """The models that its rows may name, as they were when it was accepted; None: it is not known which exist."""
+    regions: frozenset[str] | None = None
+    """The regions that may answer them; None: all."""
+
+
+@dataclass(frozen=True)
+class BatchJob(RowTerms):
+    """A batch, as far as its rows are concerned."""
+
+    urls: tuple[str, ...]
+    """The endpoints that its rows may name."""
+    read_input: Callable[[], AsyncIterator[bytes]]
+    """Yields the bytes of its lines, from the beginning."""
+    flush_interval_s: float
+    """How long a finished row may wait until it is written."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +120,45 @@ class FinishedRow:
     usage: Usage = NO_USAGE
 
 
+@dataclass(frozen=True)
+class LentRow:
+    """A row that another region may answer."""
+
+    terms: RowTerms
+    row: BatchRow
+
+
+class RowLender(Protocol):
+    """Has idle regions answer rows."""
+
+    num_regions: int
+    """How many there are, this one included."""
+
+    async def answer_row(self, lent: LentRow, slots: asyncio.Semaphore) -> FinishedRow | None:
+        """Return the row as another region has answered it, or None once one of `slots` is taken for it here."""
+
+    async def cancel_row(self, lent: LentRow) -> None:
+        """Cancel a row where it was lent to, if it was."""
+
+
 class Pipelines:
     """The pipelines that answer rows, and how many rows are asked at once."""
 
-    def __init__(self, find_pipeline: FindPipeline, max_rows: int) -> None:
-        """Let each batch, and all batches of this process together at each pipeline, have `max_rows` under way."""
-        self.find_pipeline, self.max_rows = find_pipeline, max_rows
+    def __init__(self, find_pipeline: FindPipeline, max_rows: int, lender: RowLender | None = None) -> None:
+        """Let each batch, and all batches of this process together at each pipeline, have `max_rows` under way; as many
+        more of a batch in each other region that `lender` knows.
+        """
+        self.find_pipeline, self.max_rows, self.lender = find_pipeline, max_rows, lender
+        self.max_open_rows = max_rows * (1 if lender is None else lender.num_regions)
         self.row_slots = defaultdict[AsyncClient, asyncio.Semaphore](lambda: asyncio.Semaphore(max_rows))
         """How many more rows this process may ask of each pipeline."""
+
+    async def take_slot(self, client: AsyncClient, lent: LentRow) -> FinishedRow | None:
+        """Take one of a pipeline's slots for a row, or return the row as another region has answered it."""
+        if self.lender is not None:
+            return await self.lender.answer_row(lent, self.row_slots[client])
+        await self.row_slots[client].acquire()
+        return None
 
 
 class BatchRun:
@@ -134,6 +173,7 @@ class BatchRun:
     ) -> None:
         """Write rows with `write_rows`, one group at a time; `on_finished` hears of each before it is written."""
         self._batch, self._pipelines, self._write_rows, self._on_finished = batch, pipelines, write_rows, on_finished
+        self._rows = RowAnswers(batch, pipelines)
         self._unwritten: list[FinishedRow] = []
         self._num_unwritten_bytes = 0
         self._write_lock = asyncio.Lock()
@@ -143,7 +183,7 @@ class BatchRun:
 
         Raises `InvalidLine`, and what `write_rows` and reading the input raise.
         """
-        row_slots = asyncio.Semaphore(self._pipelines.max_rows)
+        row_slots = asyncio.Semaphore(self._pipelines.max_open_rows)
         try:
             async with asyncio.TaskGroup() as writing:
                 flushing = writing.create_task(self._flush_forever())
@@ -164,14 +204,14 @@ class BatchRun:
 
         Rows are asked in their order, so only the first of them may be under way and are cancelled.
         """
-        num_asked = self._pipelines.max_rows
+        num_asked = self._pipelines.max_open_rows
         async for row in self._read_rows():
             if row.number not in finished_rows:
                 if num_asked > 0:
                     num_asked -= 1
                     with suppress(ApiError, BusUnavailable):
-                        await self._cancel_row(row)
-                await self._add_row(self._make_skipped_row(row, code))
+                        await self._rows.cancel_row(row)
+                await self._add_row(self._rows.make_skipped_row(row, code))
         await self.flush_rows()
 
     async def flush_rows(self) -> None:
@@ -195,7 +235,7 @@ class BatchRun:
             await self.flush_rows()
 
     async def _finish_row(self, row: BatchRow) -> None:
-        finished = await self._answer_row(row)
+        finished = await self._rows.answer_row(row)
         self._on_finished(finished)
         await self._add_row(finished)
 
@@ -205,7 +245,18 @@ class BatchRun:
         if len(self._unwritten) >= MAX_GROUP_ROWS or self._num_unwritten_bytes >= MAX_GROUP_BYTES:
             await self.flush_rows()
 
-    async def _answer_row(self, row: BatchRow) -> FinishedRow:
+    async def _read_rows(self) -> AsyncIterator[BatchRow]:
+        async for number, line in split_lines(self._batch.read_input()):
+            yield parse_row(number, line, self._batch.urls)
+
+
+class RowAnswers:
+    """Answers single rows of a batch."""
+
+    def __init__(self, terms: RowTerms, pipelines: Pipelines) -> None:
+        self._terms, self._pipelines = terms, pipelines
+
+    async def answer_row(self, row: BatchRow) -> FinishedRow:
         """Return a row's answer. Errors of the row itself are returned as its line; outages are waited for."""
         request_id = self._request_id(row)
         try:
@@ -215,26 +266,30 @@ class BatchRun:
                     raise ApiError(400, message, param=param, code="unsupported_parameter")
             endpoint = ENDPOINTS[row.url]
             body = endpoint.parse_body(row.body)
-            requests = [apply_terms(args, self._batch) for args in endpoint.make_requests(body, request_id)]
+            requests = [apply_terms(args, self._terms) for args in endpoint.make_requests(body, request_id)]
             client, template, loosen = await self._wait_for_pipeline(body.model)
             form = use_response_template(endpoint, body, requests, template)
             if form.loose_names and loosen is not None and (grammar := requests[0].get("grammar")) is not None:
                 held = await loosen(grammar, form.loose_names)
                 for args in requests:
                     args["grammar"] = held.spec
-            async with self._pipelines.row_slots[client]:
-                answers = await gather_answers([_wait_for_answer(client, args, self._batch) for args in requests])
-            tenant = self._batch.tenant
+            if (finished := await self._pipelines.take_slot(client, LentRow(self._terms, row))) is not None:
+                return finished
+            try:
+                answers = await gather_answers([_wait_for_answer(client, args, self._terms) for args in requests])
+            finally:
+                self._pipelines.row_slots[client].release()
+            tenant = self._terms.tenant
             meta = make_stream_meta(endpoint, body, request_id, tenant=tenant, form=form)
             answer = endpoint.make_answer(meta, answers).model_dump(mode="json")
         except DeadlineExceeded:
-            return self._make_skipped_row(row, "batch_expired")
+            return self.make_skipped_row(row, "batch_expired")
         except (ApiError, RequestError) as error:
             return self._make_error_row(row, error)
         except BaseException as bug:  # this row's, not the whole batch's, which would be tried again for ever
             if not is_failure(bug) or isinstance(bug, (PenstockError, RedisError, OSError)):
                 raise
-            log.exception("answering line %d of %s failed", row.number, self._batch.name)
+            log.exception("answering line %d of %s failed", row.number, self._terms.name)
             return self._make_error_row(row, InternalError("internal error"))
         response = {"status_code": 200, "request_id": request_id, "body": answer}
         return self._make_row(row, response, None, sum_usage(one.usage for one in answers))
@@ -244,20 +299,32 @@ class BatchRun:
 
         Raises `ApiError` 404 for a model that was unknown when the batch was accepted.
         """
-        if self._batch.models is not None and model not in self._batch.models:
-            raise unknown_model_error(model, (one for one in self._batch.models if not one.startswith("/")))  # no paths
+        if self._terms.models is not None and model not in self._terms.models:
+            raise unknown_model_error(model, (one for one in self._terms.models if not one.startswith("/")))  # no paths
         while True:
             # A 404 says only that this process sees no worker of the model now: they may be starting.
             with suppress(BusUnavailable, ApiError):
                 return await self._pipelines.find_pipeline(model)
             await asyncio.sleep(MODEL_CHECK_S)
 
-    async def _cancel_row(self, row: BatchRow) -> None:
+    async def cancel_row(self, row: BatchRow) -> None:
         """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
+        if self._pipelines.lender is not None:
+            await self._pipelines.lender.cancel_row(LentRow(self._terms, row))
+        client, request_ids = await self._find_requests(row)
+        for request_id in request_ids:
+            await client.cancel(request_id)
+
+    async def is_begun(self, row: BatchRow) -> bool:
+        """Return whether a worker has begun one of a row's requests. Raises `ApiError` or `BusUnavailable`."""
+        client, request_ids = await self._find_requests(row)
+        found = [await client.status(request_id) for request_id in request_ids]
+        return any(status is not None and status.stage != "new" for status in found)
+
+    async def _find_requests(self, row: BatchRow) -> tuple[AsyncClient, list[str]]:
         body = ENDPOINTS[row.url].parse_body(row.body)
         client, *_ = await self._pipelines.find_pipeline(body.model)
-        for request_id in make_request_ids(self._request_id(row), body.num_choices):
-            await client.cancel(request_id)
+        return client, make_request_ids(self._request_id(row), body.num_choices)
 
     def _make_error_row(self, row: BatchRow, error: ApiError | RequestError) -> FinishedRow:
         """Return the line of a row whose request was invalid or failed."""
@@ -267,7 +334,7 @@ class BatchRun:
             row, {"status_code": api_error.status, "request_id": self._request_id(row), "body": body}, None
         )
 
-    def _make_skipped_row(self, row: BatchRow, code: str) -> FinishedRow:
+    def make_skipped_row(self, row: BatchRow, code: str) -> FinishedRow:
         """Return the line of a row that was not answered before its batch ended."""
         return self._make_row(row, None, {"code": code, "message": _SKIP_MESSAGES[code]})
 
@@ -287,11 +354,7 @@ class BatchRun:
         return f"{ENDPOINTS[row.url].id_prefix}{self._row_name(row)}"
 
     def _row_name(self, row: BatchRow) -> str:
-        return f"{self._batch.name}-{row.number}"
-
-    async def _read_rows(self) -> AsyncIterator[BatchRow]:
-        async for number, line in split_lines(self._batch.read_input()):
-            yield parse_row(number, line, self._batch.urls)
+        return f"{self._terms.name}-{row.number}"
 
 
 _SKIP_MESSAGES = {
@@ -300,7 +363,7 @@ _SKIP_MESSAGES = {
 }
 
 
-def apply_terms(args: SubmitArgs, batch: BatchJob) -> SubmitArgs:
+def apply_terms(args: SubmitArgs, batch: RowTerms) -> SubmitArgs:
     """Apply a batch's terms to a row's request. Raises `ApiError` 403 for a limit above the tenant's."""
     max_tokens = batch.max_request_tokens
     cap_open_answers([args], max_tokens)
@@ -311,7 +374,7 @@ def apply_terms(args: SubmitArgs, batch: BatchJob) -> SubmitArgs:
     return SubmitArgs({**args, **fixed, **({} if batch.deadline is None else {"deadline": batch.deadline})})
 
 
-async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: BatchJob) -> Answer:
+async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: RowTerms) -> Answer:
     """Submit a request and wait for its answer, for as long as it takes.
 
     A request without news is submitted again under its id, at growing intervals. If it only waits in the queue that
@@ -329,7 +392,7 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: BatchJo
             patience_s = min(2 * patience_s, MAX_ANSWER_TIMEOUT_S)
 
 
-async def _submit_request(client: AsyncClient, args: SubmitArgs, batch: BatchJob) -> None:
+async def _submit_request(client: AsyncClient, args: SubmitArgs, batch: RowTerms) -> None:
     for pause_s in backoff_pauses():
         try:
             await client.submit(key=batch.key, own_topics=batch.own_topics, **args)

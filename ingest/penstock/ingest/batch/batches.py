@@ -35,7 +35,7 @@ from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, BatchObject, BatchState, FileObject, NewBatch
 from penstock.ingest.batch.store import content_path, is_id, make_id, names_after, parse_creation_time
 from penstock.ingest.errors import ApiError, not_found_error
-from penstock.ingest.tenants import Caller
+from penstock.ingest.tenants import Caller, list_allowed_regions
 
 COMPLETION_WINDOW_S = DAY_S
 UNFINISHED_TTL_S = 3600.0
@@ -51,6 +51,8 @@ class BatchSpec(BaseModel):
     """The id of the API key that made it: its lines are counted by it."""
     own_topics: bool = False
     """Whether its lines go to its tenant's own topics."""
+    regions: frozenset[str] | None = None
+    """The regions that may answer its lines; None: all."""
     weight: float = 1.0
     max_request_tokens: int | None = None
     """The most output tokens that one request of its tenant may ask for."""
@@ -85,6 +87,7 @@ class BatchStore:
             tenant=caller.tenant,
             key=caller.key,
             own_topics=caller.has_own_topics,
+            regions=list_allowed_regions(caller, self._home),
             weight=caller.weight,
             max_request_tokens=caller.max_request_tokens,
             max_batch_tokens=caller.max_batch_tokens,

@@ -164,7 +164,7 @@ async def answer_batch_file(
     async def write_rows(rows: Sequence[FinishedRow]) -> None:
         await asyncio.to_thread(journal.write_rows, rows)
 
-    batch = BatchJob(journal.run_id, BATCH_URLS, lambda: _read_chunks(path), FLUSH_INTERVAL_S)
+    batch = BatchJob(BATCH_URLS, lambda: _read_chunks(path), FLUSH_INTERVAL_S, name=journal.run_id)
     run = BatchRun(batch, Pipelines(find_pipeline, MAX_ROWS_IN_FLIGHT), write_rows, on_finished)
     await run.answer_rows(journal.finished_rows)
 

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from penstock.config.settings import BatchSettings
 from penstock.errors import is_failure
-from penstock.ingest.batch.answer import FindPipeline, Pipelines
+from penstock.ingest.batch.answer import FindPipeline, Pipelines, RowLender
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
@@ -89,11 +89,12 @@ class BatchRunner:
         find_pipeline: FindPipeline,
         settings: BatchSettings,
         webhooks: Webhooks | None = None,
+        lender: RowLender | None = None,
     ) -> None:
         self._objects, self._settings, self._webhooks = objects, settings, webhooks
         self._batches, self._files = BatchStore(objects), FileStore(objects)
         self._leases = _BatchLeases(client, settings.lease_s)
-        self._pipelines = Pipelines(find_pipeline, settings.rows_in_flight)
+        self._pipelines = Pipelines(find_pipeline, settings.rows_in_flight, lender)
         self._specs: dict[str, BatchSpec] = {}
         """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
@@ -214,12 +215,13 @@ class BatchService:
         settings: BatchSettings,
         webhooks: Webhooks,
         home: str = "",
+        lender: RowLender | None = None,
     ) -> None:
-        """`home` is the region in which files and batches are made, if there are regions."""
+        """`home` is the region in which files and batches are made, if there are regions; `lender` knows the others."""
         self.objects = ObjectStorage.open(settings.store_url)
         self.settings = settings
         self.files, self.batches = FileStore(self.objects, home), BatchStore(self.objects, home)
-        self.runner = BatchRunner(self.objects, client, find_pipeline, settings, webhooks)
+        self.runner = BatchRunner(self.objects, client, find_pipeline, settings, webhooks, lender)
         self.runner.start()
 
     async def close(self) -> None:

@@ -54,6 +54,7 @@ class BatchWork:
             tenant=spec.tenant,
             key=spec.key,
             own_topics=spec.own_topics,
+            regions=spec.regions,
             weight=spec.weight,
             deadline=float(spec.expires_at),
             max_request_tokens=spec.max_request_tokens,

@@ -19,6 +19,7 @@ from penstock.ingest.gateway import (
     batches,
     health,
     inference,
+    lending,
     live,
     regions,
     responses,
@@ -36,7 +37,7 @@ from penstock.ingest.http.site import make_router
 from penstock.ingest.keys import KEYS_OPEN
 from penstock.telemetry.meters import Meters
 
-PARTS = (inference, responses, streams, live, batches, tokens, usage, scaling, regions, health)
+PARTS = (inference, responses, streams, live, batches, tokens, usage, scaling, regions, lending, health)
 
 
 def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:

@@ -16,7 +16,7 @@ from penstock.config.settings import GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.loosen import LoosenedGrammar
-from penstock.ingest.batch.answer import ModelPipeline
+from penstock.ingest.batch.answer import ModelPipeline, Pipelines
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.kept_responses import ResponseKeeper
@@ -26,6 +26,7 @@ from penstock.ingest.metering import UsageMeter
 from penstock.ingest.models import ServedModels
 from penstock.ingest.regions.copies import CopyIndex, check_bus, watch_copies
 from penstock.ingest.regions.forward import Forwarder
+from penstock.ingest.regions.lending import Lender
 from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.peers import Peers
 from penstock.ingest.regions.returning import LOOK_S, RegionReturn
@@ -60,7 +61,7 @@ class Gateway(Streams):
         """None without regions."""
         self.forwarder: Forwarder | None = None
         if settings.region.peers:
-            reader = StateReader(settings.region.name, self.redis, self.models, self.admission.lag_cache)
+            reader = StateReader(settings.region.name, self.redis, self.models, self.admission.lag_cache, self.prices)
             self.limits = SharedLimits(self.redis, self._key_source)
             self.peers = Peers(settings.region, reader, self.limits, meters)
             self.forwarder = Forwarder(self.peers, settings.region.secret, settings.gateway.keep_alive_s)
@@ -69,6 +70,9 @@ class Gateway(Streams):
         if settings.region.list_copies():
             check_bus(addresses)
             watch_copies(addresses, settings.region.list_copies(), self.metrics.pipelines, meters)
+        self.lender = None if self.peers is None else Lender(self.peers, settings.region.secret)
+        self.lent_pipelines = Pipelines(self.find_pipeline, settings.batch.rows_in_flight)
+        """They answer lines of other regions' batches."""
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
@@ -81,8 +85,10 @@ class Gateway(Streams):
         self._looking = asyncio.create_task(self.unread.look_forever(self.cancel_requests))
         self.webhooks = Webhooks(self.redis, self._key_source, self.settings.webhook, self.metrics.meters)
         self.webhooks.start()
-        home = self.settings.region.name
-        self.batch_service = BatchService(self.redis, self.find_pipeline, self.settings.batch, self.webhooks, home)
+        home, lender = self.settings.region.name, self.lender
+        self.batch_service = BatchService(
+            self.redis, self.find_pipeline, self.settings.batch, self.webhooks, home, lender
+        )
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from penstock.bus.placement import TOKEN_S, Link, PrefixMemory
+from penstock.ingest.admission import FULL_WAIT_S
 from penstock.ingest.errors import ApiError
-from penstock.ingest.regions.state import ModelState
+from penstock.ingest.regions.state import BatchOffer, ModelState
 from penstock.names import CLASSES, PriorityClass
 
-Why = Literal["nearest", "sooner", "prefix", "only"]
+Why = Literal["nearest", "sooner", "prefix", "only", "idle"]
 """Why a region was chosen: it is this one, and another saves too little; it has the first token sooner; it has the
-beginning of the prompt; no other is known to be able to."""
+beginning of the prompt; no other is known to be able to; it is idle, and a line of a batch may go anywhere."""
 MEMORY_S = 600.0
 """For how long a region is taken to have what was sent to it: in pools, and in the tiers below."""
 UNSEEN_S = 1.5
@@ -61,6 +62,7 @@ class RegionView(NamedTuple):
     """0 of this gateway's own."""
     at_s: float
     """When the region told it, by the caller's clock."""
+    batch: BatchOffer = BatchOffer()
 
 
 class RegionChooser:
@@ -81,19 +83,11 @@ class RegionChooser:
 
         The own region is the last resort, if it is allowed. Raises `ApiError` 503 if it is not.
         """
-        known = {
-            region: view
-            for region, view in views.items()
-            if view.model.wait_s.get(ask.priority_class) is not None
-            and view.model.coverage >= MIN_COVERAGE
-            and (ask.allowed is None or region in ask.allowed)
-        }
+        known, usual_s = _find_known(ask, views)
         if not known and ask.allowed is not None and self._own not in ask.allowed:
             names = ", ".join(sorted(ask.allowed))
             message = f"this request may only go to {names or 'no region'}, of which none is known to take requests now"
             raise ApiError(503, message, code="region_away", headers={"Retry-After": "1"})
-        told = [one.model.prompt_token_s for one in known.values() if one.model.prompt_token_s is not None]
-        usual_s = sum(told) / len(told) if told else TOKEN_S
         hits, length = self._memory.find_hits(ask.links, known, now_s), ask.links[-1].length if ask.links else 1
         uncached = {region: round(ask.num_tokens * (1 - hits.get(region, 0) / length)) for region in known}
         costs, costs_without = dict[str, float](), dict[str, float]()
@@ -109,10 +103,34 @@ class RegionChooser:
             why = "prefix"
         else:
             why = "nearest" if chosen == self._own else "sooner"
-        sent = self._sent.setdefault(chosen, {}).setdefault(ask.model, deque(maxlen=MAX_SENT))
-        sent.append((now_s, ask.priority_class, uncached.get(chosen, ask.num_tokens)))
+        self._note_sent(chosen, ask, uncached.get(chosen, ask.num_tokens), now_s)
         self._memory.note_sent(ask.links, chosen, {*views, chosen}, now_s)
         return RegionChoice(chosen, why, costs)
+
+    def choose_idle(self, ask: RegionAsk, views: Mapping[str, RegionView], now_s: float) -> str | None:
+        """Choose the cheapest of `views` that are idle and have room for batch work at this hour, and count the request
+        as sent there. Return None if none is idle now, and the own region if no other comes into question.
+
+        A token costs its seconds at the price of a worker's hour. Regions without a price come last. Of those that cost
+        the same the nearest is chosen.
+        """
+        welcome = {region: view for region, view in views.items() if view.batch.is_welcome}
+        if not (welcome.keys() if ask.allowed is None else welcome.keys() & ask.allowed) - {self._own}:
+            return self._own
+        known, usual_s = _find_known(ask, welcome)
+        prices = dict[str, tuple[float, float]]()
+        for region, view in known.items():
+            token_s, price = view.model.prompt_token_s or usual_s, view.batch.worker_hour
+            if self._estimate_wait_s(region, view, ask, token_s, now_s) < FULL_WAIT_S:
+                prices[region] = math.inf if price is None else price * token_s, view.round_trip_s
+        chosen = min(prices, key=prices.__getitem__, default=None)
+        if chosen is not None:
+            self._note_sent(chosen, ask, ask.num_tokens, now_s)
+        return chosen
+
+    def _note_sent(self, region: str, ask: RegionAsk, num_tokens: int, now_s: float) -> None:
+        sent = self._sent.setdefault(region, {}).setdefault(ask.model, deque(maxlen=MAX_SENT))
+        sent.append((now_s, ask.priority_class, num_tokens))
 
     def _estimate_wait_s(self, region: str, view: RegionView, ask: RegionAsk, token_s: float, now_s: float) -> float:
         """Return how long the request waits there, behind what the region has told and what was sent there since.
@@ -137,3 +155,16 @@ class RegionChooser:
             return costs[region] - (NEAR_S if region == self._own else 0.0), region
 
         return min(costs, key=rank, default=self._own)
+
+
+def _find_known(ask: RegionAsk, views: Mapping[str, RegionView]) -> tuple[dict[str, RegionView], float]:
+    """Return the regions that a request may go to and whose figures are known, and their usual seconds a token."""
+    known = {
+        region: view
+        for region, view in views.items()
+        if view.model.wait_s.get(ask.priority_class) is not None
+        and view.model.coverage >= MIN_COVERAGE
+        and (ask.allowed is None or region in ask.allowed)
+    }
+    told = [one.model.prompt_token_s for one in known.values() if one.model.prompt_token_s is not None]
+    return known, sum(told) / len(told) if told else TOKEN_S

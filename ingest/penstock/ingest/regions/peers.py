@@ -150,14 +150,23 @@ class Peers:
 
     def choose_region(self, ask: RegionAsk) -> RegionChoice:
         """Choose where a new request goes, and count it as sent there. Raises as `RegionChooser.choose_region`."""
-        views = {
-            region.name: RegionView(state.models[ask.model], min(region.round_trips), region.at_s)
-            for region, state in self._list_ready()
-            if ask.model in state.models and not self._differs(region, ask.model)
-        }
-        choice = self._chooser.choose_region(ask, views, time.monotonic())
+        choice = self._chooser.choose_region(ask, self._list_views(ask.model), time.monotonic())
         self._chosen[choice.region, choice.why] += 1
         return choice
+
+    def choose_idle(self, ask: RegionAsk) -> str | None:
+        """Choose where a line of a batch goes, as `RegionChooser.choose_idle`, and count it as sent there."""
+        region = self._chooser.choose_idle(ask, self._list_views(ask.model), time.monotonic())
+        if region is not None and region != self.own:
+            self._chosen[region, "idle"] += 1
+        return region
+
+    def _list_views(self, model: str) -> dict[str, RegionView]:
+        return {
+            region.name: RegionView(state.models[model], min(region.round_trips), region.at_s, state.batch)
+            for region, state in self._list_ready()
+            if model in state.models and not self._differs(region, model)
+        }
 
     def tell_state(self) -> RegionState | None:
         """Return what this gateway tells its peers; None while it does not know its own region."""

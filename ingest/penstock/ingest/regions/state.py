@@ -17,6 +17,7 @@ from penstock.bus.placement import average_token_s
 from penstock.ingest.admission import LagCache
 from penstock.ingest.models import ServedModels
 from penstock.names import ADOPTED_REGIONS_KEY, REGIONS_SEEN_KEY, WORKERS_KEY, Pipeline, PriorityClass
+from penstock.ops.account import Prices
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import translate_outages
 
@@ -37,6 +38,15 @@ class ModelState(BaseModel):
     """The share of the workers whose heartbeats are fresh."""
 
 
+class BatchOffer(BaseModel):
+    """On what terms a region takes lines of other regions' batches while it is idle."""
+
+    worker_hour: float | None = None
+    """What an hour of its workers costs; None: it has no table of prices."""
+    is_welcome: bool = True
+    """Whether it takes any at this hour."""
+
+
 class RegionState(BaseModel):
     """What a gateway tells of its region."""
 
@@ -49,6 +59,7 @@ class RegionState(BaseModel):
     used: dict[str, tuple[int, int]] = {}
     """By tenant with limits, the requests and tokens that it has used here, as counted since this region's Redis began.
     """
+    batch: BatchOffer = BatchOffer()
     is_stopping: bool
     """Whether this gateway stops, and takes no new requests."""
 
@@ -68,8 +79,16 @@ SEEN_LASTS_S = 5
 class StateReader:
     """Reads what this gateway tells of its own region."""
 
-    def __init__(self, region: str, client: "redis.asyncio.Redis", models: ServedModels, lag_cache: LagCache) -> None:
+    def __init__(
+        self,
+        region: str,
+        client: "redis.asyncio.Redis",
+        models: ServedModels,
+        lag_cache: LagCache,
+        prices: Prices | None = None,
+    ) -> None:
         self._region, self._client, self._models, self._lag_cache = region, client, models, lag_cache
+        self._prices = prices
         self._incarnation = uuid.uuid4().hex
 
     async def read_state(self) -> RegionState:
@@ -89,6 +108,7 @@ class StateReader:
             incarnation=self._incarnation,
             models=models,
             adopted=sorted(name.decode() for name in adopted),
+            batch=describe_offer(self._prices, time.gmtime()),
             is_stopping=False,
         )
 
@@ -107,6 +127,18 @@ class StateReader:
                 asked.pttl(key)
             values, *left = await asked.execute()
         return [ToldBeat(*one) for one in zip(keys, values, left, strict=True)]
+
+
+def describe_offer(prices: Prices | None, now: time.struct_time) -> BatchOffer:
+    """Return what a table of prices says of other regions' batches at this time (UTC)."""
+    if prices is None:
+        return BatchOffer()
+    costs, hour = prices.worker_hour.values(), now.tm_hour
+    welcome = [
+        begin <= hour < end if begin < end else hour >= begin or hour < end  # as from 22 to 6
+        for begin, end in prices.batch_hours
+    ]
+    return BatchOffer(worker_hour=sum(costs) / len(costs) if costs else None, is_welcome=any(welcome) or not welcome)
 
 
 def describe_model(

@@ -29,8 +29,9 @@ class Streams:
         self.settings, self.addresses = settings, addresses
         self.servers = Sharded.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
-        prices = read_prices(settings.gateway.prices) if settings.gateway.prices else None
-        self.metrics = GatewayMetrics(meters, addresses, settings.bus, prices, has_regions=bool(settings.region.peers))
+        self.prices = read_prices(settings.gateway.prices) if settings.gateway.prices else None
+        has_regions = bool(settings.region.peers)
+        self.metrics = GatewayMetrics(meters, addresses, settings.bus, self.prices, has_regions=has_regions)
         self.stream_metas = StreamMetaStore(self.servers, settings.record, self._end_lost)
         self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
         self.metrics.count_unread = self.unread.count
