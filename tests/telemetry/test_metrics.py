@@ -202,7 +202,8 @@ def meters() -> Meters:
     Webhooks(async_redis_client("redis://127.0.0.1:1/0"), None, WebhookSettings(), made)
     made.get_counter(catalog.WEBHOOK_ATTEMPTS, "delivered").add()
     regions = load_settings(RegionSettings, name="eu", peers="us=http://127.0.0.1:1", secret="x" * 16)
-    Peers(regions, cast(StateReader, None), cast(SharedLimits, None), made).choose_region(RegionAsk("demo", "interactive", 10))
+    peers = Peers(regions, cast(StateReader, None), cast(SharedLimits, None), made)
+    peers.choose_region(RegionAsk("demo", "interactive", 10))
     return made
 
 
