@@ -57,6 +57,11 @@ def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, r
     assert ", 0 findings," in told, told
 
 
+def test_what_stays_is_in_its_tenants_topics_alone(run_world: RunWorld) -> None:
+    told = run_world("--seed", "6", "--seeds", "3", "--level", "kafka", "--rate", "stays=0.5")
+    assert ", 0 findings," in told, told
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -212,12 +212,13 @@ class Placed:
         """Return the worker that reads the partition."""
         if self._noted != view.beats:
             self._noted = list(view.beats)
-            self._placer.note_beats(_translate_beat(str(worker), beat) for worker, beat in enumerate(view.beats))
+            self._placer.note_beats(translate_beat(str(worker), beat) for worker, beat in enumerate(view.beats))
         assert request.chain is not None
         return self._placer.choose_partition(request.chain, range(view.num_workers), view.now_s).partition
 
 
-def _translate_beat(worker: str, beat: Beat) -> WorkerBeat:
+def translate_beat(worker: str, beat: Beat) -> WorkerBeat:
+    """Return a heartbeat as a placer has it; the worker's name is the number of its partition."""
     tokens: dict[PriorityClass, int] = {
         "interactive": beat.waiting_tokens - beat.batch_tokens, "batch": beat.batch_tokens,
     }  # fmt: skip

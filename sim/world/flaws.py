@@ -200,6 +200,16 @@ FLAWS = (
         ),
     ),
     Flaw(
+        "what follows from a message of a tenant's own topic goes to the shared ones", f"{BUS}/contract.py",
+        "_, own = split_topic(self.delivery.topic)", 'own = ""', "kafka", ("stays=0.5",),
+    ),
+    Flaw(
+        "what was answered in a tenant's own topic before it was forgotten is answered again",
+        f"{BUS}/kafka/places.py",
+        "self._pipeline.results_topic + split_topic(topic)[1]", "self._pipeline.results_topic", "kafka",
+        ("stays=1", "away_s=3", "delete_s=0"),
+    ),
+    Flaw(
         "who reads for a dead worker begins at the first message", f"{BUS}/kafka/orphans.py",
         "self._find_start(TopicPartition(*one, offset, metadata or \"\"), partial(_guess_bounds, consumer))",
         'StartPosition(max(0, offset), metadata or "", None)', "kafka",

@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.contract import Outgoing, as_text
 from penstock.bus.kafka.offsets import Partition, decode_ranges
-from penstock.names import STAGES, Pipeline
+from penstock.names import STAGES, Pipeline, find_shared_topic
 from sim.world.runtime import EPOCH_S, SimCondition, World
 
 SESSION_S = 6.0
@@ -100,13 +100,12 @@ class KafkaBroker:
 
     def __init__(self, world: World, topics: Mapping[str, int]) -> None:
         self._world = world
-        self.topics = topics
+        self.topics = dict[str, int]()
         """How many partitions each topic has."""
-        self.logs: dict[Partition, list[Entry]] = {
-            (topic, number): [] for topic, count in topics.items() for number in range(count)
-        }
-        self.begins: dict[Partition, int] = dict.fromkeys(self.logs, 0)
+        self.logs = dict[Partition, list[Entry]]()
+        self.begins = dict[Partition, int]()
         """Where the logs begin: what is before was deleted."""
+        self.create_topics(topics)
         self.changed = SimCondition(world)
         """Is notified of all that a consumer may wait for."""
         self._groups: dict[str, Group] = {}
@@ -119,6 +118,13 @@ class KafkaBroker:
         self._numbers = itertools.count(1)
         self._epoch = LEADER_EPOCH
         world.start_thread(world.outside, "kafka", self._watch)
+
+    def create_topics(self, topics: Mapping[str, int]) -> None:
+        """Create topics with so many partitions each. Members that come to their groups later may read them."""
+        self.topics |= topics
+        made = [(topic, number) for topic, count in topics.items() for number in range(count)]
+        self.logs |= {partition: [] for partition in made}
+        self.begins |= dict.fromkeys(made, 0)
 
     def make_name(self) -> str:
         """Return a name that no client has."""
@@ -344,19 +350,21 @@ class BrokerBus:
         self._pipeline, self._broker = pipeline, broker
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Return every message now visible in a topic."""
+        """Return every message now visible in a topic, and in those beside it that tenants have of their own."""
         return [
             Outgoing(
-                topic, entry.value or b"", None if entry.key is None else as_text(entry.key),
+                name, entry.value or b"", None if entry.key is None else as_text(entry.key),
                 {name: as_text(raw) for name, raw in entry.headers},
             )
-            for (name, _), log in self._broker.logs.items() if name == topic
+            for (name, _), log in self._broker.logs.items() if topic in {name, find_shared_topic(name)}
             for entry in log if entry.is_visible
         ]  # fmt: skip
 
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled."""
-        topics = {topic: stage for stage in STAGES for topic in self._pipeline.input_topics(stage).values()}
+        inputs = {topic: stage for stage in STAGES for topic in self._pipeline.input_topics(stage).values()}
+        shared = {topic: find_shared_topic(topic) for topic in self._broker.topics}
+        topics = {topic: inputs[shared[topic]] for topic in self._broker.topics if shared[topic] in inputs}
         return {
             topic: sum(
                 len(self._broker.list_unsettled(self._pipeline.consumer_group(stage), (topic, number)))

@@ -49,6 +49,7 @@ from penstock.names import (
     VERSION_HEADER,
     Pipeline,
     WorkerKind,
+    add_tenant,
 )
 from penstock.ops.lag import LagWatch, PipelineLag
 from penstock.prefill_worker import backpressure
@@ -73,9 +74,11 @@ from sim.world.gateways import Gateways
 from sim.world.http import HttpClient
 from sim.world.kafka_client import LIBRARY
 from sim.world.runtime import EPOCH_S, Doubles, Process, World
-from sim.world.servers import LEVELS, SIMULATED, MemoryServers, Servers
+from sim.world.servers import LEVELS, SIMULATED, KafkaServers, MemoryServers, Servers
 from sim.world.ways import PRODUCERS, Place, Ways
 
+STAYING = "stays"
+"""The tenant that has topics of its own."""
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
 HEARTBEAT_S = 1.0
@@ -218,6 +221,8 @@ class Rates:
     """After how many attempts a request is given up; 0 where it never is."""
     gone_s: float = 0.0
     """The mean time until all decode workers die, and are away for minutes; 0 if they never do."""
+    stays: float = 0.0
+    """The share of requests on Kafka whose tenant has topics of its own."""
     resize_s: float = 0.0
     """The mean time until there are to be other workers, perhaps none; 0 if the same ones stay."""
 
@@ -327,6 +332,8 @@ class Scene:
             stack.enter_context(self.doubles.install(SIMULATED, self.servers.list_doubles()))
             stack.enter_context(self.doubles.install_server_clock("fakeredis."))
             self.servers.start()
+            if self.rates.stays and isinstance(servers, KafkaServers):
+                servers.create_own_topics(STAYING)
             self.gateways: Gateways | None = None
             if self.memory is not None:
                 self.gateways = Gateways(self.memory, self._note_failure, self._start_again)
@@ -792,12 +799,19 @@ class Scene:
 
     def _send(self, request: Request) -> None:
         name = PRODUCERS[zlib.crc32(request.id.encode()) % len(PRODUCERS)]
+        if stays := self._is_staying(request.id):
+            request = request.model_copy(update={"tenant": STAYING})
         while True:
             publisher = self.publishers.get(name) or self.servers.open_publisher(name)
             self.publishers[name] = publisher
             with contextlib.suppress(BusUnavailable):
-                publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
+                encoded = encode_request(request)
+                publisher.publish([prepare_message(self.pipeline, encoded, own_topics=stays)[1]])
                 return
+
+    def _is_staying(self, request_id: str) -> bool:
+        draw = zlib.crc32(f"{request_id} stays".encode()) / 2**32
+        return isinstance(self.servers, KafkaServers) and draw < self.rates.stays
 
     def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
         record = self.servers.open_record(f"client-{request.id}", RecordSettings())
@@ -910,7 +924,17 @@ class Scene:
                 text += event.text
                 self._note_event(request_id, "log", event, text)
 
+    def _find_strays(self) -> None:
+        """Find messages of a request in topics that are not its tenant's."""
+        for topic in self.pipeline.all_topics():
+            for message in self.servers.bus.read_all(topic):
+                request_id = extract_request_id(message.value, message.key) or ""
+                stays = message.topic == add_tenant(topic, STAYING)
+                if request_id in self.accepted and stays != self._is_staying(request_id):
+                    self.failures.append(f"{request_id} is in {message.topic}")
+
     def _record_topics(self) -> None:
+        self._find_strays()
         for message in self.servers.bus.read_all(self.pipeline.results_topic):
             result = decode_message(Result, message.value)
             if result.error is not None:

@@ -261,6 +261,11 @@ class KafkaServers(StreamsServers):
         self._broker.full_until_s = lambda: self.ways.full_until_s
         self.bus = BrokerBus(self.pipeline, self._broker)
 
+    def create_own_topics(self, tenant: str) -> None:
+        """Create a tenant's own topics, with as many partitions as all others have."""
+        count = BusSettings().partitions
+        self._broker.create_topics(dict.fromkeys(self.pipeline.list_own_topics(tenant), count))
+
     def _open_bus(self, who: str) -> Bus:
         return KafkaBus(self.pipeline, who, BusSettings(), redis_url=_make_url(who, "redis"))
 

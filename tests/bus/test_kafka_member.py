@@ -706,7 +706,7 @@ def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.Monke
 def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
     """Else the marker behind the last message would look like work that nobody does."""
     topic = NAMES.job_topic("interactive")
-    holdings = PrefetchBuffer(NAMES, "decode")
+    holdings = PrefetchBuffer(NAMES)
     holdings.assign_partition((topic, 0), StartPosition(0, "", None))
     holdings.add_message(Delivery(topic, "0:0", b"job", None, {}, "interactive", 0.0))
     found = holdings.hand_out({"interactive": 1})
@@ -786,7 +786,7 @@ def test_a_buffer_has_room_for_what_its_worker_takes_until_the_next_fetch_answer
     """Else a worker that takes more than half a full buffer in that time would stand still."""
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    holdings = PrefetchBuffer(NAMES, "prefill")
+    holdings = PrefetchBuffer(NAMES)
     holdings.assign_partition(ONE, StartPosition(0, "", None))
 
     def take(first: int, count: int) -> set[Partition]:

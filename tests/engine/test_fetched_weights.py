@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings
 from penstock.engine.loading.loading import open_model
 from penstock.engine.loading.packed import pack_model
+from penstock.names import Pipeline
 from tests.commands import Terminal
 from tests.engine.helpers import needs_kernels
-from tests.gateways import GatewayProcess
+from tests.gateways import GatewayProcess, ScriptedPipeline
 
 pytestmark = [needs_kernels, pytest.mark.proof]
 
@@ -23,7 +23,12 @@ def describe_engine(model: Path, cache: Path) -> dict[str, str]:
 
 
 def test_packed_weights_of_another_region_are_mapped_here(
-    tiny_dir: Path, tmp_path: Path, redis_url: str, terminal: Terminal, caplog: pytest.LogCaptureFixture
+    tiny_dir: Path,
+    tmp_path: Path,
+    redis_url: str,
+    pipeline: Pipeline,
+    terminal: Terminal,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     there, here = (Path(shutil.copytree(tiny_dir, tmp_path / name / "model")) for name in ("there", "here"))
     engines = {folder: describe_engine(folder, folder.parent / "cache") for folder in (there, here)}
@@ -34,7 +39,10 @@ def test_packed_weights_of_another_region_are_mapped_here(
     file = pack_model(settings[there])
     served = {f"ENGINE_{name}": value for name, value in engines[there].items()}
     region = {"REGION_NAME": "us", "REGION_PEERS": "eu=http://127.0.0.1:9", "REGION_SECRET": SECRET}
-    with GatewayProcess(Addresses(stream_url=redis_url), tmp_path, served | region) as gateway:
+    with (
+        ScriptedPipeline(redis_url, pipeline) as made,  # a gateway is ready when it knows a worker
+        GatewayProcess(made.addresses, tmp_path, served | region) as gateway,
+    ):
         ours = {"REGION_NAME": "eu", "REGION_PEERS": f"us={gateway.url}", "REGION_SECRET": SECRET}
         ours |= {f"ENGINE_{name}": value for name, value in engines[here].items()}
         environment = {f"PENSTOCK_{name}": value for name, value in ours.items()}
@@ -44,7 +52,7 @@ def test_packed_weights_of_another_region_are_mapped_here(
             return done.returncode, done.stdout + done.stderr
 
         assert "us" in fetch("0" * 32)[1]
-        assert fetch(file.digest, PENSTOCK_REGION_SECRET="another one, of sixteen")[0] == 1
+        assert "no packed file" in fetch(file.digest, PENSTOCK_REGION_SECRET="another one, of sixteen")[1]
         assert "PENSTOCK_REGION_PEERS is empty" in fetch(file.digest, PENSTOCK_REGION_PEERS="")[1]
         assert not list(here.glob("*.packed"))
 

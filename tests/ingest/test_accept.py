@@ -108,7 +108,7 @@ async def test_each_post_under_one_key_costs_a_request_and_publishes_nothing_mor
 
 
 async def test_what_was_not_published_is_published_by_the_next_post(site: Site) -> None:
-    async def refuse(*_: object) -> None:
+    async def refuse(*_: object, **__: object) -> None:
         raise BusUnavailable("no acknowledgement")
 
     with site.patch.context() as patch:
@@ -143,7 +143,7 @@ async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(site
 
 
 async def test_what_its_topic_does_not_take_costs_nothing(site: Site) -> None:
-    async def refuse(*_: object) -> None:
+    async def refuse(*_: object, **__: object) -> None:
         raise RequestTooLarge("the brokers take less")
 
     site.caller = replace(site.caller, tokens_per_min=10)
@@ -157,10 +157,10 @@ async def test_what_its_topic_does_not_take_costs_nothing(site: Site) -> None:
 async def test_the_key_of_what_is_too_large_is_free_and_what_was_written_of_it_is_paid_for(site: Site) -> None:
     send = AsyncClient.send
 
-    async def refuse_long(client: AsyncClient, encoded: Any, *args: Any) -> str:
+    async def refuse_long(client: AsyncClient, encoded: Any, *args: Any, **named: Any) -> str:
         if "long" in (encoded.request.prompt or ""):
             raise RequestTooLarge("the brokers take less")
-        return await send(client, encoded, *args)
+        return await send(client, encoded, *args, **named)
 
     site.patch.setattr(AsyncClient, "send", refuse_long)
     site.patch.setattr(site.gateways[0].admission, "settle", settle := AsyncMock())

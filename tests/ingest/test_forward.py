@@ -12,7 +12,7 @@ import pytest
 
 from penstock.ingest.tenants import TenantEntry
 from penstock.local.valkey import ValkeyServer
-from penstock.names import CLASSES, Pipeline, rate_key
+from penstock.names import ADOPTED_REGIONS_KEY, CLASSES, Pipeline, rate_key
 from penstock.regions import HOPS_HEADER, PEER_HEADER, REGION_HEADER, choose_home, find_home
 from sim.chaos.proxy import Proxy
 from sim.waiting import PATIENCE_S, wait_for
@@ -146,6 +146,15 @@ def test_a_request_overflows_to_the_other_region_and_is_read_anywhere(
     wait_for(lambda: told in terminal("explain", request_id, **home).stdout, "its spans are written")
 
 
+def read_last_error(stream: bytes) -> str:
+    """Return the code of the error in which a stream ends. It stands behind a whole event, and has no id."""
+    *_, last = stream.decode().strip().split("\n\n")
+    opening, _, data = last.partition("data: ")
+    assert opening.endswith("event: error\n")
+    assert "id: " not in opening
+    return str(json.loads(data)["error"]["code"])
+
+
 def test_a_request_is_cancelled_from_the_other_region(regions: tuple[Region, Region]) -> None:
     eu, us = regions
     first, second = post(us), post(us)
@@ -251,13 +260,31 @@ def test_a_request_that_came_through_two_regions_is_answered_or_refused(regions:
     assert "PENSTOCK_REGION_PEERS" in answer.json()["error"]["message"]
 
 
-def test_regions_that_take_each_other_for_a_third_end_after_two_hops(tmp_path: Path) -> None:
+def test_a_loop_ends_after_two_hops_an_adopter_answers_and_a_gateway_that_stops_says_where_to_go_on(
+    tmp_path: Path,
+) -> None:
     with ExitStack() as exits:
         eu, us = (Region(name, tmp_path / name, exits) for name in NAMES)
         for one, other in ((eu, us), (us, eu)):
             one.start_gateway(exits, {}, **{other.name: other.proxy.port, "asia": other.proxy.port})
         answer = httpx.get(f"{eu.url}/v1/streams/cmpl-0-asia", timeout=None)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "region_away")
+
+        us.scripted.server.hset(ADOPTED_REGIONS_KEY, "asia", "{}")
+        wait_for(lambda: eu.see("us")["adopted"] == ["asia"], "the adoption is known")
+        answer = httpx.get(f"{eu.url}/v1/streams/cmpl-0-asia", timeout=None)
+        assert (answer.status_code, answer.headers[REGION_HEADER]) == (404, "us; adopted asia")
+
+        request_id = post(us)
+        us.scripted.write(request_id, 3)
+        with httpx.stream("GET", f"{eu.url}/v1/streams/{request_id}", timeout=None) as stream:
+            pieces = stream.iter_bytes()
+            received = b""
+            while received.count(b"data: ") < 3:
+                received += next(pieces)
+            eu.gateway.process.stop(PATIENCE_S)
+            received += b"".join(pieces)
+        assert read_last_error(received) == "gateway_stopping"
 
 
 def test_a_tenant_has_its_limit_once_over_both_regions(tmp_path: Path) -> None:
@@ -302,9 +329,7 @@ def test_a_slow_peer_is_read_and_one_that_stands_still_ends_in_an_error(regions:
             received += next(pieces)
         us.proxy.stop_forwarding()
         received += b"".join(pieces)
-    *_, last = received.decode().strip().split("\n\n")
-    assert last.startswith("event: error\ndata: ")
-    assert json.loads(last.partition("data: ")[2])["error"]["code"] == "region_away"
+    assert read_last_error(received) == "region_away"
     us.proxy.forward_normally()
     wait_until_ready(eu, us)
 

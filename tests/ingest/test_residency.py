@@ -182,6 +182,7 @@ def test_without_kafka_nobody_pretends(scripted: ScriptedPipeline, tmp_path: Pat
     gateway = scripted.open_gateway(admission={"keys": str(tmp_path / "keys.json")}, batch={"store": str(tmp_path)})
     with gateway, gateway.client() as http:
         for path, body in (
+            ("/v1/files", {}),
             ("/v1/completions", {"model": scripted.model, "prompt": SECRET}),
             ("/v1/batches", {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}),
         ):

@@ -66,6 +66,7 @@ EXAMPLES = (
     "penstock models forget Qwen3-0.6B", "penstock keys create acme", "penstock keys list",
     "penstock keys revoke 3fa91c", "penstock keys tenant acme --weight 2",
     "penstock weights pack Qwen/Qwen3-0.6B --weights int8",
+    "penstock weights fetch Qwen/Qwen3-0.6B 0123456789abcdef0123456789abcdef --from us",
 )  # fmt: skip
 """An example of each command, which its help ends with. The help of a group ends with that of its first command."""
 

@@ -648,6 +648,7 @@ class GatewayProcessSettings(NamedTuple):
     responses: ResponsesSettings
     webhook: WebhookSettings
     region: RegionSettings
+    engine: EngineSettings
     bus: BusSettings
     record: RecordSettings
     telemetry: TelemetrySettings

@@ -115,7 +115,7 @@ class KafkaMember:
         self._pipeline, self._stage, self._clients, self._pace = bus.pipeline, stage, bus.clients, bus.pace
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
-        self._holdings, self._leaving = PrefetchBuffer(bus.pipeline, stage), threading.Event()
+        self._holdings, self._leaving = PrefetchBuffer(bus.pipeline), threading.Event()
         self._shared = SharedState(self._holdings, wake)
         self._state, self._closing = self._shared.changed, self._shared.closing
         self._damage = DamagedMessages(self._shared, bus.pipeline)

@@ -42,12 +42,13 @@ _FORM_SCHEMA: dict[str, Any] = {
 @router.post(
     "/v1/files",
     summary="Upload a file",
-    responses=error_responses(400, 401, 413, 503),
+    responses=error_responses(400, 401, 403, 413, 503),
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM_SCHEMA}}}},
 )
 async def upload(request: Request, caller: CallerDep) -> FileObject:
     """The content goes to the store as it arrives. The answer confirms that all of it is stored."""
     try:
+        get_gateway(request).check_residency(caller)
         return await _receive_file(get_gateway(request), caller.tenant, Upload(request))
     except ApiError:
         with suppress(ClientDisconnect, RuntimeError):  # the rest, as who still sends would not read the answer

@@ -7,7 +7,6 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Request, Response
 from starlette.responses import FileResponse, JSONResponse
 
-from penstock.config.settings import EngineSettings, load_settings
 from penstock.engine.weights.files import find_packed_by_digest
 from penstock.ingest.batch.answer import LentRow, RowAnswers
 from penstock.ingest.errors import ApiError
@@ -48,7 +47,7 @@ async def cancel_row(gateway: GatewayDep, lent: LentRow) -> Response:
 @router.get("/v1/penstock/weights/{digest}")
 def packed_weights(gateway: GatewayDep, digest: str) -> FileResponse:
     """Send a packed file that workers with this gateway's settings may find, or a part of it (`Range`)."""
-    found = find_packed_by_digest(load_settings(EngineSettings), digest)
+    found = find_packed_by_digest(gateway.settings.engine, digest)
     if found is None:
         raise ApiError(404, f"no packed weights with the digest {digest!r} here", code="not_found")
     return FileResponse(found)
