@@ -37,6 +37,7 @@ from sim.chaos.faults import CONTROLLER_FAULTS, Bus
 from sim.chaos.history import read_history
 from sim.chaos.poison import POISON, name_poison
 from sim.chaos.runner import ChaosRound, run_round
+from sim.chaos.two_regions import RegionsRound, run_regions
 from sim.container import Container, ask_penstock_up
 from sim.forked import preload_modules
 from sim.zones import ZONE_DELAY_S
@@ -222,6 +223,20 @@ def _play_agents(seed: int, directory: Path) -> Played:
     return played
 
 
+REGIONS_S = 90.0
+"""How long one fault after the other meets one of two regions: each kind at least once."""
+
+
+def _play_regions(seed: int, directory: Path) -> Played:
+    """Play two regions that help each other, whose processes are killed and stopped, and which are cut off."""
+    outcome = run_regions(RegionsRound(seed, REGIONS_S), directory)
+    told = [f"{one.kind}: {one.id}: {one.description}" for one in outcome.findings]
+    if not outcome.counts["sent on"]:
+        told.append("no request was sent on")
+    kills = outcome.counts["kill worker"] + outcome.counts["kill gateway"]
+    return Played(outcome.requests, kills, told, str(outcome.history))
+
+
 # Stacks as users start them.
 
 
@@ -308,6 +323,10 @@ SCENES = (
     Scene(
         "controllers that are killed, cut off and doubled",
         f"{ANSWERED}; the number of workers does not swing", _play_controllers,
+    ),
+    Scene(
+        "two regions, embedded", f"{ANSWERED}, at either gateway; no POST is accepted twice, and none is stuck",
+        _play_regions,
     ),
     _undisturbed("Kafka answers 0.2 s late", delays_s={"kafka": 0.2}),
     _undisturbed("Kafka answers 0.5 s late", delays_s={"kafka": 0.5}),

@@ -30,6 +30,10 @@ _HEADERS: dict[str, Json] = {
     names.VERSION_HEADER: {"description": "The message's version, as in its `v`.", "const": str(VERSION)},
     names.TENANT_HEADER: {"description": "Whose request it is, as in the message."},
     names.KEY_HEADER: {"description": "The id of the API key that the request came with.", "maxLength": 128},
+    names.CARD_HEADER: {
+        "description": "What gateways know of the stream, where there are regions.",
+        "maxLength": 32768,
+    },
     names.CLASS_HEADER: {"description": "As in the topic's name.", "enum": list(CLASSES)},
     names.DEADLINE_HEADER: {
         "description": "The message's `deadline`, as decimal text.",

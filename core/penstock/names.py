@@ -36,6 +36,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:autoscale:lease`  | string | three looks: the controller that decides  | `penstock autoscale` |
 | `penstock:regions:adopted`             | hash   | until given back: regions adopted here    | `penstock regions` |
 | `penstock:regions:joined`              | string | seconds: peers said what they adopted     | gateway        |
+| `penstock:regions:fingerprints`        | hash   | for good: the models of each region       | gateway        |
 | `penstock:regions:seen`                | string | seconds: a gateway's view of all regions  | gateway        |
 | `penstock:regions:used`                | hash   | for good: what tenants with limits used here | `ingest/admission` |
 | `penstock:regions:settled:<region>`    | hash   | for good: what of its use is settled here | `ingest/regions` |
@@ -394,6 +395,8 @@ as JSON; empty for a model that was forgotten.
 
 ADOPTED_REGIONS_KEY = "penstock:regions:adopted"
 """The key of the regions that this one has adopted: by name, when, by whom and how far, as JSON."""
+FINGERPRINTS_KEY = "penstock:regions:fingerprints"
+"""The key of the fingerprints of each region's models, by the region's name, as JSON, as a gateway saw them last."""
 REGION_JOINED_KEY = "penstock:regions:joined"
 """The key that exists while a gateway knows what peers have adopted of this region, and has ended that here."""
 REGIONS_SEEN_KEY = "penstock:regions:seen"

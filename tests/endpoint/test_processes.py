@@ -15,10 +15,11 @@ from penstock.cli.up import build_endpoint_environment
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.names import Pipeline
 from sim.endpoint import MODEL, NUM_TOLD, write_arguments, write_numbers
+from sim.events import EventSource
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S
 from sim.workload import TOOL_MODEL
-from tests.gateways import EventSource, open_stack
+from tests.gateways import open_stack
 
 
 def start_endpoint(port: int, pause_s: float = 0.01) -> Child:

@@ -21,6 +21,7 @@ from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 
 SECRET = "of all regions, and long"
 NAMES = ("eu", "us")
+SENT_ON = {PEER_HEADER: SECRET, HOPS_HEADER: "eu;sooner"}
 PROMPT: dict[str, Any] = {"model": "m", "prompt": "In the beginning", "max_tokens": 64}
 FAST = 1e9
 """Prompt tokens a second."""
@@ -195,6 +196,19 @@ def leave_answer(eu: Region, us: Region, body: dict[str, Any]) -> str:
     return request_id
 
 
+def test_a_region_that_refuses_a_request_leaves_it_to_the_next_one(regions: tuple[Region, Region]) -> None:
+    eu, us = regions
+    with busy(eu, us), busy(us, eu):
+        eu.tell_speed(50.0 * len(eu.list_ids()))
+        wait_for(lambda: eu.see("eu")["models"]["m"]["wait_s"]["interactive"] > 15, "more waits here than there")
+        headers = {"x-penstock-reject-if-busy": "1"}
+        there = httpx.post(f"{us.url}/v1/completions", json=PROMPT, headers=headers | SENT_ON, timeout=None)
+        assert (there.status_code, there.headers["x-penstock-refused"]) == (429, "busy")
+        answer = httpx.post(f"{eu.url}/v1/completions", json=PROMPT, headers=headers, timeout=None)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy")
+        assert answer.headers[REGION_HEADER] == "eu; only", "it came back from us"
+
+
 def test_posts_with_one_key_join_at_any_gateway(regions: tuple[Region, Region]) -> None:
     for home in NAMES:
         headers = {"idempotency-key": pick_key(home, "joins")}
@@ -289,7 +303,8 @@ def test_a_loop_ends_after_two_hops_an_adopter_answers_and_a_gateway_that_stops_
 
 def test_a_tenant_has_its_limit_once_over_both_regions(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
-    (key,) = write_keys(keys, "acme", acme=TenantEntry(tokens_per_min=600))
+    stays = TenantEntry(regions=("us",))
+    key, staying = write_keys(keys, "acme", "stays", acme=TenantEntry(tokens_per_min=600), stays=stays)
     with ExitStack() as exits:
         eu, us = (Region(name, tmp_path, exits) for name in NAMES)
         for one, other in ((eu, us), (us, eu)):
@@ -306,6 +321,12 @@ def test_a_tenant_has_its_limit_once_over_both_regions(tmp_path: Path) -> None:
         body = {**PROMPT, "max_tokens": 300}
         answer = httpx.post(f"{eu.url}/v1/completions", json=body, headers=eu.headers, timeout=None)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        # Its data may be in us alone, where topics of its own are refused: Redis is the bus there.
+        for more in ({}, {"idempotency-key": "any"}):
+            headers = {"authorization": f"Bearer {staying}", **more}
+            answer = httpx.post(f"{eu.url}/v1/completions", json=PROMPT, headers=headers, timeout=None)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "own_topics_need_kafka")
+            assert answer.headers[REGION_HEADER].startswith("us; ")
         strange = {"authorization": "Bearer psk_0"}
         answer = httpx.get(f"{eu.url}/v1/streams/cmpl-0-us", headers=strange, timeout=None)
         assert (answer.status_code, answer.headers[REGION_HEADER]) == (401, "eu; here"), "nobody else is sent on"

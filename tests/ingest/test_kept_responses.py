@@ -21,8 +21,9 @@ from penstock.ingest.openai import RESPONSES, StreamMeta
 from penstock.ingest.openai.endpoint import EarlierTurns
 from penstock.messages import EndEvent
 from penstock.names import stream_meta_key
+from sim.events import EventSource, ServerSentEvent
 from sim.waiting import wait_for
-from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
+from tests.gateways import GatewayProcess, ScriptedPipeline
 from tests.ingest.answers import TEMPLATE
 from tests.record.play import decode, end, say
 

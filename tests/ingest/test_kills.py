@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from penstock.local.stack import Stack
-from tests.gateways import EventSource, GatewayProcess
+from sim.events import EventSource
+from tests.gateways import GatewayProcess
 
 pytestmark = pytest.mark.proof
 

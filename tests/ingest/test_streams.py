@@ -13,9 +13,10 @@ import pytest
 
 from penstock.messages import Request, decode_message
 from penstock.names import CLASSES, Pipeline
+from sim.events import EventSource
 from sim.waiting import PATIENCE_S, wait_for
 from tests.draws import mark_some
-from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from tests.gateways import GatewayProcess, ScriptedPipeline
 from tests.record.play import end, say
 
 MODEL = "scripted"

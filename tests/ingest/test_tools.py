@@ -11,10 +11,11 @@ import openai
 import pytest
 
 from penstock.local.stack import Stack
+from sim.events import EventSource
 from sim.waiting import wait_for
 from sim.workload import TOOL_MODEL
 from tests.draws import mark_some
-from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from tests.gateways import GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -21,8 +21,9 @@ from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 from penstock.worker.heartbeat import Heartbeat
 from sim.chaos.proxy import Proxy
 from sim.endpoint import MODEL, CountingEndpoint
+from sim.events import EventSource
 from sim.waiting import wait_for
-from tests.gateways import EventSource, GatewayProcess, open_stack, write_keys
+from tests.gateways import GatewayProcess, open_stack, write_keys
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 from tests.pipeline.site import hanging
 

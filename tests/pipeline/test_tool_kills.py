@@ -20,9 +20,10 @@ from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
 from sim.conversations import Body, make_chat_bodies
+from sim.events import EventSource, ServerSentEvent
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import TOOL_MODEL
-from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
+from tests.gateways import GatewayProcess
 from tests.pipeline.site import worker_process
 
 KILL_EVERY = int(os.environ.get("TEST_KILL_EVERY", "16"))

@@ -7,12 +7,12 @@ import pytest
 
 from penstock import failpoints
 from penstock.config.settings import RecordSettings, RegionSettings
-from penstock.errors import SettingsError
+from penstock.errors import AdoptionRefused, SettingsError
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.regions import adopting
 from penstock.ingest.regions.adopting import AdoptionMark, AdoptionSettings, adopt_region, read_marks
 from penstock.messages import now_s
-from penstock.names import ADOPTED_REGIONS_KEY, CARD_HEADER, stream_meta_key
+from penstock.names import ADOPTED_REGIONS_KEY, CARD_HEADER, FINGERPRINTS_KEY, stream_meta_key
 from tests.commands import Terminal
 from tests.regions.copied import BUS, CopiedRegion
 from tests.regions.test_copies import SECRET, Killed, die
@@ -93,6 +93,22 @@ def test_killed_at_every_step_and_begun_again(
     assert sum(published.values()) == 10 + (4 if point == "adopt.5.published" else 0)
 
 
+def test_a_region_with_another_model_does_not_stand_in(copied_region: CopiedRegion) -> None:
+    name, own = copied_region.name, f"us-{copied_region.name}"
+    settings = SETTINGS._replace(region=RegionSettings(name=own))
+    copied_region.request("open")
+    told = {own: {"demo": "a", "mine": "x"}, name: {"demo": "b", "theirs": "y"}}
+    for region, models in told.items():
+        copied_region.client.hset(FINGERPRINTS_KEY, region, json.dumps(models))
+    with pytest.raises(AdoptionRefused, match="demo of"):
+        adopt_region(copied_region.client, copied_region.addresses, settings, name, "me")
+    assert name not in read_marks(copied_region.client)
+    assert copied_region.read_published() == []
+    copied_region.client.hset(FINGERPRINTS_KEY, own, json.dumps(told[name]))
+    adopt_region(copied_region.client, copied_region.addresses, settings, name, "me")
+    assert [message.key for message in copied_region.read_published()] == ["open"]
+
+
 def test_a_message_that_the_copy_lost_stays_open_and_is_told(copied_region: CopiedRegion) -> None:
     copied_region.request("one")
     copied_region.index_all()
@@ -113,8 +129,8 @@ def test_operators_adopt_and_give_back(copied_region: CopiedRegion, terminal: Te
     told = terminal("regions", "adopt", name, **here)
     assert told.returncode == 0, told.stderr
     assert f"1 open requests of {name} are answered here" in told.stdout
-    [row] = json.loads(terminal("regions", "list", "--json", **here).stdout)
-    assert (row["region"], row["adopted"]["pipelines"][addresses.pipeline]["taken"]) == (name, 1)
+    rows = {row["region"]: row for row in json.loads(terminal("regions", "list", "--json", **here).stdout)}
+    assert rows[name]["adopted"]["pipelines"][addresses.pipeline]["taken"] == 1
     assert "is not copied here" in terminal("regions", "adopt", "mars", **here).stderr
     assert terminal("regions", "give-back", name, **here).returncode == 0
     assert copied_region.client.hget(ADOPTED_REGIONS_KEY, name) is None

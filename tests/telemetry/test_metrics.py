@@ -18,6 +18,7 @@ from penstock.config.settings import BusSettings, RegionSettings, WebhookSetting
 from penstock.errors import PenstockError
 from penstock.ingest.http.metrics import REFUSAL_KEY, GatewayMetrics
 from penstock.ingest.regions.choosing import RegionAsk
+from penstock.ingest.regions.copies import CopyState, watch_copies
 from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.peers import Peers
 from penstock.ingest.regions.state import StateReader
@@ -204,6 +205,7 @@ def meters() -> Meters:
     regions = load_settings(RegionSettings, name="eu", peers="us=http://127.0.0.1:1", secret="x" * 16)
     peers = Peers(regions, cast(StateReader, None), cast(SharedLimits, None), made)
     peers.choose_region(RegionAsk("demo", "interactive", 10))
+    watch_copies(made, {"p"}, ["eu"], lambda pipeline, region: CopyState(3, 1.5))
     return made
 
 
@@ -246,6 +248,8 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
     assert found["penstock_gateway_refused_total", "overloaded"] == 1
     assert found["penstock_webhook_attempts_total", "delivered"] == 1
     assert found["penstock_webhook_waiting",] == 0
+    assert found["penstock_region_open", "p", "eu"] == 3
+    assert found["penstock_region_copy_age_seconds", "p", "eu"] == 1.5
     assert found["penstock_region_state", "us", "unknown"] == 1
     assert found["penstock_region_requests_total", "eu", "only"] == 1
     ttft = "gen_ai_server_time_to_first_token_seconds"

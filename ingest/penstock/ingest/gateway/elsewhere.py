@@ -36,7 +36,7 @@ from penstock.ingest.openai.endpoint import build_request
 from penstock.ingest.openai.response_items import find_response_id
 from penstock.ingest.regions.choosing import RegionAsk
 from penstock.ingest.regions.forward import REFUSED_HEADER, Forwarder, Hop, NotAccepted, region_away_error
-from penstock.ingest.tenants import Caller
+from penstock.ingest.tenants import Caller, list_allowed_regions
 from penstock.regions import HOPS_HEADER, MAX_HOPS, PEER_HEADER, REGION_HEADER, choose_home, find_home, is_region_name
 from penstock.telemetry.timeline import HOPS_ATTRIBUTE, REGION_ATTRIBUTE, REGION_WHY_ATTRIBUTE
 
@@ -113,8 +113,10 @@ class RegionLayer:
             if body is None or path not in ENDPOINTS:
                 return here
             caller = await find_caller(request, None, None)
+            allowed = list_allowed_regions(caller, self._peers.own) or frozenset(self._peers.names)
             if key is not None:
-                return _Target(choose_home(caller.tenant, key, self._peers.names), "key")
+                keepers = allowed.intersection(self._peers.names)  # none: this region refuses it, and says why
+                return _Target(choose_home(caller.tenant, key, keepers) if keepers else self._peers.own, "key")
             if len(hops) >= MAX_HOPS:
                 return _Target(self._peers.own, "hops")
             if len(body) < MIN_THREAD_BYTES:
@@ -123,7 +125,7 @@ class RegionLayer:
                 ask = await asyncio.to_thread(_describe_request, path, fields, caller)
         except PenstockError:
             return here  # its route refuses it, and says why
-        return self._choose(ask._replace(allowed=frozenset(self._peers.names) - {hop.region for hop in hops}))
+        return self._choose(ask._replace(allowed=allowed - {hop.region for hop in hops}))
 
     async def _send_on(self, scope: Scope, body: bytes, target: _Target, hops: Sequence[Hop], send: Send) -> str:
         """Have another region answer; return "" then, and if the request is to be answered here, why.

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
@@ -24,7 +25,7 @@ from penstock.ingest.keys import open_key_source
 from penstock.ingest.leased_reader import read_forever
 from penstock.ingest.metering import UsageMeter
 from penstock.ingest.models import ServedModels
-from penstock.ingest.regions.copies import CopyIndex, check_bus, watch_copies
+from penstock.ingest.regions.copies import CopyIndex, check_bus, read_copy_state, watch_copies
 from penstock.ingest.regions.forward import Forwarder
 from penstock.ingest.regions.lending import Lender
 from penstock.ingest.regions.limits import SharedLimits
@@ -37,6 +38,7 @@ from penstock.ingest.tenants import Caller, Keyring, check_residency
 from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import GrammarSpec
+from penstock.redis.client import redis_client
 from penstock.telemetry.meters import Meters
 
 PIPELINE_CHECK_S = 5.0
@@ -69,7 +71,8 @@ class Gateway(Streams):
             self._return_loop = SearchLoop("what peers have adopted", self._returning.look, LOOK_S)
         if settings.region.list_copies():
             check_bus(addresses)
-            watch_copies(addresses, settings.region.list_copies(), self.metrics.pipelines, meters)
+            read_state = partial(read_copy_state, redis_client(addresses.first_url))
+            watch_copies(meters, self.metrics.pipelines, settings.region.list_copies(), read_state)
         self.lender = None if self.peers is None else Lender(self.peers, settings.region.secret)
         self.lent_pipelines = Pipelines(self.find_pipeline, settings.batch.rows_in_flight)
         """They answer lines of other regions' batches."""

@@ -1,7 +1,8 @@
 """A region that died is adopted by this one: what is open there, as far as it was copied, is answered here.
 
     1  mark     the region is adopted, since when and by whom: in Redis, so that its gateways find it when they are back
-    2  look     whether its gateways answer, and whether another peer has adopted it: then the mark is taken away
+    2  look     whether its gateways answer, another peer has adopted it, or its models are others than here: then the
+                mark is taken away
     3  index    what was copied and is not in the index yet
     4  card     for each open request, what gateways need to stream its answer, if its message has it
     5  publish  the message, to this region's own topic of its class, under the same id
@@ -51,6 +52,7 @@ from penstock.names import (
     ADOPTED_REGIONS_KEY,
     CARD_HEADER,
     CLASSES,
+    FINGERPRINTS_KEY,
     MODELS_KEY,
     Pipeline,
     copy_topic,
@@ -177,7 +179,8 @@ def adopt_region(
     mark = AdoptionMark(now_s(), by, None, {}) if earlier is None else earlier._replace(done_s=None)
     client.hset(ADOPTED_REGIONS_KEY, region, mark.encode())  # 1
     failpoint("adopt.1.marked")
-    if not force and (objection := find_objection(settings.region, region)):  # 2
+    objection = find_objection(settings.region, region) or find_other_models(client, settings.region.name, region)  # 2
+    if objection and not force:
         if earlier is None:
             client.hdel(ADOPTED_REGIONS_KEY, region)
         else:
@@ -212,6 +215,14 @@ def find_objection(settings: RegionSettings, region: str) -> str:
         if state != "none":
             return f"{name} has adopted {region}, or does not say whether it has"
     return ""
+
+
+def find_other_models(client: "redis.Redis", own: str, region: str) -> str:
+    """Return which models of a region are not those of their names here; empty where none is known to be another."""
+    found = cast("list[bytes | None]", client.hmget(FINGERPRINTS_KEY, [own, region]))
+    here, there = (json.loads(text or b"{}") for text in found)
+    others = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
+    return f"{', '.join(others)} of {region} is another model than here, by its fingerprint" if others else ""
 
 
 def _adopt_pipeline(index: CopyIndex, keep_s: float) -> AdoptedCounts:

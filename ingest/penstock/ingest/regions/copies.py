@@ -10,7 +10,7 @@ The newest heartbeat of MirrorMaker that was copied says how old the copy is: th
 
 import itertools
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, cast
 
@@ -24,7 +24,6 @@ from penstock.errors import SettingsError
 from penstock.ingest.leased_reader import LeasedReader
 from penstock.messages import extract_request_id, now_s
 from penstock.names import CLASSES, HEARTBEATS_TOPIC, Pipeline, PriorityClass, copy_topic
-from penstock.redis.client import redis_client
 from penstock.redis.scripts import load_script
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Meters, Reading
@@ -124,17 +123,18 @@ class CopyState(NamedTuple):
     """How long ago the newest heartbeat was written that was copied; None: none was."""
 
 
-def watch_copies(addresses: Addresses, regions: Sequence[str], pipelines: Collection[str], meters: Meters) -> None:
-    """Let the metrics tell the state of the copies of these regions."""
-    client = redis_client(addresses.first_url)
+def watch_copies(
+    meters: Meters, pipelines: Collection[str], regions: Sequence[str], read_state: Callable[[Pipeline, str], CopyState]
+) -> None:
+    """Let the metrics tell the state of the copies of these regions, as far as it can be read."""
 
     def read() -> Iterator[Reading]:
         with suppress(redis.RedisError):
-            for pipeline, region in itertools.product(sorted(pipelines), regions):
-                state = read_copy_state(client, Pipeline(pipeline), region)
-                yield Reading(catalog.REGION_OPEN, (pipeline, region), state.num_open)
+            for name, region in itertools.product(sorted(pipelines), regions):
+                state = read_state(Pipeline(name), region)
+                yield Reading(catalog.REGION_OPEN, (name, region), state.num_open)
                 if state.age_s is not None:
-                    yield Reading(catalog.REGION_COPY_AGE, (pipeline, region), state.age_s)
+                    yield Reading(catalog.REGION_COPY_AGE, (name, region), state.age_s)
 
     meters.add_source(read)
 

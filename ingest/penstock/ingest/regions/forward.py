@@ -91,7 +91,7 @@ class Forwarder:
         answer = await self._ask(region, self._build_request(region, [*hops, Hop(self.peers.own, why)], scope, body))
         try:
             if (code := answer.headers.get(REFUSED_HEADER)) is not None:
-                whole = {"type": "http.response.body", "body": await answer.aread()}
+                whole = {"type": "http.response.body", "body": b"".join([piece async for piece in answer.aiter_raw()])}
                 error = region_away_error(region, f"has refused the request: {code}")
                 raise NotAccepted(error, (_make_start(answer, region, why), whole))
             await self._return_answer(region, why, answer, scope, send)
@@ -170,7 +170,8 @@ def _make_start(answer: httpx2.Response, region: str, why: str) -> Message:
     """Return the beginning of an answer. It says where it comes from; of several hops this gateway's was the first."""
     found = answer.headers.get(REGION_HEADER, region)
     told = f"{region}; {why}" if found.partition(";")[0] == region else f"{found}, by way of {region}"
-    headers = [pair for pair in answer.headers.raw if pair[0].lower() not in _UNRETURNED_HEADERS]
+    given = ((name.lower(), value) for name, value in answer.headers.raw)
+    headers = [pair for pair in given if pair[0] not in _UNRETURNED_HEADERS]
     headers.append((REGION_HEADER.encode(), told.encode()))
     return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
 

@@ -12,9 +12,10 @@ the id (`adopting.py`, 4 and 5) would be answered twice. A gateway that has join
 silent. It listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds it there.
 """
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import httpx2
 import redis.asyncio
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.config.settings import RegionSettings
 from penstock.ingest.regions.peers import Peers
-from penstock.names import REGION_JOINED_KEY
+from penstock.names import FINGERPRINTS_KEY, REGION_JOINED_KEY
 from penstock.redis.client import translate_outages
 from penstock.regions import PEER_HEADER
 
@@ -53,6 +54,8 @@ class RegionReturn:
         self._known = dict[str, float]()
         """By peer, the time of the list that was ended here."""
         self._has_joined = False
+        self._fingerprints = dict[str, str]()
+        """By region, its models' fingerprints as they are in Redis."""
 
     async def look(self) -> None:
         """Do all steps once. Raises `BusUnavailable`."""
@@ -66,6 +69,18 @@ class RegionReturn:
         if self._has_joined:
             with translate_outages():
                 await self._client.set(REGION_JOINED_KEY, self._settings.name, ex=JOINED_LASTS_S)  # 3
+        await self._note_fingerprints()
+
+    async def _note_fingerprints(self) -> None:
+        """Keep in Redis which models the regions have: who adopts one cannot ask it any more."""
+        client: Any = self._client
+        for region in self._peers.describe_regions():
+            found = {name: model.fingerprint for name, model in region.models.items() if model.fingerprint}
+            text = json.dumps(found, sort_keys=True)
+            if found and self._fingerprints.get(region.name) != text:
+                with translate_outages():
+                    await client.hset(FINGERPRINTS_KEY, region.name, text)
+                self._fingerprints[region.name] = text
 
     async def _ask(self, peer: str) -> AdoptedIds | None:
         """Return what a peer has adopted of this region; None where it does not say."""
