@@ -20,7 +20,7 @@ from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
 from tests.commands import Terminal
-from tests.gateways import ENVIRONMENT, EventSource
+from tests.gateways import ENVIRONMENT
 from tests.regions.conftest import CopiedRegions
 from tests.regions.copied import BUS
 from tests.regions.test_copies import SECRET
