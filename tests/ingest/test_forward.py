@@ -12,7 +12,7 @@ import pytest
 
 from penstock.ingest.tenants import TenantEntry
 from penstock.local.valkey import ValkeyServer
-from penstock.names import ADOPTED_REGIONS_KEY, CLASSES, Pipeline, rate_key
+from penstock.names import ADOPTED_REGIONS_KEY, CLASSES, Pipeline, rate_key, stream_meta_key
 from penstock.regions import HOPS_HEADER, PEER_HEADER, REGION_HEADER, choose_home, find_home
 from sim.chaos.proxy import Proxy
 from sim.waiting import PATIENCE_S, wait_for
@@ -287,9 +287,13 @@ def test_a_loop_ends_after_two_hops_an_adopter_answers_and_a_gateway_that_stops_
         us.scripted.server.hset(ADOPTED_REGIONS_KEY, "asia", "{}")
         wait_for(lambda: eu.see("us")["adopted"] == ["asia"], "the adoption is known")
         answer = httpx.get(f"{eu.url}/v1/streams/cmpl-0-asia", timeout=None)
-        assert (answer.status_code, answer.headers[REGION_HEADER]) == (404, "us; adopted asia")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "region_away"), "us did not take it over"
 
         request_id = post(us)
+        card = us.scripted.server.get(stream_meta_key(request_id))
+        us.scripted.server.set(stream_meta_key("cmpl-0-asia"), card)
+        answer = httpx.get(f"{eu.url}/v1/streams/cmpl-0-asia", headers={"last-event-id": "end"}, timeout=None)
+        assert answer.headers[REGION_HEADER] == "us; adopted asia"
         us.scripted.write(request_id, 3)
         with httpx.stream("GET", f"{eu.url}/v1/streams/{request_id}", timeout=None) as stream:
             pieces = stream.iter_bytes()

@@ -18,6 +18,7 @@ from penstock.local.processes import find_free_port
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
+from sim.events import EventSource
 from sim.forked import ForkedStack
 from tests.commands import Terminal
 from tests.gateways import ENVIRONMENT

@@ -1,7 +1,7 @@
 """Which requests another region answers, decided before any route. This layer exists where peers are configured.
 
-    1  an id in the path, or one that the body names (`previous_response_id`, an item, a batch's file): its home, or the
-       region that has adopted its home
+    1  an id in the path, or one that the body names (`previous_response_id`, an item, a batch's file): its home; where
+       that was adopted, the adopting region, which sends on what it did not take over
     2  a new request with an `Idempotency-Key`: the home of the key
     3  any other new request: the region that `Peers` chooses; if that cannot be reached or refuses it before anything
        was written, the next one, and this region as the last resort
@@ -103,13 +103,13 @@ class RegionLayer:
         try:
             if body is not None and path in _NAMING_PATHS:
                 fields = read_json(body)
-            homes = (find_home(one, self._peers.names) for one in _list_named_ids(path, fields))
-            if (home := next(filter(None, homes), None)) is not None:
-                if home != self._peers.own:
-                    await find_caller(request, None, None)
-                adopter = self._peers.find_adopter(home)
-                why = "home" if adopter is None else f"adopted {home}"
-                return _Target(adopter or home, why, may_repeat=path not in ENDPOINTS or key is not None)
+            for one in _list_named_ids(path, fields):
+                if (home := find_home(one, self._peers.names)) is not None:
+                    if home != self._peers.own:
+                        await find_caller(request, None, None)
+                    region = await self._find_answering(one, home)
+                    why = "home" if region == home else f"adopted {home}"
+                    return _Target(region, why, may_repeat=path not in ENDPOINTS or key is not None)
             if body is None or path not in ENDPOINTS:
                 return here
             caller = await find_caller(request, None, None)
@@ -126,6 +126,15 @@ class RegionLayer:
         except PenstockError:
             return here  # its route refuses it, and says why
         return self._choose(ask._replace(allowed=allowed - {hop.region for hop in hops}))
+
+    async def _find_answering(self, named: str, home: str) -> str:
+        """Return the region that answers about an id: its home, or the region that has adopted its home, if that may
+        have taken it over. What was not copied, and what the home accepts after it came back, only the home has.
+        """
+        adopter = None if home == self._peers.own else self._peers.find_adopter(home)
+        if adopter == self._peers.own and await self._gateway.stream_metas.find_meta(named) is None:
+            return home
+        return adopter or home
 
     async def _send_on(self, scope: Scope, body: bytes, target: _Target, hops: Sequence[Hop], send: Send) -> str:
         """Have another region answer; return "" then, and if the request is to be answered here, why.
