@@ -14,6 +14,7 @@ from penstock.autoscale.sizing import (
     predict_p99_s,
     size_kind,
 )
+from penstock.config.settings import PACED_SHARE
 
 TARGETS, SPEED = Targets(4.0, 0.05), Speed(rows=20, step_s=0.05, pool_tokens=100_000)
 LOAD = Load(rate=5.0, prompt_s=0.4, prompt_s2=0.4, output_tokens=100.0, context_tokens=2000.0)
@@ -48,7 +49,8 @@ def test_a_prompt_beside_answers_keeps_to_their_gap_until_it_would_be_late() -> 
     speed = Speed(rows=20, step_s=0.04, row_s=0.001)  # 100 answers a second: 5 rows within the gap, and steps of 25 ms
     assert predict_p99_s(load, 1, TARGETS) == pytest.approx(0.4)
     assert predict_p99_s(load, 1, TARGETS, speed) == pytest.approx(0.4 * 50 / 25)
-    assert predict_p99_s(load, 1, replace(TARGETS, ttft_s=1.5), speed) == pytest.approx(0.4 * 1.5), "just in time"
+    paced_s = predict_p99_s(load, 1, replace(TARGETS, ttft_s=1.6), speed)
+    assert paced_s == pytest.approx(PACED_SHARE * 1.6), "just in time"
     late_s = predict_p99_s(load, 1, replace(TARGETS, ttft_s=0.1), speed)
     assert late_s == pytest.approx(0.4 / 0.9), "longer steps leave rows a tenth of the time"
     few = replace(load, output_tokens=1.0)

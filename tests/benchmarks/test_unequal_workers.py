@@ -1,5 +1,6 @@
 """Placement beside workers that are not equally fast, in virtual time."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from zlib import crc32
@@ -50,8 +51,9 @@ def test_a_worker_that_is_four_times_slower_makes_no_request_late(trace: str, ra
 @pytest.mark.parametrize("trace", ["one_system_prompt", "skewed"])
 def test_characters_place_as_tokens_do_where_chats_have_five_times_more_a_token_than_others(trace: str) -> None:
     ratios = CHARS_PER_TOKEN * 5 / 3, CHARS_PER_TOKEN / 3  # on the mean what producers reckon with
-    requests = make_requests(SHAPES[trace], 4.0, 140.0, BLOCK_TOKENS, seed=3)
-    assert play_beside_a_slow_worker([tell_characters(one, ratios) for one in requests]) >= 0.99
+    traces = [make_requests(SHAPES[trace], 4.0, 140.0, BLOCK_TOKENS, seed=seed) for seed in (3, 4)]
+    shares = [play_beside_a_slow_worker([tell_characters(one, ratios) for one in requests]) for requests in traces]
+    assert statistics.fmean(shares) >= 0.99
 
 
 def make_spec(slowness: float) -> WorkerSpec:

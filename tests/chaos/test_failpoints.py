@@ -29,6 +29,8 @@ def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:
             names = re.findall(r'"([^"]+)"', call)
             # The host store's steps are those of both its tiers.
             found += [f"{tier}.{names[-1]}" for tier in ("shared", "disk")] if prefix == "tier_" and names else names
+        for name in re.findall(r"\bpoints = failpoints\.([A-Z]+)", file.read_text()):  # of one kind of reader
+            found += getattr(failpoints, name)
     assert sorted(found) == sorted(failpoints.POINTS)
 
 

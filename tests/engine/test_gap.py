@@ -77,7 +77,7 @@ def test_a_prompt_that_would_be_late_has_as_many_tokens_as_it_needs(num_rows: in
     scheduler = make_scheduler(num_rows)
     add_prompt(scheduler, 2000, since_s=100.0)
     due_s = 100.0 + PACED_SHARE * SLO.interactive_ttft_s
-    budgets = [scheduler.choose_budget(USUAL, at_s=due_s - left_s) - num_rows for left_s in (1.6, 1.0, 0.5, 0.1)]
+    budgets = [scheduler.choose_budget(USUAL, at_s=due_s - left_s) - num_rows for left_s in (1.4, 1.0, 0.5, 0.1)]
     assert budgets[0] < USUAL / 2, "rows leave 8 ms, or nothing"
     assert budgets == sorted(budgets)
     assert budgets[-1] == 500 - num_rows, "a fourth of what waits, as without answers"

@@ -100,9 +100,11 @@ def test_a_gateway_indexes_and_doctor_sees_a_copy_that_stands(
     here |= {"PENSTOCK_KAFKA": copied_region.addresses.kafka, "PENSTOCK_STREAM_URL": copied_region.addresses.stream_url}
     here |= {"PENSTOCK_PIPELINE": pipeline.name}
     monkeypatch.setattr(copies, "STANDING_S", 600.0)
-    assert f"{name}: 1 open, the newest heartbeat is" in find_line(terminal("doctor", **here).stdout, "ok    copies")
+    assert f"{name}: 1 open, the newest heartbeat is" in find_line(
+        terminal("doctor", **here).stdout, "ok    copied regions"
+    )
     monkeypatch.setattr(copies, "STANDING_S", 1.0)
-    assert "heartbeat" in find_line(terminal("doctor", **here).stdout, "fail  copies")
+    assert "heartbeat" in find_line(terminal("doctor", **here).stdout, "fail  copied regions")
 
 
 def find_line(text: str, beginning: str) -> str:

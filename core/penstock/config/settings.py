@@ -484,7 +484,7 @@ class WebhookSettings(Settings):
         return frozenset(name.strip().lower() for name in self.hosts.split(",") if name.strip())
 
 
-PACED_SHARE = 0.4
+PACED_SHARE = 0.35
 """Prompts that do not fit within the gaps of answers are computed within this share of the time to first token: the
 rows that they become, and prompts that come later, leave less time than there seems to be.
 """

@@ -166,8 +166,10 @@ class Rescuer:
         forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
         if self._stop.is_set():  # this worker leaves
             return []
-        topics = {reader.topic: None for reader in self._readers} | {part.rpartition(":")[0]: None for part in known}
-        adopted = record.adopt_partitions(self._session.id, list(topics), forgotten)
+        shared = {reader.topic for reader in self._readers}
+        topics = shared | {topic for topic, _, _ in (part.rpartition(":") for part in known)}
+        mine = sorted(topic for topic in topics if find_shared_topic(topic) in shared)
+        adopted = record.adopt_partitions(self._session.id, mine, forgotten)
         for part in forgotten:  # if it is forgotten again, it has its time again
             del self._unnamed[part]
         own = set(self._member.list_partitions())

@@ -99,10 +99,13 @@ class CopyIndex(LeasedReader):
         """Index all that was copied, whoever has the lease. Raises as `count_once`."""
         from penstock.bus.kafka.follower import KafkaFollower
 
+        offsets: object = None
         while True:
-            taken = self.take_new(timeout_s=1.0)
+            self.take_new(timeout_s=1.0)
             followers = cast("list[KafkaFollower]", list(self.followers.values()))
-            if not taken and followers and all(follower.is_at_end for follower in followers):
+            # Heartbeats come all the time.
+            before, offsets = offsets, [dict(self._offsets[topic]) for topic in (*self._requests, self._results)]
+            if before == offsets and followers and all(follower.is_at_end for follower in followers):
                 return
 
 
