@@ -17,6 +17,7 @@ from penstock.ingest.regions.copies import CopyIndex
 from penstock.local.processes import find_free_port
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
+from penstock.regions import choose_home
 from penstock.waiting import wait_until
 from sim.events import EventSource
 from sim.forked import ForkedStack
@@ -77,8 +78,10 @@ def test_what_it_accepted_is_answered_by_its_peer_once(
         answered = [client.submit("In the beginning", max_tokens=4) for _ in range(NUM_ANSWERED)]
         for one in answered:
             client.result(one, timeout_s=LIMIT_S)
-        undisturbed = httpx.post(f"{eu.gateway_url}/v1/completions", json=ASKED, timeout=None).json()
-        streamed = EventSource(f"{eu.gateway_url}/v1/completions")
+        first, second, *_ = [key for key in map(str, range(99)) if choose_home("default", key, ("eu", "us")) == "eu"]
+        url, keyed = f"{eu.gateway_url}/v1/completions", {"idempotency-key": first}
+        undisturbed = httpx.post(url, json=ASKED, headers=keyed, timeout=None).json()
+        streamed = EventSource(url, headers={"idempotency-key": second})
         events = streamed.connect({**ASKED, "stream": True})
         began = "".join(next(events).text for _ in range(5))
         stream_id = streamed.answer_headers["x-request-id"]
