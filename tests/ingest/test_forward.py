@@ -291,6 +291,7 @@ def test_a_loop_ends_after_two_hops_an_adopter_answers_and_a_gateway_that_stops_
 
         request_id = post(us)
         card = us.scripted.server.get(stream_meta_key(request_id))
+        assert card is not None
         us.scripted.server.set(stream_meta_key("cmpl-0-asia"), card)
         answer = httpx.get(f"{eu.url}/v1/streams/cmpl-0-asia", headers={"last-event-id": "end"}, timeout=None)
         assert answer.headers[REGION_HEADER] == "us; adopted asia"
