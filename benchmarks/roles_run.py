@@ -200,7 +200,7 @@ def make_turning_trace(rate: float, phase_s: float) -> list[PlacedRequest]:
 
 async def play_fleet(name: str, given: Arguments) -> dict[str, float]:
     """Return a fleet's tokens a second at full load and, but for a quick run, what became of the trace."""
-    warm_s, window_s, phase_s = given.choose_size((20.0, 30.0, 60.0), (12.0, 6.0, 0.0), (0.5, 1.0, 0.5))
+    warm_s, window_s, phase_s = given.choose_size((60.0, 60.0, 60.0), (12.0, 6.0, 0.0), (0.5, 1.0, 0.5))
     found, spec = dict[str, float](), replace(TURNING_SPEC, cost=H200.cost) if given.size == "smoke" else TURNING_SPEC
     with start_stack(spec, FLEETS[name]) as stack:
         async with AsyncClient(stack.addresses) as client:
