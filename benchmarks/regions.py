@@ -48,7 +48,7 @@ SLOS: Slos = {"interactive": Slo(SHAPE.ttft_s, ITL_S)}
 OWN_SPEC = replace(SPEC, slo=SloSettings(interactive_ttft_s=SHAPE.ttft_s))
 LOADS, PEERS_LOAD = (0.5, 0.8, 0.9), 0.5
 BACKLOG_TOKENS = 30_000
-"""Of a prompt of the backlog."""
+"""Tokens of a prompt of the backlog."""
 WAIT_S = 5.0
 Requests = Mapping[str, Sequence[PlacedRequest]]
 """By the region whose gateway they come to."""

@@ -197,8 +197,7 @@ class Pipeline:
 
     def find_class(self, topic: str) -> PriorityClass:
         """Return the class of the messages in a topic that workers read."""
-        shared = find_shared_topic(topic)
-        return next(one for one in CLASSES if shared in {self.request_topic(one), self.job_topic(one)})
+        return _find_class(self, find_shared_topic(topic))
 
     def all_topics(self) -> list[str]:
         """Return all topics, in the order of the diagram in docs/structure.md."""
@@ -361,6 +360,11 @@ class Pipeline:
     def member_key(self, group: str, member: str) -> str:
         """Return the key that exists while a member of a group lives."""
         return f"penstock:bus:{{{self.name}}}:member:{group}:{member}"
+
+
+@lru_cache(4096)  # it is asked for each message
+def _find_class(pipeline: Pipeline, shared: str) -> PriorityClass:
+    return next(one for one in CLASSES if shared in {pipeline.request_topic(one), pipeline.job_topic(one)})
 
 
 HEARTBEATS_TOPIC = "heartbeats"

@@ -37,8 +37,6 @@ class PrefetchBuffer:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._classes = dict[str, PriorityClass]()
-        """The class of each topic of which a partition was assigned."""
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {priority_class: deque() for priority_class in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
@@ -76,7 +74,6 @@ class PrefetchBuffer:
 
         Messages that are finished by the metadata are passed over, unless the epochs show that the log was cut since.
         """
-        self._classes[partition[0]] = self._pipeline.find_class(partition[0])
         self._offsets[partition] = PartitionOffsets(start.offset, start.metadata, epoch, start.forgotten_end)
         self._fresh.add(partition)
         self._starts[partition], self.commits[partition] = start, (start.offset, start.metadata)
@@ -263,7 +260,7 @@ class PrefetchBuffer:
             elif share <= 0.5:
                 self._stretched.discard(partition)
         full = self._find_full_classes()
-        return {one for one in self._offsets if self._classes[one[0]] in full or one in self._stretched}
+        return {one for one in self._offsets if self._pipeline.find_class(one[0]) in full or one in self._stretched}
 
     def _find_full_classes(self) -> set[PriorityClass]:
         for priority_class, buffer in self._buffers.items():

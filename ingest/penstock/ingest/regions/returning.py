@@ -12,6 +12,7 @@ the id (`adopting.py`, 4 and 5) would be answered twice. A gateway that has join
 silent. It listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds it there.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -59,7 +60,8 @@ class RegionReturn:
 
     async def look(self) -> None:
         """Do all steps once. Raises `BusUnavailable`."""
-        answers = {name: await self._ask(name) for name in self._settings.list_peers()}  # 1
+        peers = self._settings.list_peers()
+        answers = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))  # 1
         for name, answer in answers.items():
             if answer is not None and answer.state == "finished" and self._known.get(name) != answer.done_s:
                 for pipeline, ids in answer.ids.items():
