@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,6 @@ def lend(number: int, **changes: Any) -> dict[str, Any]:
 
 def test_a_line_is_lent_for_a_while(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes back when no worker has begun it, or it has no answer; until then it is answered once."""
-    monkeypatch.setattr(lending, "LEASE_S", 0.0)
     monkeypatch.setattr(lending, "LOOK_S", 0.05)
     region = {"name": "us", "peers": "eu=http://127.0.0.1:9", "secret": SECRET}
     with (
@@ -184,14 +184,18 @@ def test_a_line_is_lent_for_a_while(redis_url: str, pipeline: Pipeline, monkeypa
         assert (
             client.post(lending.ROWS_PATH, json=lend(1, **model), headers={"x-penstock-peer": "?"}).status_code == 404
         )
-        assert client.post(lending.ROWS_PATH, json=lend(1, **model)).status_code == 409, "nobody has begun it"
+        with ThreadPoolExecutor(1) as pool:
+            lent = pool.submit(client.post, lending.ROWS_PATH, json=lend(1, **model))
+            wait_for(lambda: made.read_requests("batch"), "the line is published")
+            monkeypatch.setattr(lending, "LEASE_S", 0.0)
+            assert lent.result().status_code == 409, "nobody has begun it"
         (asked,) = made.read_requests("batch")
         assert (asked.id, asked.tenant) == ("chatcmpl-0123-eu-1", "acme")
         assert client.post(lending.ROWS_PATH, json=lend(2, temperature=99, **model)).status_code == 409, "it is wrong"
         made.write("chatcmpl-0123-eu-3", 2)
         assert client.post(lending.ROWS_PATH, json=lend(3, **model)).status_code == 202, "it is under way"
         made.finish("chatcmpl-0123-eu-4")
-        wait_for(lambda: client.post(lending.ROWS_PATH, json=lend(4, **model)).status_code == 200, "its answer")
+        monkeypatch.setattr(lending, "LEASE_S", 60.0)
         finished = client.post(lending.ROWS_PATH, json=lend(4, **model)).json()
     assert (finished["number"], finished["is_ok"]) == (4, True)
     assert json.loads(finished["line"])["response"]["request_id"] == "chatcmpl-0123-eu-4"

@@ -12,7 +12,7 @@ from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.regions import adopting
 from penstock.ingest.regions.adopting import AdoptionMark, AdoptionSettings, adopt_region, read_marks
 from penstock.messages import now_s
-from penstock.names import ADOPTED_REGIONS_KEY, CARD_HEADER, FINGERPRINTS_KEY, stream_meta_key
+from penstock.names import ADOPTED_REGIONS_KEY, CARD_HEADER, FINGERPRINTS_KEY, MODELS_KEY, stream_meta_key
 from tests.commands import Terminal
 from tests.regions.copied import BUS, CopiedRegion
 from tests.regions.test_copies import SECRET, Killed, die
@@ -107,6 +107,16 @@ def test_a_region_with_another_model_does_not_stand_in(copied_region: CopiedRegi
     copied_region.client.hset(FINGERPRINTS_KEY, own, json.dumps(told[name]))
     adopt_region(copied_region.client, copied_region.addresses, settings, name, "me")
     assert [message.key for message in copied_region.read_published()] == ["open"]
+
+
+def test_a_model_that_the_dead_region_never_had_is_passed_over(copied_region: CopiedRegion) -> None:
+    copied_region.request("open")
+    field = f"{copied_region.pipeline.name}-own:{copied_region.pipeline.name}-own"
+    copied_region.client.hset(MODELS_KEY, field, "{}")
+    try:
+        assert adopt(copied_region).pipelines.keys() == {copied_region.pipeline.name}
+    finally:
+        copied_region.client.hdel(MODELS_KEY, field)
 
 
 def test_a_message_that_the_copy_lost_stays_open_and_is_told(copied_region: CopiedRegion) -> None:

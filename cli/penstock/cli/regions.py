@@ -71,6 +71,8 @@ def adopt(
             f"after their deadline; {counts['newer']:,} came after the copy's newest heartbeat and may be computed "
             f"twice; {counts['without_card']:,} cannot be streamed by a gateway; {counts['gone']:,} are in no copy"
         )
+    if not mark.pipelines:
+        print(f"nothing of {region} is copied to {addresses.kafka}")  # noqa: T201
     print(f"published within {time.monotonic() - begun_s:.1f} s")  # noqa: T201
 
 

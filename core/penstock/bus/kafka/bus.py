@@ -100,7 +100,7 @@ class KafkaBus(KafkaClientFactory):
             )
 
     def _create_missing(self, topics: Sequence[str]) -> list[str]:
-        missing = self._find_missing(topics)
+        missing = self.find_missing(topics)
         if not missing:
             return []
         admin = AdminClient(self.clients)
@@ -118,9 +118,10 @@ class KafkaBus(KafkaClientFactory):
 
     def find_missing_topics(self) -> list[str]:
         """Return the pipeline's topics that the brokers do not know."""
-        return self._find_missing(self.pipeline.all_topics())
+        return self.find_missing(self.pipeline.all_topics())
 
-    def _find_missing(self, topics: Sequence[str]) -> list[str]:
+    def find_missing(self, topics: Sequence[str]) -> list[str]:
+        """Return those of some topics that the brokers do not know."""
         with bus_errors():
             known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
         return [topic for topic in topics if topic not in known]

@@ -116,7 +116,7 @@ class KafkaFollower:
             mine += [self._consumer.list_topics(self._topic, BROKER_TIMEOUT_S).topics[self._topic]]
         for one in mine:
             if one.error is not None:
-                raise KafkaException(one.error)
+                raise BusUnavailable(f"Kafka: topic {one.topic}: {one.error.str()}")
         self._looked_at = time.monotonic()
         fresh = sorted({(str(one.topic), number) for one in mine for number in one.partitions} - self._assigned)
         if fresh:

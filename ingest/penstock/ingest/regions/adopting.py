@@ -190,7 +190,8 @@ def adopt_region(
     for name in list_pipelines(client, addresses):
         own = addresses.model_copy(update={"pipeline": name})
         with closing(CopyIndex(own, settings.bus, region)) as index:
-            mark.pipelines[name] = asdict(_adopt_pipeline(index, settings.record.keep_s))
+            if index.has_copy():
+                mark.pipelines[name] = asdict(_adopt_pipeline(index, settings.record.keep_s))
     mark = mark._replace(done_s=now_s())
     client.hset(ADOPTED_REGIONS_KEY, region, mark.encode())  # 7
     failpoint("adopt.7.done")

@@ -95,6 +95,13 @@ class CopyIndex(LeasedReader):
             self.client.set(self.pipeline.region_key(self.region, "copied"), newest_ms)
         return True
 
+    def has_copy(self) -> bool:
+        """Return whether any requests of this pipeline are copied: the other region may never have had it."""
+        from penstock.bus.kafka.bus import KafkaBus
+
+        assert isinstance(self.bus, KafkaBus), "a copy is on Kafka"
+        return len(self.bus.find_missing(list(self._requests))) < len(self._requests)
+
     def take_all(self) -> None:
         """Index all that was copied, whoever has the lease. Raises as `count_once`."""
         from penstock.bus.kafka.follower import KafkaFollower

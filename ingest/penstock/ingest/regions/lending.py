@@ -109,12 +109,12 @@ async def answer_lent(lent: LentRow, pipelines: Pipelines, is_stopping: Callable
     Raises `ApiError` 409 for a line that goes back.
     """
     rows = RowAnswers(lent.terms, pipelines)
-    answering, ends_at = asyncio.create_task(rows.answer_row(lent.row)), time.monotonic() + LEASE_S
+    answering, begun_at = asyncio.create_task(rows.answer_row(lent.row)), time.monotonic()
     try:
         while not (await asyncio.wait((answering,), timeout=LOOK_S))[0]:
             if is_stopping():
                 return None
-            if time.monotonic() > ends_at:
+            if time.monotonic() > begun_at + LEASE_S:
                 if await rows.is_begun(lent.row):
                     return None
                 await rows.cancel_row(lent.row)
