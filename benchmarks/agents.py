@@ -62,6 +62,7 @@ from penstock.engine.memory.pool import BlockPool
 from penstock.engine.opening import open_serving_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import Block, BlockFormat, BlockKey
 from penstock.kvstore.retention import Retentions
@@ -337,7 +338,7 @@ def play_many_agents(load: Load, seed: int, retention_s: float) -> Seen:
     pool, form = BlockPool(num_blocks // 5, size), BlockFormat(bytes(32), bytes(16), len(payload))
     retentions = Retentions(num_blocks * len(payload), len(payload))
     with tempfile.TemporaryDirectory(prefix="penstock-agents-", dir=SHM) as memory:
-        tier = HostTier.open_shared(form, "agents", Geometry(len(payload), 2 * num_blocks).total_bytes, memory)
+        tier = HostTier(Arena.open(form, "agents", Geometry(len(payload), 2 * num_blocks).total_bytes, memory))
         before_s = 0.0
         for turn in list_turns(load, seed):
             fill_with_others(pool, tier, names, FILLS * (turn.at_s - before_s) / MEAN_TOOL_S, payload)

@@ -38,6 +38,7 @@ from benchmarks.comparison import compute_ratio, draw_boxes, measure_in_turns, p
 from benchmarks.peers.process import Side, SideFailed, start_lmcache
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.systems import PipedProcess
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.directory import find_slot_files
 from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, BlockKey, ReadRequest
@@ -138,7 +139,7 @@ def read_shared_blocks(pipe: Connection, directory: str) -> None:
     it read. It ends without an answer if that is not what was written.
     """
     blocks = RandomBlocks(NUM_BLOCKS)
-    with contextlib.closing(HostTier.open_shared(BLOCK_FORMAT, PIPELINE, BUDGET_BYTES, directory)) as tier:
+    with contextlib.closing(HostTier(Arena.open(BLOCK_FORMAT, PIPELINE, BUDGET_BYTES, directory))) as tier:
         pipe.send("ready")
         while (number := pipe.recv()) is not None:
             if number == CHECK_CONTENT:
@@ -202,7 +203,7 @@ class KVBench:
         reader = PipedProcess(multiprocessing.get_context("fork"), read_shared_blocks, str(self._shm), timeout_s=60.0)
         blocks = RandomBlocks(NUM_BLOCKS)
         between = allocate_touched(len(blocks.source))
-        tier = HostTier.open_shared(BLOCK_FORMAT, PIPELINE, BUDGET_BYTES, str(self._shm))
+        tier = HostTier(Arena.open(BLOCK_FORMAT, PIPELINE, BUDGET_BYTES, str(self._shm)))
 
         def hand_over(number: int) -> float:
             writing, begun_s = blocks.make_blocks(number), time.perf_counter()
@@ -241,7 +242,7 @@ class KVBench:
     def measure_disk(self) -> Seconds:
         """Measure reads from the disk tier, and plain reads of its files side by side."""
         blocks = RandomBlocks(NUM_BLOCKS)
-        tier = HostTier.open_disk(BLOCK_FORMAT, self._disk, BUDGET_BYTES, str(self._shm))
+        tier = HostTier(Arena.open_on_disk(BLOCK_FORMAT, self._disk, BUDGET_BYTES, str(self._shm)))
         put_blocks(tier, blocks.make_blocks(0))
         (file,), geometry = find_slot_files(self._disk), Geometry(BLOCK_BYTES, NUM_BLOCKS, on_disk=True)
         wanted, buffer = blocks.make_reads(0), allocate_touched(NUM_BLOCKS * BLOCK_BYTES)

@@ -12,6 +12,7 @@ import pytest
 from penstock import failpoints
 from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import now_s
 from penstock.names import CLASSES
@@ -95,7 +96,7 @@ def test_while_a_disk_counts_as_full_it_takes_no_block(tmp_path: Path, monkeypat
     fail_where_full(mark)
     for is_full in (True, False):
         mark.touch() if is_full else mark.unlink()
-        with contextlib.closing(HostTier.open_disk(form, tmp_path / "blocks", 2**20, str(tmp_path))) as tier:
+        with contextlib.closing(HostTier(Arena.open_on_disk(form, tmp_path / "blocks", 2**20, str(tmp_path)))) as tier:
             assert put(tier, new_names(1), form) == [not is_full]
             assert tier.counters.errors == is_full
 

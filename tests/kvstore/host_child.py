@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.layout import W_DIRTY
 from penstock.kvstore.arena.medium import SlotFile
 from penstock.kvstore.block import BlockKey
@@ -71,7 +72,7 @@ def work(directory: Path, which: str, seed: int) -> int:
 
 def open_large(directory: Path) -> HostTier:
     """Blocks where they are sooner too many for the disk than for the budget. The tables are elsewhere."""
-    return HostTier.open_disk(FORM, directory / "kv", 800 * 4096, str(directory.parent))
+    return HostTier(Arena.open_on_disk(FORM, directory / "kv", 800 * 4096, str(directory.parent)))
 
 
 def turn(directory: Path) -> None:

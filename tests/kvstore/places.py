@@ -3,16 +3,19 @@
 Tiers opened at the same place for the same form share their blocks, as workers do.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import redis
 
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.directory import find_slot_files
 from penstock.kvstore.arena.file import find_arenas
 from penstock.kvstore.arena.layout import Geometry
-from penstock.kvstore.block import BlockFormat
+from penstock.kvstore.arena.medium import SlotMemory
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
@@ -25,8 +28,8 @@ def open_host(which: str, directory: Path, form: BlockFormat, num_slots: int) ->
     """Open the tier of the host in memory ("shared") or on disk, with room for so many blocks."""
     budget = Geometry(form.payload_bytes, num_slots, on_disk=which == "disk").total_bytes
     if which == "disk":
-        return HostTier.open_disk(form, directory / "kv", budget, str(directory))
-    return HostTier.open_shared(form, "demo", budget, str(directory))
+        return HostTier(Arena.open_on_disk(form, directory / "kv", budget, str(directory)))
+    return HostTier(Arena.open(form, "demo", budget, str(directory)))
 
 
 def peek_slot(tier: HostTier, key: bytes) -> int | None:
@@ -41,9 +44,26 @@ def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
     slot = peek_slot(tier, key)
     if slot is None:
         return False
-    stored = tier.arena.medium.read_stored(slot)
-    tier.arena.medium.overwrite_slot(slot, change(stored)[: len(stored)].ljust(len(stored), b"\0"))
+    stored = read_slot(tier, slot)
+    overwrite_slot(tier, slot, change(stored)[: len(stored)].ljust(len(stored), b"\0"))
     return True
+
+
+def read_slot(tier: HostTier, slot: int) -> bytes:
+    """Return header and payload of a slot as they are stored."""
+    medium, geometry = tier.arena.medium, tier.arena.geometry
+    if isinstance(medium, SlotMemory):
+        return bytes(medium.slot_memory(slot))
+    return os.pread(medium.fd, HEADER_BYTES + geometry.payload_bytes, geometry.slot_offset(slot))
+
+
+def overwrite_slot(tier: HostTier, slot: int, stored: bytes) -> None:
+    """Replace header and payload of a slot behind its tier's back."""
+    medium = tier.arena.medium
+    if isinstance(medium, SlotMemory):
+        medium.slot_memory(slot)[:] = stored
+    else:
+        medium._write(slot, [memoryview(stored)])
 
 
 def wait_until_mapped(tier: HostTier, timeout_s: float) -> bool:
@@ -86,11 +106,11 @@ class SharedPlace:
 
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        return HostTier.open_shared(form, "demo", budget_bytes, str(self._directory))
+        return HostTier(Arena.open(form, "demo", budget_bytes, str(self._directory)))
 
     def attach(self) -> Tier:
         """See `Place.attach`."""
-        return HostTier.attach_shared(find_arenas(str(self._directory))[0].path)
+        return HostTier(Arena.attach(find_arenas(str(self._directory))[0].path))
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`. A slot has a fixed size: what is cut off is zeros."""
@@ -107,11 +127,11 @@ class DiskPlace(SharedPlace):
 
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        return HostTier.open_disk(form, self._directory, budget_bytes, str(self._tables))
+        return HostTier(Arena.open_on_disk(form, self._directory, budget_bytes, str(self._tables)))
 
     def attach(self) -> Tier:
         """See `Place.attach`."""
-        return HostTier.attach_disk(next(iter(find_slot_files(self._directory))), str(self._tables))
+        return HostTier(Arena.attach_on_disk(next(iter(find_slot_files(self._directory))), str(self._tables)))
 
 
 class RedisPlace:

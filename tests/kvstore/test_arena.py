@@ -44,7 +44,7 @@ Open = Callable[..., HostTier]
 @pytest.fixture
 def open_tier(tmp_path: Path, exits: ExitStack) -> Open:
     def make(form: BlockFormat = FORM, pipeline: str = "demo", budget: int = BUDGET) -> HostTier:
-        return exits.enter_context(closing(HostTier.open_shared(form, pipeline, budget, str(tmp_path))))
+        return exits.enter_context(closing(HostTier(Arena.open(form, pipeline, budget, str(tmp_path)))))
 
     return make
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_opened_leaves_nothing_behind(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-        HostTier.open_shared(form, "demo", budget, str(tmp_path / directory))
+        HostTier(Arena.open(form, "demo", budget, str(tmp_path / directory)))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -125,12 +125,12 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
 
     before = held()
     for _ in range(20):
-        tier = HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path))
+        tier = HostTier(Arena.open(FORM, "demo", BUDGET, str(tmp_path)))
         put(tier, new_names(3))
         tier.close()
         del tier
     with pytest.raises(KVStoreError):
-        HostTier.open_shared(FORM, "demo", 1, str(tmp_path))
+        HostTier(Arena.open(FORM, "demo", 1, str(tmp_path)))
     assert held() == before
 
 
@@ -185,11 +185,11 @@ def test_memory_that_runs_out(
     monkeypatch.setattr(os, "posix_fallocate", runs_out)
     if not num_chunks:
         with pytest.raises(KVStoreError, match=r"No space left on device.*PENSTOCK_KV_STORE_SHARED_MB"):
-            HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path))
+            HostTier(Arena.open(FORM, "demo", BUDGET, str(tmp_path)))
         assert list(tmp_path.iterdir()) == []
         return
     with caplog.at_level(logging.WARNING):
-        tier, names = HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path)), new_names(30)
+        tier, names = HostTier(Arena.open(FORM, "demo", BUDGET, str(tmp_path))), new_names(30)
         assert wait_until_mapped(tier, PATIENCE_S)
         assert all(put(tier, names))
     assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
@@ -264,10 +264,10 @@ def test_what_is_no_arena_is_not_attached(open_tier: Open, change: Callable[[byt
     tier.close()
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(KVStoreError, match="not an arena of this version"):
-        HostTier.attach_shared(path)
+        HostTier(Arena.attach(path))
     path.unlink(missing_ok=True)
     with pytest.raises(KVStoreError):
-        HostTier.attach_shared(path)
+        HostTier(Arena.attach(path))
 
 
 # Leases.

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.arena import growth
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.directory import find_slot_files
 from penstock.kvstore.arena.layout import PAGE_BYTES, Geometry
 from penstock.kvstore.arena.medium import SlotFile
@@ -19,7 +20,7 @@ from penstock.kvstore.tiers.host import HostTier
 from sim.container import run_on_small_disk
 from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
-from tests.kvstore.places import peek_slot, wait_until_mapped
+from tests.kvstore.places import overwrite_slot, peek_slot, read_slot, wait_until_mapped
 
 NUM_SLOTS = 8
 BUDGET, HALF = (Geometry(PAYLOAD_BYTES, slots, on_disk=True).total_bytes for slots in (NUM_SLOTS, NUM_SLOTS // 2))
@@ -34,7 +35,7 @@ def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: ExitStack)
 
     def make(form: BlockFormat = FORM, budget: int = BUDGET, tables: str = "memory") -> HostTier:
         (tmp_path / tables).mkdir(exist_ok=True)
-        tier = HostTier.open_disk(form, tmp_path / "kv", budget, str(tmp_path / tables))
+        tier = HostTier(Arena.open_on_disk(form, tmp_path / "kv", budget, str(tmp_path / tables)))
         assert wait_until_mapped(exits.enter_context(closing(tier)), PATIENCE_S)
         return tier
 
@@ -84,7 +85,7 @@ def test_a_block_in_two_slots_is_found_once(open_tier: Open, tmp_path: Path) -> 
     assert slot is not None
     assert last is not None
     first.remove_blocks(keys_of(names[3:]))
-    first.arena.medium.overwrite_slot(last, first.arena.medium.read_stored(slot))
+    overwrite_slot(first, last, read_slot(first, slot))
     first.close()
     names = names[:3]
     for _ in range(2):
@@ -188,9 +189,9 @@ def test_nobody_else_can_read_it(tier: HostTier, tmp_path: Path) -> None:
 def test_what_cannot_be_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_DISK_DIR"):
-        HostTier.open_disk(FORM, tmp_path / "file" / "kv", BUDGET, str(tmp_path))
+        HostTier(Arena.open_on_disk(FORM, tmp_path / "file" / "kv", BUDGET, str(tmp_path)))
     with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_DISK_MB"):
-        HostTier.open_disk(FORM, tmp_path / "kv", PAYLOAD_BYTES, str(tmp_path))
+        HostTier(Arena.open_on_disk(FORM, tmp_path / "kv", PAYLOAD_BYTES, str(tmp_path)))
 
 
 def test_tools_attach_to_no_file_that_has_lost_its_tables(tier: HostTier, tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_tools_attach_to_no_file_that_has_lost_its_tables(tier: HostTier, tmp_pa
     tier.close()
     lose_tables(tmp_path)
     with pytest.raises(KVStoreError, match="no worker"):
-        HostTier.attach_disk(find_slot_files(tmp_path / "kv")[0], str(tmp_path / "memory"))
+        HostTier(Arena.attach_on_disk(find_slot_files(tmp_path / "kv")[0], str(tmp_path / "memory")))
     assert tables_of(tmp_path) == []
 
 

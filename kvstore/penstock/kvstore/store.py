@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from penstock.config.settings import KVSettings
 from penstock.errors import KVStoreError
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.block import (
     Block,
     BlockFormat,
@@ -167,14 +168,16 @@ class KVStore:
         if settings.shared_mb:
             budget_bytes, directory = settings.shared_mb * 2**20, settings.shared_dir
             try:
-                tiers.append(HostTier.open_shared(block_format, pipeline, budget_bytes, directory))
+                tiers.append(HostTier(Arena.open(block_format, pipeline, budget_bytes, directory)))
             except KVStoreError as problem:
                 if "shared_mb" in settings.model_fields_set:
                     raise
                 log.warning("the KV store runs without shared memory: %s", problem)
         if settings.disk_mb:
             budget_bytes = settings.disk_mb * 2**20
-            tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
+            tiers.append(
+                HostTier(Arena.open_on_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
+            )
         if settings.redis_mb:
             addresses, budget_bytes = split_urls(urls), settings.redis_mb * 2**20
             codecs = make_codecs(layout.element)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from penstock.config.settings import KVSettings
 from penstock.errors import DependencyMissing, KVStoreError
+from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.tiers.contract import Tier, TierEntry, TierUsage
 from penstock.redis.urls import hide_password
 
@@ -95,7 +96,7 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
 
     for arena in find_arenas(directory):
         try:
-            tier = HostTier.attach_shared(arena.path)
+            tier = HostTier(Arena.attach(arena.path))
         except KVStoreError as error:  # incomplete, because its process died, or of another version
             tell(f"left out: {error}")
             continue
@@ -109,7 +110,7 @@ def _open_disk_tiers(settings: KVSettings, tell: Callable[[str], None]) -> Itera
 
     for path in find_slot_files(settings.disk_path):
         try:
-            yield TierLocation(HostTier.attach_disk(path, settings.shared_dir), str(path))
+            yield TierLocation(HostTier(Arena.attach_on_disk(path, settings.shared_dir)), str(path))
         except KVStoreError as error:  # no worker has opened it since the host's boot, or it is another user's
             tell(f"left out: {error}")
 

@@ -79,7 +79,11 @@ class Arena:
 
     @classmethod
     def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
-        """Open or make the host's arena for a pipeline and format, in the steps of `file.py`. Raise `KVStoreError`."""
+        """Open or make the host's arena in memory for a pipeline and format, in the steps of `file.py`.
+
+        The budget covers the whole file; memory is allocated in the background. Raise `KVStoreError` if it does not
+        fit, or the directory cannot be used.
+        """
         geometry = _fit_budget(form, budget_bytes, SETTING, on_disk=False)
         path = arena_path(directory, pipeline, form, geometry)
         remove_stale_arenas(directory, pipeline, keep=path)
@@ -93,7 +97,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> "Arena":
-        """Open an existing arena in memory, of any format. Raise `KVStoreError`."""
+        """Open an existing arena in memory, of any format, for tools. Raise `KVStoreError` if it cannot be opened."""
         fd = open_in_use(path, create=False)
         with closing_on_error(fd, path):
             described = read_file_superblock(fd)
@@ -103,7 +107,12 @@ class Arena:
 
     @classmethod
     def open_on_disk(cls, form: BlockFormat, root: Path, budget_bytes: int, tables_directory: str = "") -> "Arena":
-        """Open or make a format's slot file in a directory, in the steps of `directory.py`. Raise `KVStoreError`."""
+        """Open or make a format's slot file in a directory, in the steps of `directory.py`; `tables_directory` is that
+        of the shared memory.
+
+        The budget covers all slot files of the directory. Raise `KVStoreError` if it cannot be used. A full disk
+        raises nothing: its blocks are read, and new ones are written as soon as it has space.
+        """
         wanted = _fit_budget(form, budget_bytes, directory.SIZE_SETTING, on_disk=True)
         try:
             folder = directory.SlotDirectory(root, budget_bytes, tables_directory, create=True)
@@ -121,7 +130,10 @@ class Arena:
 
     @classmethod
     def attach_on_disk(cls, slot_path: Path, tables_directory: str = "") -> "Arena":
-        """Open an existing slot file with the tables that workers have made. Raise `KVStoreError`."""
+        """Open an existing slot file, of any format, with the tables that workers have made, for tools.
+
+        Raise `KVStoreError` if it cannot be opened.
+        """
         try:
             folder = directory.SlotDirectory(slot_path.parent, 0, tables_directory, create=False)
             try:

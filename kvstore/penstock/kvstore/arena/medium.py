@@ -75,14 +75,6 @@ class SlotMemory:
         stored = self.slot_memory(slot)
         return stored[:HEADER_BYTES], copy_and_hash(target, stored[HEADER_BYTES:])
 
-    def read_stored(self, slot: int) -> bytes:
-        """Return header and payload of a slot."""
-        return bytes(self.slot_memory(slot))
-
-    def overwrite_slot(self, slot: int, stored: bytes) -> None:
-        """Replace header and payload of a slot. For tests that damage blocks."""
-        self.slot_memory(slot)[:] = stored
-
     def erase_header(self, slot: int) -> None:
         """Do nothing, as slots in memory do not outlive their tables."""
 
@@ -183,14 +175,6 @@ class SlotFile:
                 raise
             return memoryview(b""), 0  # it can never be read again
         return buffers.header, chunks.finish_checksum()
-
-    def read_stored(self, slot: int) -> bytes:
-        """Return header and payload of a slot."""
-        return os.pread(self.fd, HEADER_BYTES + self._geometry.payload_bytes, self._geometry.slot_offset(slot))
-
-    def overwrite_slot(self, slot: int, stored: bytes) -> None:
-        """Replace header and payload of a slot. For tests that damage blocks."""
-        self._write(slot, [memoryview(stored)])
 
     def erase_header(self, slot: int) -> None:
         """Erase a slot's header, so that its block is not found when tables are built again. A failure is counted."""

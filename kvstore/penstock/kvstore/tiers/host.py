@@ -28,12 +28,11 @@ the budget, and space is asked for again later.
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from penstock.failpoints import tier_failpoint
 from penstock.kvstore.arena.arena import ALREADY_STORED, Arena, SlotRef
 from penstock.kvstore.arena.check import check_integrity
-from penstock.kvstore.block import Block, BlockFormat, ReadRequest
+from penstock.kvstore.block import Block, ReadRequest
 from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
 MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
@@ -53,33 +52,6 @@ class HostTier:
         self._batch = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // arena.geometry.slot_bytes)
         self._counting = threading.Lock()
         self._paused_until_s = 0.0
-
-    @classmethod
-    def open_shared(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "HostTier":
-        """Open the host's arena in memory for the pipeline, or make it; memory is allocated in the background.
-
-        The budget covers the whole file. Raise `KVStoreError` if it does not fit, or the directory cannot be used.
-        """
-        return cls(Arena.open(form, pipeline, budget_bytes, directory))
-
-    @classmethod
-    def open_disk(cls, form: BlockFormat, directory: Path, budget_bytes: int, tables_directory: str = "") -> "HostTier":
-        """Open the blocks in a directory on disk, or make it; `tables_directory` is that of the shared memory.
-
-        The budget covers all slot files of the directory. Raise `KVStoreError` if it cannot be used. A full disk
-        raises nothing: its blocks are read, and new ones are written as soon as it has space.
-        """
-        return cls(Arena.open_on_disk(form, directory, budget_bytes, tables_directory))
-
-    @classmethod
-    def attach_shared(cls, path: Path) -> "HostTier":
-        """Open an existing arena in memory, of any format, for tools. Raise `KVStoreError` if it cannot be opened."""
-        return cls(Arena.attach(path))
-
-    @classmethod
-    def attach_disk(cls, slot_path: Path, tables_directory: str = "") -> "HostTier":
-        """Open an existing slot file, of any format, for tools. Raise `KVStoreError` if it cannot be opened."""
-        return cls(Arena.attach_on_disk(slot_path, tables_directory))
 
     def get(self, requests: Sequence[ReadRequest]) -> list[bool]:
         """Implement `Tier.get`, in the steps of the module docstring."""
