@@ -51,7 +51,7 @@ class Replay:
         args: Any = call[1:]
         match kind:
             case "handed":
-                assert self.record.note_handed_off(self.claims[args[0]]) == reply
+                assert self.record.note_all_handed_off([self.claims[args[0]]]) == [reply]
             case "renew":
                 session = self.sessions[args[0]]
                 # The last renewal was forgotten, if the session is known at all.

@@ -272,12 +272,10 @@ class Record:
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
         return end, self._keep_ms + min(took_ms, self._pending_ms)
 
-    def note_handed_off(self, claim: Claim) -> bool:
-        """Note that the job is durable, and end the claim. Return False if decode has the request already."""
-        return self.note_all_handed_off([claim])[0]
-
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
-        """Note several hand-offs in one round trip, see `note_handed_off`."""
+        """Note that jobs are durable, and end the claims, in one round trip. Return for each False if decode has the
+        request already.
+        """
         calls: list[Call] = [
             (self._request_keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
         ]

@@ -58,10 +58,10 @@ class Session:
         *,
         renew_membership: Callable[[float], Sequence[ScriptCall]] = lambda _: (),
         is_stalled: Callable[[], bool] = lambda: False,
-        keep: Callable[["Session"], None] = renew_on_own_thread,
+        keep: Callable[["Session"], None] | None = None,
     ) -> None:
         """Open the session, and give it to `keep`, which calls `renew` on some thread, when `due_s` has come, until
-        `is_stopped`.
+        `is_stopped`; without it the session has a thread of its own.
 
         `list_partitions` returns the partitions that this worker alone reads. `renew_membership` returns the calls by
         which its place in its group is kept, see `penstock.bus.contract.Member.build_renewal`. `is_stalled` returns
@@ -95,7 +95,7 @@ class Session:
         self._open_session()
         self.due_s = time.monotonic() + self.interval_s
         """The time of the next renewal, by the monotonic clock."""
-        keep(self)
+        (keep or renew_on_own_thread)(self)
 
     @property
     def is_stopped(self) -> bool:

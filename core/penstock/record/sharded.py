@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import redis
 
@@ -25,7 +25,7 @@ from penstock.names import Pipeline, Stage
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver
 from penstock.record.log import RequestStatus
 from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
-from penstock.record.session import Session, renew_on_own_thread
+from penstock.record.session import Session
 from penstock.redis.client import is_outage, learn_pace, redis_client
 from penstock.redis.scripts import ScriptCall
 from penstock.redis.servers import Sharded, choose_server, store_server_list
@@ -254,28 +254,21 @@ class _ShardedRecord(Record):
         return [next(answers[self.servers[id_of(item)].name]) for item in items]
 
 
+class _SessionOptions(TypedDict, total=False):
+    """What `Session` may be given beside its record and its name."""
+
+    list_partitions: Callable[[], list[str]]
+    renew_membership: Callable[[float], Sequence[ScriptCall]]
+    is_stalled: Callable[[], bool]
+    keep: Callable[[Session], None] | None
+
+
 class _ServerSession(Session):
     """A session on one of several servers."""
 
-    def __init__(
-        self,
-        server: _Server,
-        name: str,
-        list_partitions: Callable[[], list[str]] = list,
-        *,
-        renew_membership: Callable[[float], Sequence[ScriptCall]] = lambda _: (),
-        is_stalled: Callable[[], bool] = lambda: False,
-        keep: Callable[[Session], None] = renew_on_own_thread,
-    ) -> None:
+    def __init__(self, server: _Server, name: str, **options: Unpack[_SessionOptions]) -> None:
         self._server = server
-        super().__init__(
-            server.record,
-            name,
-            list_partitions,
-            renew_membership=renew_membership,
-            is_stalled=is_stalled,
-            keep=keep,
-        )
+        super().__init__(server.record, name, **options)
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         if self._server.is_away:
@@ -321,40 +314,19 @@ class _ServerSession(Session):
 class ShardedSession:
     """A worker's sessions, one on each server of its record, with the methods of `Session`."""
 
-    def __init__(
-        self,
-        record: Record,
-        name: str,
-        list_partitions: Callable[[], list[str]] = list,
-        *,
-        renew_membership: Callable[[float], Sequence[ScriptCall]] = lambda _: (),
-        is_stalled: Callable[[], bool] = lambda: False,
-        keep: Callable[[Session], None] | None = None,
-    ) -> None:
+    def __init__(self, record: Record, name: str, **options: Unpack[_SessionOptions]) -> None:
         """Open the sessions.
 
         The one on the first server, where the bus is, names the partitions that are read, keeps the worker's place in
         its group, and is given to `keep`. The others have a thread each: a server that is slow holds up no renewal on
         another.
         """
-        keep = keep or renew_on_own_thread
         if not isinstance(record, _ShardedRecord):
-            session = Session(
-                record,
-                name,
-                list_partitions,
-                renew_membership=renew_membership,
-                is_stalled=is_stalled,
-                keep=keep,
-            )
-            self._sessions = Sharded([""], [session])
+            self._sessions = Sharded([""], [Session(record, name, **options)])
             return
         first, *others = record.servers.parts
-        made: list[Session] = [
-            _ServerSession(
-                first, name, list_partitions, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
-            )
-        ]
+        is_stalled = options.get("is_stalled", lambda: False)
+        made: list[Session] = [_ServerSession(first, name, **options)]
         made += [_ServerSession(server, name, is_stalled=is_stalled) for server in others]
         self._sessions = Sharded(record.servers.names, made)
 

@@ -137,7 +137,7 @@ class Worker:
         self.session = ShardedSession(
             record,
             name,
-            member.list_partitions,
+            list_partitions=member.list_partitions,
             renew_membership=member.build_renewal,
             is_stalled=self.watch.is_stalled,
             keep=None if beat is None else beat.keep_session,
