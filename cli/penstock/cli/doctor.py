@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import redis
 import typer
@@ -43,6 +44,9 @@ from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.servers import check_server_list
 from penstock.redis.urls import hide_password, server_name, split_urls
+
+if TYPE_CHECKING:
+    from penstock.bus.kafka.bus import KafkaBus
 
 CHECK_LIMIT_S = 20.0
 """How long the checks of one kind of server may take in all."""
@@ -262,9 +266,8 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
     else:
         yield Finding("ok", "topics", "all there")
-        yield from _check_topic_settings(bus)
-        yield from _check_copies(bus)
-    yield from _check_transactions(bus)
+    if addresses.kafka:
+        yield from _check_kafka(bus, are_all_there=not missing)
     with contextlib.suppress(redis.RedisError), redis_client(addresses.first_url) as client:
         for lost in describe_lost(read_lost(client, Pipeline(addresses.pipeline))):
             yield Finding("note", "lost messages", lost, "docs/operations.md#penstockmessageslost")
@@ -298,27 +301,34 @@ def _check_copied_regions(addresses: Addresses) -> Iterator[Finding]:
             yield Finding("ok", "copied regions", found)
 
 
-def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
+def _check_kafka(bus: Bus, *, are_all_there: bool) -> Iterator[Finding]:
+    """Check the topics' settings and copies, where all are there, and the transactions."""
+    from penstock.bus.kafka.bus import KafkaBus
+
+    assert isinstance(bus, KafkaBus)
+    advice = "give this user the right to describe the settings of topics and of the cluster (DESCRIBE_CONFIGS)"
+    if are_all_there:
+        yield from _tell_unknown("note", "topic settings", advice, _check_topic_settings(bus))
+        yield from _tell_unknown("note", "copies", advice, _check_copies(bus))
+    yield from _tell_unknown("fail", "transactions", "ask again when the brokers answer", _check_transactions(bus))
+
+
+def _tell_unknown(state: State, subject: str, advice: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield the findings of a check, and one more where the brokers do not tell what it needs to know."""
+    try:
+        yield from findings
+    except BusUnavailable as error:
+        yield Finding(state, subject, f"not known: {error}", advice)
+
+
+def _check_topic_settings(bus: "KafkaBus") -> Iterator[Finding]:
     """Check that the topics have the settings with which `penstock topics create` makes them, and keep work for long
     enough.
     """
-    from penstock.bus.kafka.bus import (
-        KafkaBus,
-        alter_command,
-        describe_own_topics,
-        find_old_work,
-        find_wrong_settings,
-    )
+    from penstock.bus.kafka.bus import alter_command, describe_own_topics, find_old_work, find_wrong_settings
 
-    if not isinstance(bus, KafkaBus):
-        return
-    try:
-        own, wrong_own = describe_own_topics(bus)
-        found, old = find_wrong_settings(bus), find_old_work(bus)
-    except BusUnavailable as error:
-        advice = "give this user the right to describe the topics' settings (DESCRIBE_CONFIGS)"
-        yield Finding("note", "topic settings", f"not known: {error}", advice)
-        return
+    own, wrong_own = describe_own_topics(bus)
+    found, old = find_wrong_settings(bus), find_old_work(bus)
     for topic, wrong in found.items():
         listed = ", ".join(f"{name} is {value}" for name, value in wrong.items())
         yield Finding("fail", "topic settings", f"{topic}: {listed}", alter_command(bus, topic, wrong))
@@ -334,34 +344,18 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
         yield Finding("ok", "topic settings", "as the pipeline needs them")
 
 
-def _check_copies(bus: Bus) -> Iterator[Finding]:
+def _check_copies(bus: "KafkaBus") -> Iterator[Finding]:
     """Check that a broker, and a zone where there are several, may be lost."""
-    from penstock.bus.kafka.bus import KafkaBus
-
-    if not isinstance(bus, KafkaBus):
-        return
-    try:
-        told = read_kafka_copies(bus.clients, bus.pipeline.all_topics(), with_selectors=bool(bus.settings.rack))
-    except BusUnavailable as error:
-        advice = "give this user the right to describe the cluster's settings (DESCRIBE_CONFIGS)"
-        yield Finding("note", "copies", f"not known: {error}", advice)
-        return
+    told = read_kafka_copies(bus.clients, bus.pipeline.all_topics(), with_selectors=bool(bus.settings.rack))
     yield from check_kafka_copies(told, bus.settings.rack)
 
 
-def _check_transactions(bus: Bus) -> Iterator[Finding]:
+def _check_transactions(bus: "KafkaBus") -> Iterator[Finding]:
     """Check that no transaction holds up readers because it is open longer than a worker's may be."""
     from penstock.bus.kafka.admin_lookups import find_stuck_partitions
-    from penstock.bus.kafka.bus import KafkaBus
 
-    if not isinstance(bus, KafkaBus):
-        return
-    try:
-        topics = [*bus.pipeline.all_topics(), *bus.find_own_topics()]
-        found = find_stuck_partitions(bus.clients, topics, bus.settings.transaction_timeout_s)
-    except BusUnavailable as error:
-        yield Finding("fail", "transactions", f"not known: {error}", "ask again when the brokers answer")
-        return
+    topics = [*bus.pipeline.all_topics(), *bus.find_own_topics()]
+    found = find_stuck_partitions(bus.clients, topics, bus.settings.transaction_timeout_s)
     for topic, partition, stable, end in found:
         where = f"{topic} partition {partition}: readers wait at offset {stable}, the log ends at {end}"
         advice = (

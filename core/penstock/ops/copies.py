@@ -40,18 +40,13 @@ def read_kafka_copies(clients: Mapping[str, Any], topics: Sequence[str], *, with
     Raise `BusUnavailable`, also where the user may not see the brokers' settings, which `with_selectors` asks for.
     """
     from confluent_kafka import KafkaError, KafkaException, TopicCollection
-    from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
+    from confluent_kafka.admin import AdminClient, ResourceType  # type: ignore[attr-defined]
 
+    from penstock.bus.kafka.admin_lookups import read_settings
     from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
 
     admin, told = AdminClient(dict(clients)), KafkaCopies()
     hidden = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED)
-
-    def read_setting(kind: ResourceType, name: str, setting: str) -> str:
-        resource = ConfigResource(kind, name)
-        asked = admin.describe_configs([resource], request_timeout=BROKER_TIMEOUT_S)
-        return asked[resource].result(BROKER_TIMEOUT_S)[setting].value or ""
-
     with bus_errors():
         nodes = admin.describe_cluster(request_timeout=BROKER_TIMEOUT_S).result(BROKER_TIMEOUT_S).nodes
         told.racks = {node.id: node.rack or "" for node in nodes}
@@ -59,16 +54,17 @@ def read_kafka_copies(clients: Mapping[str, Any], topics: Sequence[str], *, with
         for topic, future in asked.items():
             try:
                 partitions = future.result(BROKER_TIMEOUT_S).partitions
-                in_sync = read_setting(ResourceType.TOPIC, topic, "min.insync.replicas")
+                (settings,) = read_settings(admin, ResourceType.TOPIC, [topic]).values()
             except KafkaException as raised:
                 if raised.args[0].code() not in hidden:
                     raise
                 continue
             told.holders[topic] = {one.id: [node.id for node in one.replicas] for one in partitions}
-            told.min_in_sync[topic] = int(in_sync)
-        for broker in told.racks if with_selectors else ():
-            told.selectors[broker] = read_setting(ResourceType.BROKER, str(broker), "replica.selector.class")
-            told.waits_ms[broker] = int(read_setting(ResourceType.BROKER, str(broker), "replica.fetch.wait.max.ms"))
+            told.min_in_sync[topic] = int(settings["min.insync.replicas"])
+        for broker in told.racks if with_selectors else ():  # each is asked about itself alone
+            (settings,) = read_settings(admin, ResourceType.BROKER, [str(broker)]).values()
+            told.selectors[broker] = settings["replica.selector.class"]
+            told.waits_ms[broker] = int(settings["replica.fetch.wait.max.ms"])
     return told
 
 

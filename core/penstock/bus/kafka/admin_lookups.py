@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, ResourceType  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
 from penstock.bus.kafka.offsets import Partition, Range, decode_ranges, is_in_ranges, parse_place
@@ -57,6 +57,18 @@ def list_partitions(admin: AdminClient, topics: Iterable[str]) -> list[Partition
             if raised.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise
     return found
+
+
+def read_settings(admin: AdminClient, kind: ResourceType, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return all settings of some topics, or of one broker, by name; empty texts for those that have no value.
+
+    Raise `KafkaException` or `TimeoutError`, also where the user may not see them.
+    """
+    asked: dict[ConfigResource, Future[Any]] = admin.describe_configs(
+        [ConfigResource(kind, name) for name in names], request_timeout=BROKER_TIMEOUT_S
+    )
+    found = {resource.name: future.result(BROKER_TIMEOUT_S) for resource, future in asked.items()}
+    return {name: {one: entry.value or "" for one, entry in entries.items()} for name, entries in found.items()}
 
 
 def read_log_offsets(

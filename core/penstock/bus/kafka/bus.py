@@ -5,10 +5,9 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
-from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, ResourceType, TopicMetadata  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.beats import BeatReader
@@ -21,7 +20,7 @@ from penstock.bus.contract import (
     wait_until_acknowledged,
 )
 from penstock.bus.joined import EventBell, JoinedMember, join_both
-from penstock.bus.kafka.admin_lookups import GroupLag
+from penstock.bus.kafka.admin_lookups import GroupLag, read_settings
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
     MAX_BATCH_BYTES,
@@ -88,8 +87,7 @@ class KafkaBus(KafkaClientFactory):
 
     def _check_own_topics(self, tenant: str) -> None:
         """Raise `SettingsError` where a tenant's own topics would be too many, or the shared ones are missing."""
-        with bus_errors():
-            known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
+        known = self.list_topics()
         if self.pipeline.results_topic not in known:
             raise SettingsError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
         owners = {split_topic(topic)[1] for topic in self.pipeline.find_own_topics(known)}
@@ -122,15 +120,17 @@ class KafkaBus(KafkaClientFactory):
 
     def find_missing(self, topics: Sequence[str]) -> list[str]:
         """Return those of some topics that the brokers do not know."""
-        with bus_errors():
-            known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
+        known = self.list_topics()
         return [topic for topic in topics if topic not in known]
 
     def find_own_topics(self) -> list[str]:
         """Return the topics that tenants have of their own."""
+        return self.pipeline.find_own_topics(self.list_topics())
+
+    def list_topics(self) -> dict[str, TopicMetadata]:
+        """Return all topics that the brokers know. Raise `BusUnavailable`."""
         with bus_errors():
-            known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
-        return self.pipeline.find_own_topics(known)
+            return AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
 
     def create_publisher(self) -> "KafkaPublisher":
         """Return a publisher with a connection of its own."""
@@ -239,8 +239,7 @@ def describe_own_topics(bus: KafkaBus) -> tuple[str, list[str]]:
     """Return how many topics tenants have of their own, empty without any, and what is wrong with them. Raise
     `BusUnavailable`.
     """
-    with bus_errors():
-        known = AdminClient(bus.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
+    known = bus.list_topics()
     counts = {name: len(topic.partitions) for name, topic in known.items()}
     own, shared = bus.pipeline.find_own_topics(known), bus.pipeline.all_topics()
     tenants = sorted({split_topic(topic)[1] for topic in own})
@@ -267,17 +266,9 @@ def find_old_work(bus: KafkaBus) -> list[str]:
 def read_topic_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
     """Return those settings of the pipeline's topics that it sets, by topic. Raise `BusUnavailable`."""
     topics = [*bus.pipeline.all_topics(), *bus.find_own_topics()]
-    resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in topics}
-    found: dict[str, dict[str, str]] = {}
-    admin = AdminClient(bus.clients)
     with bus_errors():
-        asked: Mapping[ConfigResource, Future[Any]] = admin.describe_configs(
-            list(resources.values()), request_timeout=BROKER_TIMEOUT_S
-        )
-        for topic, resource in resources.items():
-            entries = asked[resource].result(BROKER_TIMEOUT_S)
-            found[topic] = {name: entries[name].value for name in bus.topic_settings(topic)}
-    return found
+        found = read_settings(AdminClient(bus.clients), ResourceType.TOPIC, topics)
+    return {topic: {name: found[topic][name] for name in bus.topic_settings(topic)} for topic in topics}
 
 
 def alter_command(bus: KafkaBus, topic: str, names: Mapping[str, str]) -> str:

@@ -47,19 +47,9 @@ class KafkaFollower:
         self._assigned, self._at_end = set[Partition](), set[Partition]()
         self._damaged = DamagedBatches()
         self._looked_at = time.monotonic()
-        self._consumer = Consumer(
-            dict(clients)
-            | FETCH_LIMITS
-            | {
-                "group.id": f"{topic}.follower",  # it must have one; nothing is committed under it
-                "enable.auto.commit": False,
-                "isolation.level": "read_committed",
-                # Offsets may be out of range on either side of the log: `_move_into_log` decides where to go on.
-                "auto.offset.reset": "error",
-                "enable.partition.eof": True,
-                "queued.max.messages.kbytes": 16384,
-            }
-        )
+        # Offsets may be out of range on either side of the log: `_move_into_log` decides where to go on.
+        more = {"auto.offset.reset": "error", "enable.partition.eof": True, "queued.max.messages.kbytes": 16384}
+        self._consumer = _open_consumer(clients, f"{topic}.follower", more)
         try:
             with bus_errors():
                 self._assign_new()
@@ -78,10 +68,7 @@ class KafkaFollower:
                 error, offset = message.error(), message.offset() or 0
                 partition = message.topic() or "", message.partition() or 0
                 if error is None:
-                    outgoing = Outgoing(
-                        partition[0], message.value() or b"", parse_key(message), parse_headers(message)
-                    )
-                    found.append(FollowedMessage(_name_partition(partition), str(offset), outgoing))
+                    found.append(FollowedMessage(_name_partition(partition), str(offset), _parse_message(message)))
                     self._after[partition] = offset
                     self._at_end.discard(partition)
                 elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
@@ -151,6 +138,21 @@ class KafkaFollower:
         return is_shorter
 
 
+def _open_consumer(clients: Mapping[str, Any], group: str, more: Mapping[str, Any]) -> Consumer:
+    """Return a consumer of committed messages. It must have a group; nothing is committed under it."""
+    settings = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
+    return Consumer({**clients, **FETCH_LIMITS, **settings, **more})
+
+
+def _open_tool(clients: Mapping[str, Any], topic: str, more: Mapping[str, Any]) -> Consumer:
+    """Return a consumer for one reading of a topic."""
+    return _open_consumer(clients, f"{topic}.tool-{uuid.uuid4().hex}", {"fetch.wait.max.ms": 50, **more})
+
+
+def _parse_message(message: Message) -> Outgoing:
+    return Outgoing(message.topic() or "", message.value() or b"", parse_key(message), parse_headers(message))
+
+
 def _name_partition(partition: Partition) -> str:
     own = split_topic(partition[0])[1]
     return f"{own}:{partition[1]}" if own else str(partition[1])
@@ -173,14 +175,7 @@ def read_places(
     """Yield the message at each place (partition, offset), None where it was deleted. Places that ascend are read
     fastest. Raise `BusUnavailable`.
     """
-    settings = FETCH_LIMITS | {
-        "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
-        "enable.auto.commit": False,
-        "isolation.level": "read_committed",
-        "auto.offset.reset": "error",
-        "fetch.wait.max.ms": 50,
-    }
-    with contextlib.closing(Consumer(dict(clients) | settings)) as reader, bus_errors():
+    with contextlib.closing(_open_tool(clients, topic, {"auto.offset.reset": "error"})) as reader, bus_errors():
         at = (-1, 0)
         for number, wanted in places:
             if at[0] != number or not at[1] <= wanted <= at[1] + MAX_READ_OVER:
@@ -191,8 +186,7 @@ def read_places(
                 yield None
                 at = (-1, 0)
             else:
-                outgoing = Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message))
-                yield PlacedMessage(outgoing, message.timestamp()[1] / 1000)
+                yield PlacedMessage(_parse_message(message), message.timestamp()[1] / 1000)
 
 
 def _read_until(reader: Consumer, wanted: int) -> Message | None:
@@ -220,15 +214,8 @@ def read_topic(clients: Mapping[str, Any], topic: str, last: int = sys.maxsize) 
     A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
     the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
     """
-    settings = FETCH_LIMITS | {
-        "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
-        "enable.auto.commit": False,
-        "isolation.level": "read_committed",
-        "auto.offset.reset": "earliest",
-        "enable.partition.eof": True,
-        "fetch.wait.max.ms": 50,
-    }
-    with contextlib.closing(Consumer(dict(clients) | settings)) as reader, bus_errors():
+    more = {"auto.offset.reset": "earliest", "enable.partition.eof": True}
+    with contextlib.closing(_open_tool(clients, topic, more)) as reader, bus_errors():
         numbers = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
         places = [TopicPartition(topic, number) for number in numbers]
         for place in places:
@@ -250,7 +237,7 @@ def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoin
             continue
         error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
         if error is None:
-            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
+            found.append(_parse_message(message))
         elif error.code() in DAMAGED_BATCH_ERRORS:
             damaged.pass_over(reader, (topic, number), offset)
         elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
