@@ -34,10 +34,10 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: the gateway that moves them | gateway        |
 | `penstock:<pipeline>:autoscale`        | string | a minute: the controller's last decision  | `penstock autoscale` |
 | `penstock:<pipeline>:autoscale:lease`  | string | three looks: the controller that decides  | `penstock autoscale` |
+| `penstock:<pipeline>:regions`          | string | seconds: how its gateway sees all regions | gateway        |
 | `penstock:regions:adopted`             | hash   | until given back: regions adopted here    | `penstock regions` |
 | `penstock:regions:joined`              | string | seconds: peers said what they adopted     | gateway        |
 | `penstock:regions:fingerprints`        | hash   | for good: the models of each region       | gateway        |
-| `penstock:regions:seen`                | string | seconds: a gateway's view of all regions  | gateway        |
 | `penstock:regions:used`                | hash   | for good: what tenants with limits used here | `ingest/admission` |
 | `penstock:regions:settled:<region>`    | hash   | for good: what of its use is settled here | `ingest/regions` |
 | `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
@@ -330,6 +330,11 @@ class Pipeline:
         """The key of the lease of the controller that decides on numbers of workers."""
         return f"{self.autoscale_key}:lease"
 
+    @property
+    def regions_key(self) -> str:
+        """The key of how a gateway sees all regions, for `penstock top` and the page. There is none without peers."""
+        return f"penstock:{self.name}:regions"
+
     def meter_key(self, part: str) -> str:
         """Return a key of the usage meter.
 
@@ -403,9 +408,6 @@ FINGERPRINTS_KEY = "penstock:regions:fingerprints"
 """The key of the fingerprints of each region's models, by the region's name, as JSON, as a gateway saw them last."""
 REGION_JOINED_KEY = "penstock:regions:joined"
 """The key that exists while a gateway knows what peers have adopted of this region, and has ended that here."""
-REGIONS_SEEN_KEY = "penstock:regions:seen"
-"""The key of how a gateway of this region sees all regions, for `penstock top` and the page. There is none without
-peers."""
 
 
 REGION_USED_KEY = "penstock:regions:used"

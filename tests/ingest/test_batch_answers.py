@@ -17,9 +17,10 @@ from penstock.ingest.batch import answer as answer_module
 from penstock.ingest.batch import journal as journal_module
 from penstock.ingest.batch import runner as runner_module
 from penstock.ingest.batch import work as work_module
-from penstock.ingest.batch.answer import BatchJob, BatchRun, FinishedRow, ModelPipeline, Pipelines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, ModelPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
 from penstock.ingest.batch.journal import Journal, JournalError, answer_batch_file, check_batch_file
+from penstock.ingest.batch.lines import FinishedRow
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.runner import BatchRunner
 from penstock.ingest.batch.shapes import LineError

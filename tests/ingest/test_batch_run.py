@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.journal import Journal, JournalError
+from penstock.ingest.batch.lines import FinishedRow
 from penstock.local.processes import Child
 from penstock.local.stack import Stack
 from sim.forked import fork_process, run_penstock

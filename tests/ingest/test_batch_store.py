@@ -19,9 +19,8 @@ import pytest
 from obstore.store import MemoryStore
 
 from penstock.ingest.batch import batches as batches_module
-from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.batches import BatchStore, FinishedParts
-from penstock.ingest.batch.lines import CHUNK_BYTES, MAX_LINE_BYTES, InvalidLine, check_lines, split_lines
+from penstock.ingest.batch.lines import CHUNK_BYTES, MAX_LINE_BYTES, FinishedRow, InvalidLine, check_lines, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, NewBatch
 from penstock.ingest.batch.store import FileStore, content_path, make_id

@@ -1,6 +1,7 @@
 """Lines of batches that idle regions answer, between two regions of real servers."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import openai
 import pytest
 import redis
 
+from penstock.ingest.gateway import lending as lending_routes
 from penstock.ingest.regions import lending
 from penstock.ingest.regions.choosing import RegionAsk, RegionChooser, RegionView
 from penstock.ingest.regions.state import BatchOffer, ModelState, describe_offer
@@ -62,7 +64,9 @@ def read_coverage(home: ForkedStack, name: str) -> float:
 
 
 def count_lent(home: ForkedStack) -> int:
-    return int(read_region(home, "us")["requests"].get("idle", 0))
+    metrics = httpx.get(f"{home.gateway_url}/metrics", timeout=None).text
+    found = re.search(r'penstock_region_requests_total\{region="us",why="idle"\} (\d+)', metrics)
+    return int(found[1]) if found else 0
 
 
 def let_home_be_busy(home: ForkedStack, peer: ForkedStack) -> None:
@@ -173,7 +177,7 @@ def lend(number: int, **changes: Any) -> dict[str, Any]:
 
 def test_a_line_is_lent_for_a_while(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes back when no worker has begun it, or it has no answer; until then it is answered once."""
-    monkeypatch.setattr(lending, "LOOK_S", 0.05)
+    monkeypatch.setattr(lending_routes, "LOOK_S", 0.05)
     region = {"name": "us", "peers": "eu=http://127.0.0.1:9", "secret": SECRET}
     with (
         ScriptedPipeline(redis_url, pipeline) as made,
@@ -187,7 +191,7 @@ def test_a_line_is_lent_for_a_while(redis_url: str, pipeline: Pipeline, monkeypa
         with ThreadPoolExecutor(1) as pool:
             lent = pool.submit(client.post, lending.ROWS_PATH, json=lend(1, **model))
             wait_for(lambda: made.read_requests("batch"), "the line is published")
-            monkeypatch.setattr(lending, "LEASE_S", 0.0)
+            monkeypatch.setattr(lending_routes, "LEASE_S", 0.0)
             assert lent.result().status_code == 409, "nobody has begun it"
         (asked,) = made.read_requests("batch")
         assert (asked.id, asked.tenant) == ("chatcmpl-0123-eu-1", "acme")
@@ -195,7 +199,7 @@ def test_a_line_is_lent_for_a_while(redis_url: str, pipeline: Pipeline, monkeypa
         made.write("chatcmpl-0123-eu-3", 2)
         assert client.post(lending.ROWS_PATH, json=lend(3, **model)).status_code == 202, "it is under way"
         made.finish("chatcmpl-0123-eu-4")
-        monkeypatch.setattr(lending, "LEASE_S", 60.0)
+        monkeypatch.setattr(lending_routes, "LEASE_S", 60.0)
         finished = client.post(lending.ROWS_PATH, json=lend(4, **model)).json()
     assert (finished["number"], finished["is_ok"]) == (4, True)
     assert json.loads(finished["line"])["response"]["request_id"] == "chatcmpl-0123-eu-4"

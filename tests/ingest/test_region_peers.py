@@ -14,10 +14,10 @@ import redis
 
 from penstock.config.addresses import Addresses
 from penstock.ingest.regions.peers import MAX_REFUSED, STALE_S, STATE_PATH, _Region
-from penstock.ingest.regions.state import RegionState, ToldBeat, describe_model
+from penstock.ingest.regions.state import RegionState, describe_model
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
-from penstock.names import CLASSES, REGIONS_SEEN_KEY, STAGES, Pipeline
+from penstock.names import CLASSES, STAGES, Pipeline
 from penstock.testing.gateway import TestGateway
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import WorkerLoad
@@ -105,7 +105,7 @@ def test_gateways_know_their_peers_and_whether_one_name_is_one_model(tmp_path: P
         assert 'penstock_region_round_trip_seconds{region="us"}' in metrics
         wait_for(lambda: "neither region stands in for the other" in eu.gateway.log.read_text(), "the log says so")
         with redis.Redis.from_url(eu.server.url) as client:
-            assert b'"moon"' in client.get(REGIONS_SEEN_KEY)
+            assert b'"moon"' in client.get(DEMO.regions_key)
 
         us.gateway.process.stop(30.0)
         wait_for(lambda: eu.see()["us"]["state"] == "unavailable", "it has gone")
@@ -117,7 +117,7 @@ def test_without_peers_there_is_nothing(addresses: Addresses, server: "redis.Red
         assert gateway.gateway.peers is None
         assert http.get("/v1/penstock/regions").json() == {"regions": []}
         assert http.get(STATE_PATH, headers={"x-penstock-peer": SECRET}).status_code == 404
-    assert not server.exists(REGIONS_SEEN_KEY)
+    assert not server.exists(Pipeline(addresses.pipeline).regions_key)
 
 
 def make_state(*, is_stopping: bool = False, **fingerprints: str | None) -> RegionState:
@@ -146,9 +146,9 @@ def test_a_region_is_ready_unavailable_or_unknown() -> None:
     assert region.fingerprints == {"demo": "abc"}, "its workers are away: it has the model still"
 
 
-def tell_worker(name: str, lease_ms: int = 4000, left_ms: int = 4000, **beat: Any) -> ToldBeat:
+def tell_worker(name: str, lease_ms: int = 4000, left_ms: int = 4000, **beat: Any) -> tuple[bytes, bytes, int]:
     told = {"stage": "auto", "model": "demo", "lease_ms": lease_ms, "load": make_load(), "state": "ready"} | beat
-    return ToldBeat(DEMO.worker_key("auto", name).encode(), json.dumps(told).encode(), left_ms)
+    return DEMO.worker_key("auto", name).encode(), json.dumps(told).encode(), left_ms
 
 
 def test_what_is_missing_is_none_and_old_heartbeats_are_not_covered() -> None:
@@ -161,7 +161,6 @@ def test_what_is_missing_is_none_and_old_heartbeats_are_not_covered() -> None:
         tell_worker("b", load=slow, fingerprint="abc"),
         tell_worker("c", left_ms=500),
         tell_worker("other", model="another", fingerprint="xyz"),
-        ToldBeat(DEMO.worker_key("auto", "gone").encode(), None, -2),
     ]
     found = describe_model("demo", DEMO, workers, None, 0.0)
     assert (found.num_workers, found.fingerprint) == (2, "abc")

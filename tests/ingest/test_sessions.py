@@ -10,7 +10,8 @@ import httpx2
 import pytest
 
 from penstock.bus.contract import Outgoing
-from penstock.ingest.batch.answer import BatchJob, BatchRun, FinishedRow, ModelPipeline, Pipelines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, ModelPipeline, Pipelines
+from penstock.ingest.batch.lines import FinishedRow
 from penstock.ingest.gateway.state import find_caller
 from penstock.ingest.openai.body import hash_session
 from penstock.messages import Request, decode_message

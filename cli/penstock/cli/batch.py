@@ -18,8 +18,9 @@ from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import BusUnavailable
 from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.loosen import LoosenedGrammar
-from penstock.ingest.batch.answer import FinishedRow, ModelPipeline
+from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.journal import Journal, answer_batch_file, check_batch_file
+from penstock.ingest.batch.lines import FinishedRow
 from penstock.ingest.models import ServedModels
 from penstock.messages import GrammarSpec
 from penstock.ops.status import check_health

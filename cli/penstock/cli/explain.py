@@ -95,20 +95,21 @@ def explain(
 
 def find_placement(timeline: Timeline | None) -> dict[str, Any] | None:
     """Return what the producer noted of its choice; None where it noted nothing."""
-    for span in timeline.spans if timeline is not None else ():
-        if PLACEMENT_ATTRIBUTE in span["attributes"]:
-            found: dict[str, Any] = json.loads(span["attributes"][PLACEMENT_ATTRIBUTE])
-            return found
-    return None
+    about = _find_attributes(timeline, PLACEMENT_ATTRIBUTE)
+    return about and json.loads(about[PLACEMENT_ATTRIBUTE])
+
+
+def _find_attributes(timeline: Timeline | None, name: str) -> dict[str, Any] | None:
+    """Return the attributes of the first span that has one of this name."""
+    spans = timeline.spans if timeline is not None else ()
+    return next((span["attributes"] for span in spans if name in span["attributes"]), None)
 
 
 def find_region(timeline: Timeline | None) -> dict[str, str] | None:
     """Return the request's home, why it is there, and the regions that it came through; None without regions."""
     names = {REGION_ATTRIBUTE: "home", REGION_WHY_ATTRIBUTE: "why", HOPS_ATTRIBUTE: "hops"}
-    for span in timeline.spans if timeline is not None else ():
-        if REGION_ATTRIBUTE in span["attributes"]:
-            return {name: str(span["attributes"].get(key, "")) for key, name in names.items()}
-    return None
+    about = _find_attributes(timeline, REGION_ATTRIBUTE)
+    return about and {name: str(about.get(key, "")) for key, name in names.items()}
 
 
 def describe_region(region: dict[str, str] | None) -> Iterator[Row]:

@@ -4,7 +4,7 @@ import logging
 import sys
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RegionSettings, load_settings
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import DependencyMissing, PenstockError
 
 
@@ -16,8 +16,7 @@ def top() -> None:
         raise DependencyMissing(f"`penstock top` needs pip install 'penstock[top]' ({error})") from None
     from penstock.ops.live import LiveWatch
 
-    has_regions = bool(load_settings(RegionSettings).peers)
-    watch = LiveWatch(load_settings(Addresses), load_settings(BusSettings), has_regions=has_regions)
+    watch = LiveWatch(load_settings(Addresses), load_settings(BusSettings))
     if not sys.stdout.isatty():
         raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
     logging.disable()  # errors are shown on the screen

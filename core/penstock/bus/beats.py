@@ -8,12 +8,15 @@ from typing import Any
 from penstock.bus.placement import JobLoad, WorkerBeat
 from penstock.names import CLASSES, WORKERS_KEY, Pipeline
 from penstock.redis.client import redis_client
+from penstock.redis.scripts import load_script
 from penstock.worker_speed import WorkerSpeed
 
 STALE_SHARE = 0.75
 """A heartbeat is too old after this share of its lease, which is three periods."""
 
 MAX_MEAN_TOKENS = 1e9
+BEATS = load_script("penstock.bus", "beats")
+"""Reads heartbeats. Producers may have no right to run scripts: `BeatReader` does without."""
 
 
 class BeatReader:

@@ -7,7 +7,7 @@ viewers alone that saw them alive.
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import redis
 
@@ -15,11 +15,10 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, REGIONS_SEEN_KEY, find_stages
+from penstock.names import CLASSES, find_stages
 from penstock.ops.account import Prices, TodaysAccount
 from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
-from penstock.ops.scaling import read_scaling
 from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
 from penstock.telemetry.recent import sum_buckets, sum_values, summarize_percentiles
@@ -36,15 +35,11 @@ class LiveWatch(PipelineWatch[Json]):
     `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`:
     of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds. `scaling`: the controller's last
     decision (`penstock.autoscale.service.build_told`), None where none runs. `regions`: as a gateway sees them, where
-    `has_regions` says that there are any. `account`, where there are prices: of
-    today, in UTC.
+    there are any. `account`, where there are prices: of today, in UTC.
     """
 
-    def __init__(
-        self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None, *, has_regions: bool = False
-    ) -> None:
+    def __init__(self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None) -> None:
         super().__init__(addresses, settings)
-        self._has_regions = has_regions
         self._account = None if prices is None else TodaysAccount(prices)
         self.eviction, self._eviction_asked_at = "", -LOOK_S
         """The stream servers that evict, as of a minute ago at most; empty if none does."""
@@ -62,6 +57,7 @@ class LiveWatch(PipelineWatch[Json]):
         workers = read_heartbeats(self._redis, self._pipeline)
         lag = compute_lag(self._pipeline, bus.count_unsettled(), workers)
         self.lost = read_lost(self._redis, self._pipeline)
+        scaling, regions = cast(Any, self._redis.mget(self._pipeline.autoscale_key, self._pipeline.regions_key))
         seconds, microseconds = self._redis.time()
         now_s, health = seconds + microseconds / 1e6, assess_health(workers, self.eviction)
         return {
@@ -71,16 +67,11 @@ class LiveWatch(PipelineWatch[Json]):
             "lag": lag.as_json(),
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
-            "scaling": _show_scaling(read_scaling(self._redis, self._pipeline)),
-            "regions": self._read_regions(),
+            "scaling": _show_scaling(scaling and json.loads(scaling)),
+            "regions": json.loads(regions or b"[]"),
             **build_recent_json(workers),
             **self._build_account_json(),
         }
-
-    def _read_regions(self) -> list[Json]:
-        found: Any = self._redis.get(REGIONS_SEEN_KEY) if self._has_regions else None
-        seen: list[Json] = json.loads(found or b"[]")
-        return seen
 
     def _build_account_json(self) -> Json:
         if self._account is None:

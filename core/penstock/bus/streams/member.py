@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import redis
 
-from penstock.bus.beats import parse_beats
+from penstock.bus.beats import BEATS, parse_beats
 from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
 from penstock.bus.lost import LOST_KEPT_S
 from penstock.bus.placement import ON_THE_WAY_S, WorkerBeat
@@ -36,7 +36,6 @@ from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_
 log = logging.getLogger(__name__)
 
 ANSWERED = load_script("penstock.bus.streams", "answered")
-BEATS = load_script("penstock.bus.streams", "beats")
 READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
 LOST = load_script("penstock.bus.streams", "lost")

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -42,12 +42,22 @@ from penstock.errors import (
     is_failure,
 )
 from penstock.grammar.loosen import LoosenedGrammar
-from penstock.ingest.batch.lines import CHUNK_BYTES, BatchRow, parse_row, split_lines
+from penstock.ingest.batch.lines import (
+    CHUNK_BYTES,
+    NO_USAGE,
+    BatchRow,
+    FinishedRow,
+    LentRow,
+    RowTerms,
+    parse_row,
+    split_lines,
+)
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
 from penstock.ingest.openai.tokens import sum_usage
+from penstock.ingest.regions.lending import Lender
 from penstock.messages import GrammarSpec, Usage
 from penstock.redis.client import backoff_pauses
 
@@ -75,27 +85,6 @@ class ModelPipeline(NamedTuple):
 
 FindPipeline = Callable[[str], Awaitable[ModelPipeline]]
 """Returns the pipeline that serves a model. Raises `ApiError` or `BusUnavailable` while no worker serves it."""
-NO_USAGE = Usage()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowTerms:
-    """A batch, as far as one of its rows is concerned."""
-
-    name: str
-    """It is in the ids of all requests, and never changes, so asking a row again joins the same request."""
-    tenant: str = "default"
-    key: str = ""
-    """The id of the API key that its rows are counted by."""
-    own_topics: bool = False
-    weight: float = 1.0
-    deadline: float | None = None
-    max_request_tokens: int | None = None
-    """The most output tokens that one request may ask for."""
-    models: frozenset[str] | None = None
-    """The models that its rows may name, as they were when it was accepted; None: it is not known which exist."""
-    regions: frozenset[str] | None = None
-    """The regions that may answer them; None: all."""
 
 
 @dataclass(frozen=True)
@@ -110,41 +99,10 @@ class BatchJob(RowTerms):
     """How long a finished row may wait until it is written."""
 
 
-@dataclass(frozen=True)
-class FinishedRow:
-    """A row that is finished; `line` goes to the output if `is_ok`, else to the error file."""
-
-    number: int
-    line: bytes
-    is_ok: bool
-    usage: Usage = NO_USAGE
-
-
-@dataclass(frozen=True)
-class LentRow:
-    """A row that another region may answer."""
-
-    terms: RowTerms
-    row: BatchRow
-
-
-class RowLender(Protocol):
-    """Has idle regions answer rows."""
-
-    num_regions: int
-    """How many there are, this one included."""
-
-    async def answer_row(self, lent: LentRow, slots: asyncio.Semaphore) -> FinishedRow | None:
-        """Return the row as another region has answered it, or None once one of `slots` is taken for it here."""
-
-    async def cancel_row(self, lent: LentRow) -> None:
-        """Cancel a row where it was lent to, if it was."""
-
-
 class Pipelines:
     """The pipelines that answer rows, and how many rows are asked at once."""
 
-    def __init__(self, find_pipeline: FindPipeline, max_rows: int, lender: RowLender | None = None) -> None:
+    def __init__(self, find_pipeline: FindPipeline, max_rows: int, lender: Lender | None = None) -> None:
         """Let each batch, and all batches of this process together at each pipeline, have `max_rows` under way; as many
         more of a batch in each other region that `lender` knows.
         """

@@ -29,8 +29,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from pydantic import BaseModel
 
-from penstock.ingest.batch.answer import FinishedRow
-from penstock.ingest.batch.lines import split_lines
+from penstock.ingest.batch.lines import FinishedRow, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, BatchObject, BatchState, FileObject, NewBatch
 from penstock.ingest.batch.store import content_path, is_id, make_id, names_after, parse_creation_time

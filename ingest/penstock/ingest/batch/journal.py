@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from penstock.errors import PenstockError
-from penstock.ingest.batch.answer import BatchJob, BatchRun, FindPipeline, FinishedRow, Pipelines
-from penstock.ingest.batch.lines import CHUNK_BYTES, check_lines, split_lines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, FindPipeline, Pipelines
+from penstock.ingest.batch.lines import CHUNK_BYTES, FinishedRow, check_lines, split_lines
 from penstock.ingest.openai import ENDPOINTS
 
 MAX_ROWS_IN_FLIGHT = 256

@@ -9,12 +9,13 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.ingest.batch.shapes import LineError
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
-from penstock.messages import MAX_REQUEST_BYTES, Sampling
+from penstock.messages import MAX_REQUEST_BYTES, Sampling, Usage
 
 CHUNK_BYTES = 2**20
 """How many bytes are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_LISTED_ERRORS = 100
+NO_USAGE = Usage()
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,44 @@ class BatchRow:
     custom_id: str
     url: str
     body: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTerms:
+    """A batch, as far as one of its rows is concerned."""
+
+    name: str
+    """It is in the ids of all requests, and never changes, so asking a row again joins the same request."""
+    tenant: str = "default"
+    key: str = ""
+    """The id of the API key that its rows are counted by."""
+    own_topics: bool = False
+    weight: float = 1.0
+    deadline: float | None = None
+    max_request_tokens: int | None = None
+    """The most output tokens that one request may ask for."""
+    models: frozenset[str] | None = None
+    """The models that its rows may name, as they were when it was accepted; None: it is not known which exist."""
+    regions: frozenset[str] | None = None
+    """The regions that may answer them; None: all."""
+
+
+@dataclass(frozen=True)
+class LentRow:
+    """A row that another region may answer."""
+
+    terms: RowTerms
+    row: BatchRow
+
+
+@dataclass(frozen=True)
+class FinishedRow:
+    """A row that is finished; `line` goes to the output if `is_ok`, else to the error file."""
+
+    number: int
+    line: bytes
+    is_ok: bool
+    usage: Usage = NO_USAGE
 
 
 class InvalidLine(PenstockError):

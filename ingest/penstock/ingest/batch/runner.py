@@ -22,11 +22,12 @@ from redis.exceptions import RedisError
 
 from penstock.config.settings import BatchSettings
 from penstock.errors import is_failure
-from penstock.ingest.batch.answer import FindPipeline, Pipelines, RowLender
+from penstock.ingest.batch.answer import FindPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
+from penstock.ingest.regions.lending import Lender
 from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.webhooks import Webhooks
 from penstock.names import batch_lease_key
@@ -89,7 +90,7 @@ class BatchRunner:
         find_pipeline: FindPipeline,
         settings: BatchSettings,
         webhooks: Webhooks | None = None,
-        lender: RowLender | None = None,
+        lender: Lender | None = None,
     ) -> None:
         self._objects, self._settings, self._webhooks = objects, settings, webhooks
         self._batches, self._files = BatchStore(objects), FileStore(objects)
@@ -215,7 +216,7 @@ class BatchService:
         settings: BatchSettings,
         webhooks: Webhooks,
         home: str = "",
-        lender: RowLender | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """`home` is the region in which files and batches are made, if there are regions; `lender` knows the others."""
         self.objects = ObjectStorage.open(settings.store_url)

@@ -16,9 +16,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from penstock.config.settings import BatchSettings
-from penstock.ingest.batch.answer import BatchJob, BatchRun, FinishedRow, Pipelines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, FinishedParts, object_path
-from penstock.ingest.batch.lines import check_lines, estimate_row_tokens, parse_row, split_lines
+from penstock.ingest.batch.lines import FinishedRow, check_lines, estimate_row_tokens, parse_row, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from penstock.ingest.batch.store import FileStore, parse_home

@@ -1,16 +1,15 @@
 """`GET /v1/penstock/region`: what this gateway tells those of other regions; `…/regions`: how it sees all regions."""
 
-import secrets
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.gateway.state import CallerDep, PeerDep, get_gateway
 from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.regions.adopting import AdoptionMark
-from penstock.ingest.regions.peers import STATE_PATH, Peers, SeenRegion
+from penstock.ingest.regions.peers import STATE_PATH, SeenRegion
 from penstock.ingest.regions.returning import ADOPTED_PATH, AdoptedIds
 from penstock.ingest.regions.state import RegionState
 from penstock.names import ADOPTED_REGIONS_KEY, Pipeline
@@ -26,22 +25,17 @@ class Regions(BaseModel):
 
 
 @router.get(STATE_PATH, summary="What this region tells its peers", responses=error_responses(404, 503))
-async def region(request: Request, x_penstock_peer: Annotated[str, Header()] = "") -> RegionState:
+async def region(gateway: PeerDep) -> RegionState:
     """Only for the gateways of other regions, which know `PENSTOCK_REGION_SECRET`; 404 for all others."""
-    gateway, peers = _check_peer(request, x_penstock_peer)
-    told = peers.tell_state()
-    if told is None:
+    if gateway.peers is None or (told := gateway.peers.tell_state()) is None:
         raise ApiError(503, "this gateway does not know the state of its region now", code="unavailable")
     used = await gateway.limits.read_used()
     return told.model_copy(update={"is_stopping": gateway.is_stopping, "used": used})
 
 
 @router.get(ADOPTED_PATH, summary="What this region has adopted of a peer", responses=error_responses(404, 503))
-async def adopted(
-    request: Request, name: str, known: float = 0.0, x_penstock_peer: Annotated[str, Header()] = ""
-) -> AdoptedIds:
+async def adopted(gateway: PeerDep, name: str, known: float = 0.0) -> AdoptedIds:
     """For the gateways of that region. `known`: the time of the list that it has ended."""
-    gateway, _ = _check_peer(request, x_penstock_peer)
     client: Any = gateway.redis
     with translate_outages():
         found = cast("bytes | None", await client.hget(ADOPTED_REGIONS_KEY, name))
@@ -53,22 +47,11 @@ async def adopted(
     return AdoptedIds(state="finished", done_s=mark.done_s, ids=ids)
 
 
-def _check_peer(request: Request, given: str) -> tuple[Gateway, Peers]:
-    """Return the gateway and its view of the regions. Raises `ApiError` 404 for callers that are no peers."""
-    gateway = get_gateway(request)
-    secret = gateway.settings.region.secret.encode()
-    if gateway.peers is None or not secrets.compare_digest(given.encode(), secret):
-        raise ApiError(404, f"there is no path {request.url.path}", code="not_found")
-    return gateway, gateway.peers
-
-
 @router.get("/v1/penstock/regions", summary="How this gateway sees all regions", responses=error_responses(401, 503))
 async def regions(request: Request, caller: CallerDep) -> Regions:
-    """The list is empty where there are no regions. Callers with a key see no reasons, which name hosts, and no numbers
-    of requests.
-    """
+    """The list is empty where there are no regions. Callers with a key see no reasons, which name hosts."""
     gateway = get_gateway(request)
     seen = [] if gateway.peers is None else gateway.peers.describe_regions()
     if not gateway.keyring.is_open:
-        seen = [one.model_copy(update={"reason": "", "requests": {}}) for one in seen]
+        seen = [one.model_copy(update={"reason": ""}) for one in seen]
     return Regions(regions=seen)

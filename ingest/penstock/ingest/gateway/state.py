@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Header, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
@@ -34,10 +36,12 @@ from penstock.ingest.regions.returning import LOOK_S, RegionReturn
 from penstock.ingest.regions.state import StateReader
 from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.streaming.state import Streams
+from penstock.ingest.streaming.unread import LOOK_S as UNREAD_LOOK_S
 from penstock.ingest.tenants import Caller, Keyring, check_residency
 from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import GrammarSpec
+from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.telemetry.meters import Meters
 
@@ -59,16 +63,24 @@ class Gateway(Streams):
         self.keyring = Keyring(self._key_source)
         self.tokenizers = ModelTokenizers()
         self._checker = GrammarChecker()
+        self._readers: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """What counts the results of each pipeline, and indexes its copies of each region."""
+        self._loops = [
+            SearchLoop("pipelines to count", self._follow_pipelines, PIPELINE_CHECK_S),
+            SearchLoop("open streams", self.stream_metas.renew_all, self.stream_metas.renew_s),
+            SearchLoop("streams without readers", self._look_unread, UNREAD_LOOK_S),
+        ]
         self.peers: Peers | None = None
         """None without regions."""
         self.forwarder: Forwarder | None = None
         if settings.region.peers:
-            reader = StateReader(settings.region.name, self.redis, self.models, self.admission.lag_cache, self.prices)
+            home, lags = settings.region.name, self.admission.lag_cache
+            reader = StateReader(home, Pipeline(addresses.pipeline), self.redis, self.models, lags, self.prices)
             self.limits = SharedLimits(self.redis, self._key_source)
             self.peers = Peers(settings.region, reader, self.limits, meters)
             self.forwarder = Forwarder(self.peers, settings.region.secret, settings.gateway.keep_alive_s)
-            self._returning = RegionReturn(settings.region, self.redis, self.peers, self._give_away)
-            self._return_loop = SearchLoop("what peers have adopted", self._returning.look, LOOK_S)
+            returning = RegionReturn(settings.region, self.redis, self.peers, self._give_away)
+            self._loops.append(SearchLoop("what peers have adopted", returning.look, LOOK_S))
         if settings.region.list_copies():
             check_bus(addresses)
             read_state = partial(read_copy_state, redis_client(addresses.first_url))
@@ -81,11 +93,6 @@ class Gateway(Streams):
 
     async def open(self) -> None:
         """Start what runs in the background. Call it before the first request."""
-        self._metering = asyncio.create_task(
-            follow_pipelines(self.models, self.addresses, self.settings, self.metrics.pipelines)
-        )
-        self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
-        self._looking = asyncio.create_task(self.unread.look_forever(self.cancel_requests))
         self.webhooks = Webhooks(self.redis, self._key_source, self.settings.webhook, self.metrics.meters)
         self.webhooks.start()
         home, lender = self.settings.region.name, self.lender
@@ -101,15 +108,15 @@ class Gateway(Streams):
             self.settings.record,
             self.webhooks,
         )
-        self.responses.start(self._list_pipelines)
+        self.responses.start(lambda: set(self.metrics.pipelines))
         if self.peers is not None:
             self.peers.start()
-            self._return_loop.start()
+        for loop in self._loops:
+            loop.start()
 
     def begin_stop(self) -> None:
         """Let all streams end, each with an event that says where to go on."""
         self.is_stopping = True
-        self._looking.cancel()
         for client in self.clients.values():
             client.wake_readers()
         if self.forwarder is not None:
@@ -117,12 +124,12 @@ class Gateway(Streams):
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""
-        tasks = {self._metering, self._renewing, self._looking, *self.later}
+        await asyncio.gather(*(loop.close() for loop in self._loops))
+        tasks = {*self._readers.values(), *self.later}
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.peers is not None:
-            await self._return_loop.close()
             await self.peers.close()
         await self.admission.close()
         await self.models.close()
@@ -138,6 +145,10 @@ class Gateway(Streams):
         await asyncio.to_thread(self.bus.close)
         for server in self.servers.parts:
             await server.aclose()
+
+    def is_peer(self, secret: str) -> bool:
+        """Return whether a caller knows the secret that gateways of all regions have."""
+        return secrets.compare_digest(secret.encode(), self.settings.region.secret.encode())
 
     def check_residency(self, caller: Caller) -> None:
         """Raise `ApiError` 403 where this region may not have a caller's data: see `tenants.check_residency`."""
@@ -156,8 +167,21 @@ class Gateway(Streams):
         served = await self.models.find_model(model)
         return ModelPipeline(self.get_client(served.pipeline), served.response_template, self.loosen_grammar)
 
-    def _list_pipelines(self) -> set[str]:
-        return self.metrics.pipelines | {self.addresses.pipeline}
+    async def _follow_pipelines(self) -> None:
+        """Count the results of every pipeline that is served now, and index its copies of other regions."""
+        with suppress(PenstockError):
+            self.metrics.pipelines |= {model.pipeline for model in await self.models.list_models()}
+        bus = self.settings.bus
+        for which in itertools.product(self.metrics.pipelines, ("", *self.settings.region.list_copies())):
+            if which not in self._readers or self._readers[which].done():
+                name, region = which
+                own = self.addresses.model_copy(update={"pipeline": name})
+                reader = CopyIndex(own, bus, region) if region else UsageMeter(own, bus)
+                self._readers[which] = asyncio.create_task(read_forever(reader))
+
+    async def _look_unread(self) -> None:
+        if not self.is_stopping:
+            await self.unread.look(self.cancel_requests)
 
 
 def get_gateway(request: HTTPConnection) -> Gateway:
@@ -165,37 +189,6 @@ def get_gateway(request: HTTPConnection) -> Gateway:
     found = request.app.state.gateway
     assert isinstance(found, Gateway)
     return found
-
-
-async def follow_pipelines(
-    models: ServedModels, addresses: Addresses, settings: GatewayProcessSettings, found: set[str]
-) -> None:
-    """Count the results of every served pipeline, and index its copies of other regions, until cancelled; add the
-    pipelines' names to `found`.
-    """
-    tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-    try:
-        while True:
-            found |= await _find_pipelines(models, addresses)
-            for which in itertools.product(found, ("", *settings.region.list_copies())):
-                if which not in tasks or tasks[which].done():
-                    name, region = which
-                    own = addresses.model_copy(update={"pipeline": name})
-                    reader = CopyIndex(own, settings.bus, region) if region else UsageMeter(own, settings.bus)
-                    tasks[which] = asyncio.create_task(read_forever(reader))
-            await asyncio.sleep(PIPELINE_CHECK_S)
-    finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-async def _find_pipelines(models: ServedModels, addresses: Addresses) -> set[str]:
-    try:
-        served = {model.pipeline for model in await models.list_models()}
-    except PenstockError:
-        served = set()
-    return served | {addresses.pipeline}
 
 
 _BEARER = HTTPBearer(auto_error=False, description="An API key, `psk_…`. An open gateway asks for none.")
@@ -217,3 +210,15 @@ async def find_caller(
 
 CallerDep = Annotated[Caller, Depends(find_caller)]
 """The parameter of a route that needs a key: `caller: CallerDep`."""
+
+
+def find_asked(request: Request, x_penstock_peer: Annotated[str, Header()] = "") -> Gateway:
+    """Return the gateway that a peer asks. Raises `ApiError` 404 for all who do not know `PENSTOCK_REGION_SECRET`."""
+    gateway = get_gateway(request)
+    if gateway.peers is None or not gateway.is_peer(x_penstock_peer):
+        raise ApiError(404, f"there is no path {request.url.path}", code="not_found")
+    return gateway
+
+
+PeerDep = Annotated[Gateway, Depends(find_asked)]
+"""The parameter of a route for the gateways of other regions."""

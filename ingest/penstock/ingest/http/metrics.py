@@ -39,15 +39,9 @@ class GatewayMetrics:
     """The metrics of one gateway. Its event loop counts, any thread may read."""
 
     def __init__(
-        self,
-        meters: Meters,
-        addresses: Addresses,
-        settings: BusSettings,
-        prices: Prices | None = None,
-        *,
-        has_regions: bool = False,
+        self, meters: Meters, addresses: Addresses, settings: BusSettings, prices: Prices | None = None
     ) -> None:
-        self.meters, self._prices, self._has_regions = meters, prices, has_regions
+        self.meters, self._prices = meters, prices
         self.pipelines: set[str] = {addresses.pipeline}
         """The pipelines to report."""
         self._addresses, self._settings = addresses, settings
@@ -63,9 +57,7 @@ class GatewayMetrics:
         with self._lock:
             if pipeline not in self._watches:
                 addresses = self._addresses.model_copy(update={"pipeline": pipeline})
-                self._watches[pipeline] = LiveWatch(
-                    addresses, self._settings, self._prices, has_regions=self._has_regions
-                )
+                self._watches[pipeline] = LiveWatch(addresses, self._settings, self._prices)
             return self._watches[pipeline]
 
     def count_answer(self, scope: Scope, status: int) -> None:

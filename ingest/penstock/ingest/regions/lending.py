@@ -19,14 +19,12 @@ another one computes them again.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 import httpx2
 from pydantic import TypeAdapter
 
-from penstock.ingest.batch.answer import FinishedRow, LentRow, Pipelines, RowAnswers
-from penstock.ingest.errors import ApiError
+from penstock.ingest.batch.lines import FinishedRow, LentRow
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.regions.choosing import RegionAsk
 from penstock.ingest.regions.peers import LOOK_S, Peers
@@ -101,26 +99,3 @@ class Lender:
         del self._places[place]
         log.info("line %d of batch %s comes back from %s: %s", lent.row.number, lent.terms.name, region, problem)
         return None
-
-
-async def answer_lent(lent: LentRow, pipelines: Pipelines, is_stopping: Callable[[], bool]) -> FinishedRow | None:
-    """Answer a line that was lent here. Return None if it is under way when its lease is over or this gateway stops.
-
-    Raises `ApiError` 409 for a line that goes back.
-    """
-    rows = RowAnswers(lent.terms, pipelines)
-    answering, begun_at = asyncio.create_task(rows.answer_row(lent.row)), time.monotonic()
-    try:
-        while not (await asyncio.wait((answering,), timeout=LOOK_S))[0]:
-            if is_stopping():
-                return None
-            if time.monotonic() > begun_at + LEASE_S:
-                if await rows.is_begun(lent.row):
-                    return None
-                await rows.cancel_row(lent.row)
-                raise ApiError(409, "no worker has begun this line within its lease", code="row_given_back")
-    finally:
-        answering.cancel()
-    if not (finished := answering.result()).is_ok:
-        raise ApiError(409, "this line has no answer here", code="row_given_back")
-    return finished

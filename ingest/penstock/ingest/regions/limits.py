@@ -17,6 +17,7 @@ count once.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import redis.asyncio
@@ -28,8 +29,9 @@ from penstock.redis.client import translate_outages
 from penstock.redis.scripts import load_script
 
 SETTLE_REGION = load_script("penstock.ingest", "bucket", "settle_region")
-Used = Mapping[str, tuple[int, int]]
-"""By tenant, how many requests and tokens it has used in a region, as that has counted them since its Redis began."""
+Used = Mapping[str, int]
+"""How many `requests TENANT` and `tokens TENANT` each has used in a region, as counted since that region's Redis began.
+"""
 
 
 class SharedLimits:
@@ -37,46 +39,33 @@ class SharedLimits:
 
     def __init__(self, client: "redis.asyncio.Redis", source: KeySource | None) -> None:
         self._client, self._source = client, source
-        self._settled = dict[str, dict[str, tuple[int, int]]]()
-        """By region and tenant, what this gateway has seen settled: what has not changed is not settled again."""
 
-    async def read_used(self) -> dict[str, tuple[int, int]]:
+    async def read_used(self) -> Used:
         """Return what tenants with limits have used in this region. Raises `BusUnavailable`."""
-        if self._source is None:
-            return {}
-        with translate_outages():
-            told: dict[bytes, bytes] = await cast("Any", self._client.hgetall(REGION_USED_KEY))
-        counts = {name.decode(): int(value) for name, value in told.items()}
-        tenants = {name.partition(" ")[2] for name in counts}
-        return {one: (counts.get(f"requests {one}", 0), counts.get(f"tokens {one}", 0)) for one in tenants}
+        return {} if self._source is None else await self._read_counts(REGION_USED_KEY)
 
     async def settle_region(self, region: str, used: Used) -> None:
-        """Settle what a region has told. In an outage it is settled when the region tells it the next time."""
+        """Settle what a region has told. In an outage it is settled when the region tells it the next time.
+
+        Where nothing was ever settled of a region, its counts begin as they are.
+        """
         if self._source is None:
             return
-        try:
-            if region not in self._settled:
-                await self._begin_counts(region, used)
-            settled = self._settled.setdefault(region, {})
-            for tenant, counts in used.items():
-                if settled.get(tenant) != counts:
-                    await self._settle_tenant(region, tenant, counts)
-                    settled[tenant] = counts
-        except BusUnavailable:
-            return
-
-    async def _settle_tenant(self, region: str, tenant: str, counts: tuple[int, int]) -> None:
-        assert self._source is not None
-        entry, keys = await self._source.find_tenant(tenant), [rate_key(tenant), region_settled_key(region)]
-        limits = [entry.requests_per_min or 0, entry.tokens_per_min or 0]
-        with translate_outages():
-            await SETTLE_REGION.run_async(self._client, keys, [*limits, tenant, *counts])
-
-    async def _begin_counts(self, region: str, used: Used) -> None:
-        """Where nothing was ever settled of a region, begin with its counts as they are."""
         key = region_settled_key(region)
-        begun: dict[Any, Any] = {f"requests {one}": counts[0] for one, counts in used.items()}
-        begun |= {f"tokens {one}": counts[1] for one, counts in used.items()}
+        with suppress(BusUnavailable), translate_outages():
+            settled = await self._read_counts(key)
+            if not settled:
+                begun: dict[Any, Any] = {**used, "begun": 1}
+                await cast("Any", self._client.hset(key, mapping=begun))
+                return
+            changed = {name.partition(" ")[2] for name, count in used.items() if settled.get(name) != count}
+            for tenant in sorted(changed):
+                entry = await self._source.find_tenant(tenant)
+                limits = [entry.requests_per_min or 0, entry.tokens_per_min or 0]
+                counts = [used.get(f"{what} {tenant}", 0) for what in ("requests", "tokens")]
+                await SETTLE_REGION.run_async(self._client, [rate_key(tenant), key], [*limits, tenant, *counts])
+
+    async def _read_counts(self, key: str) -> Used:
         with translate_outages():
-            if not await cast("Any", self._client.exists(key)):
-                await cast("Any", self._client.hset(key, mapping=begun | {"begun": 1}))
+            told: dict[bytes, bytes] = await cast("Any", self._client.hgetall(key))
+        return {name.decode(): int(value) for name, value in told.items()}

@@ -9,7 +9,7 @@ import logging
 import math
 import ssl
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Literal
@@ -19,7 +19,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from penstock.config.settings import RegionSettings
 from penstock.errors import BusUnavailable
-from penstock.ingest.regions.choosing import RegionAsk, RegionChoice, RegionChooser, RegionView, Why
+from penstock.ingest.regions.choosing import RegionAsk, RegionChoice, RegionChooser, RegionView
 from penstock.ingest.regions.limits import SharedLimits
 from penstock.ingest.regions.state import ModelState, RegionState, StateReader
 from penstock.ingest.search_loop import SearchLoop
@@ -60,8 +60,6 @@ class SeenRegion(BaseModel):
     round_trip_s: float | None
     models: dict[str, SeenModel]
     adopted: list[str]
-    requests: dict[Why, int]
-    """How many requests this gateway sent there, by why."""
 
 
 SEEN_REGIONS = TypeAdapter(list[SeenRegion])
@@ -82,6 +80,8 @@ class _Region:
         self.round_trips = deque[float](maxlen=NUM_ROUND_TRIPS)
         self.fingerprints = dict[str, str]()
         """The last ones told, by model: a region whose workers are all away has them still."""
+        self.different = set[str]()
+        """The models of which the log says that they are others than here."""
 
     def note_state(self, state: RegionState) -> None:
         """Note what the region told just now."""
@@ -114,9 +114,7 @@ class Peers:
         """All regions, the own one first."""
         self._regions = {name: _Region(name) for name in self.names}
         self._regions[self.own].round_trips.append(0.0)
-        self._chooser, self._chosen = RegionChooser(self.own), Counter[tuple[str, Why]]()
-        self._told_different = set[tuple[str, str]]()
-        """The regions and models of which the log says that they are others."""
+        self._chooser, self._meters = RegionChooser(self.own), meters
         meters.add_source(self._read_gauges)
 
     def start(self) -> None:
@@ -151,14 +149,14 @@ class Peers:
     def choose_region(self, ask: RegionAsk) -> RegionChoice:
         """Choose where a new request goes, and count it as sent there. Raises as `RegionChooser.choose_region`."""
         choice = self._chooser.choose_region(ask, self._list_views(ask.model), time.monotonic())
-        self._chosen[choice.region, choice.why] += 1
+        self._meters.get_counter(catalog.REGION_REQUESTS, choice.region, choice.why).add()
         return choice
 
     def choose_idle(self, ask: RegionAsk) -> str | None:
         """Choose where a line of a batch goes, as `RegionChooser.choose_idle`, and count it as sent there."""
         region = self._chooser.choose_idle(ask, self._list_views(ask.model), time.monotonic())
         if region is not None and region != self.own:
-            self._chosen[region, "idle"] += 1
+            self._meters.get_counter(catalog.REGION_REQUESTS, region, "idle").add()
         return region
 
     def _list_views(self, model: str) -> dict[str, RegionView]:
@@ -191,7 +189,6 @@ class Peers:
                         for name, model in models.items()
                     },
                     adopted=[] if told is None else told.adopted,
-                    requests={why: count for (name, why), count in self._chosen.items() if name == region.name},
                 )
             )
         return seen
@@ -241,17 +238,14 @@ class Peers:
 
     def _tell_different(self, region: _Region) -> None:
         """Say in the log, once each time that it begins, which models of a region are others than those here."""
-        for model in region.fingerprints:
-            is_told = (region.name, model) in self._told_different
-            if self._differs(region, model) and not is_told:
-                self._told_different.add((region.name, model))
-                log.warning(
-                    "region %s: its model %r is another one than %r here (fingerprints %s and %s): neither region "
-                    "stands in for the other", region.name, model, model,
-                    region.fingerprints[model], self._regions[self.own].fingerprints[model],
-                )  # fmt: skip
-            elif is_told and not self._differs(region, model):
-                self._told_different.remove((region.name, model))
+        different = {model for model in region.fingerprints if self._differs(region, model)}
+        for model in sorted(different - region.different):
+            log.warning(
+                "region %s: its model %r is another one than %r here (fingerprints %s and %s): neither region "
+                "stands in for the other", region.name, model, model,
+                region.fingerprints[model], self._regions[self.own].fingerprints[model],
+            )  # fmt: skip
+        region.different = different
 
     def _read_gauges(self) -> Iterator[Reading]:
         for seen in self.describe_regions():
@@ -261,5 +255,3 @@ class Peers:
                 yield Reading(catalog.REGION_ROUND_TRIP, (seen.name,), seen.round_trip_s)
             differing = sum(model.differs for model in seen.models.values())
             yield Reading(catalog.REGION_MODELS_DIFFER, (seen.name,), differing)
-            for why, count in seen.requests.items():
-                yield Reading(catalog.REGION_REQUESTS, (seen.name, why), count)

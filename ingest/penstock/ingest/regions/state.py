@@ -7,16 +7,16 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import redis.asyncio
 from pydantic import BaseModel, Field
 
-from penstock.bus.beats import parse_beats
+from penstock.bus.beats import BEATS, parse_beats
 from penstock.bus.placement import average_token_s
 from penstock.ingest.admission import LagCache
 from penstock.ingest.models import ServedModels
-from penstock.names import ADOPTED_REGIONS_KEY, REGIONS_SEEN_KEY, WORKERS_KEY, Pipeline, PriorityClass
+from penstock.names import ADOPTED_REGIONS_KEY, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.account import Prices
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import translate_outages
@@ -38,6 +38,10 @@ class ModelState(BaseModel):
     """The share of the workers whose heartbeats are fresh."""
 
 
+ToldBeat = tuple[bytes, bytes, int]
+"""A heartbeat as it lies in Redis: its key, its value, and the milliseconds that are left of its lease."""
+
+
 class BatchOffer(BaseModel):
     """On what terms a region takes lines of other regions' batches while it is idle."""
 
@@ -56,20 +60,11 @@ class RegionState(BaseModel):
     models: dict[str, ModelState]
     adopted: list[str]
     """The regions that this one has adopted."""
-    used: dict[str, tuple[int, int]] = {}
-    """By tenant with limits, the requests and tokens that it has used here, as counted since this region's Redis began.
-    """
+    used: dict[str, int] = {}
+    """What tenants with limits have used here, as `regions.limits.Used`."""
     batch: BatchOffer = BatchOffer()
     is_stopping: bool
     """Whether this gateway stops, and takes no new requests."""
-
-
-class ToldBeat(NamedTuple):
-    """A heartbeat as it lies in Redis."""
-
-    key: bytes
-    value: bytes | None
-    left_ms: int
 
 
 SEEN_LASTS_S = 5
@@ -82,20 +77,21 @@ class StateReader:
     def __init__(
         self,
         region: str,
+        pipeline: Pipeline,
         client: "redis.asyncio.Redis",
         models: ServedModels,
         lag_cache: LagCache,
         prices: Prices | None = None,
     ) -> None:
-        self._region, self._client, self._models, self._lag_cache = region, client, models, lag_cache
-        self._prices = prices
-        self._incarnation = uuid.uuid4().hex
+        self._region, self._pipeline, self._client, self._models = region, pipeline, client, models
+        self._lag_cache, self._prices, self._incarnation = lag_cache, prices, uuid.uuid4().hex
 
     async def read_state(self) -> RegionState:
         """Return the state as of now. Raises `BusUnavailable`."""
         served = await self._models.list_models()
         with translate_outages():
-            beats = await self._read_beats()
+            prefixes = [Pipeline(name).worker_prefix for name in {one.pipeline for one in served}]
+            beats: list[ToldBeat] = await BEATS.run_async(self._client, [WORKERS_KEY], prefixes)
             adopted = cast("list[bytes]", await cast(Any, self._client.hkeys(ADOPTED_REGIONS_KEY)))
         models, now_s = dict[str, ModelState](), time.monotonic()
         for one in served:
@@ -115,18 +111,7 @@ class StateReader:
     async def write_seen(self, seen: bytes) -> None:
         """Write how this gateway sees all regions, for `penstock top` and the page. Raises `BusUnavailable`."""
         with translate_outages():
-            await self._client.set(REGIONS_SEEN_KEY, seen, ex=SEEN_LASTS_S)
-
-    async def _read_beats(self) -> list[ToldBeat]:
-        keys = sorted(cast("set[bytes]", await cast(Any, self._client.smembers(WORKERS_KEY))))
-        if not keys:
-            return []
-        async with self._client.pipeline(transaction=False) as asked:
-            asked.mget(keys)
-            for key in keys:
-                asked.pttl(key)
-            values, *left = await asked.execute()
-        return [ToldBeat(*one) for one in zip(keys, values, left, strict=True)]
+            await self._client.set(self._pipeline.regions_key, seen, ex=SEEN_LASTS_S)
 
 
 def describe_offer(prices: Prices | None, now: time.struct_time) -> BatchOffer:
@@ -146,11 +131,10 @@ def describe_model(
 ) -> ModelState:
     """Return what heartbeats and lag say of a model. Both have been read at `now_s`."""
     found = dict[bytes, Mapping[str, Any]]()
-    for one in told:
-        if one.value is not None and one.key.startswith(pipeline.worker_prefix.encode()):
-            beat = json.loads(one.value)
-            found |= {one.key: beat} if beat.get("model") == name else {}
-    beats = parse_beats(pipeline, (one for one in told if one.key in found), now_s)
+    for key, value, _ in told:
+        if key.startswith(pipeline.worker_prefix.encode()) and (beat := json.loads(value)).get("model") == name:
+            found[key] = beat
+    beats = parse_beats(pipeline, [one for one in told if one[0] in found], now_s)
     fresh = [beat for beat in beats if now_s < beat.stale_s]
     readers = {beat.worker: beat.speed for beat in fresh if any(beat.partitions.values())}
     fingerprints = sorted({beat["fingerprint"] for beat in found.values() if beat.get("fingerprint")})

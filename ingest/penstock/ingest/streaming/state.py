@@ -30,14 +30,12 @@ class Streams:
         self.servers = Sharded.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.prices = read_prices(settings.gateway.prices) if settings.gateway.prices else None
-        has_regions = bool(settings.region.peers)
-        self.metrics = GatewayMetrics(meters, addresses, settings.bus, self.prices, has_regions=has_regions)
+        self.metrics = GatewayMetrics(meters, addresses, settings.bus, self.prices)
         self.stream_metas = StreamMetaStore(self.servers, settings.record, self._end_lost)
         self.unread = UnreadStreams(self.redis, self.stream_metas, settings.gateway.cancel_unread_s)
         self.metrics.count_unread = self.unread.count
-        self.admission = Admission(
-            self.redis, self._fetch_lag, settings.admission, has_peers=settings.region.peers != ""
-        )
+        has_peers = settings.region.peers != ""
+        self.admission = Admission(self.redis, self._fetch_lag, settings.admission, has_peers=has_peers)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.is_stopping = False
         """Whether this process was told to stop."""

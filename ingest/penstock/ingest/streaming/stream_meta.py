@@ -6,7 +6,6 @@ the request is answered all the same. With each renewal it looks for requests th
 messages are gone from their topics, and ends them.
 """
 
-import asyncio
 import hmac
 import itertools
 import logging
@@ -43,7 +42,8 @@ class StreamMetaStore:
     def __init__(self, servers: "Sharded[redis.asyncio.Redis]", settings: RecordSettings, end_lost: EndLost) -> None:
         self._servers, self._client, self._end_lost = servers, servers.parts[0], end_lost
         self._pending_s, self.keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
-        self._renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
+        self.renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
+        """How often `renew_all` is to be called."""
         self._secret = secrets.token_hex(32).encode()
         """The one in Redis, once it was read. A Redis that lost it gets it back, so that ids stay the same."""
         self._open: dict[str, StreamMeta] = {}
@@ -119,20 +119,10 @@ class StreamMetaStore:
         self._open.pop(meta.id, None)
         self._unwritten.discard(meta.id)
 
-    async def renew_forever(self) -> None:
-        """Renew the meta data of unfinished requests until cancelled."""
-        while True:
-            await asyncio.sleep(self._renew_s)
-            try:
-                await self.renew_all()
-            except BusUnavailable:
-                continue  # they live for three more of these rounds
-            except Exception:
-                log.exception("renewing the meta data of open streams failed, retrying")
-
     async def renew_all(self) -> None:
-        """Renew once. Requests that have ended are not renewed again. End those that no worker has seen and whose
-        messages are gone.
+        """Renew the meta data of unfinished requests once; it lives for three more of these rounds.
+
+        Requests that have ended are not renewed again. End those that no worker has seen and whose messages are gone.
         """
         renewed, unread = list(self._open.values()), defaultdict[str, dict[str, str]](dict)
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):

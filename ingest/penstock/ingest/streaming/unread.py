@@ -10,16 +10,13 @@ A gateway that ends, or dies, forgets its list and cancels nothing. Readers that
 so their streams are computed to the end.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import redis.asyncio
 
-from penstock.errors import BusUnavailable
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.names import stream_readers_key
@@ -62,18 +59,8 @@ class UnreadStreams:
                 batch.hget(key, "come")
                 return int((await batch.execute())[2] or 0)
 
-    async def look_forever(self, cancel: Cancel) -> None:
-        """Do steps 3 and 4 until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                with suppress(BusUnavailable):
-                    await self.look(cancel)
-            except Exception:
-                log.exception("searching for streams without readers failed, retrying")
-
     async def look(self, cancel: Cancel) -> None:
-        """Do steps 3 and 4 once."""
+        """Do steps 3 and 4 once. Raises `BusUnavailable`."""
         noted = list(self._left.values())
         have_ended = await self._metas.check_ended([meta for meta, *_ in noted])
         with translate_outages():
