@@ -135,14 +135,14 @@ def make_state(*, is_stopping: bool = False, **fingerprints: str | None) -> Regi
 
 def test_a_region_is_ready_unavailable_or_unknown() -> None:
     region = _Region("us")
-    assert region.judge(time.monotonic())[0] == "unknown"
+    assert region.judge_state(time.monotonic())[0] == "unknown"
     region.num_refused = MAX_REFUSED
-    assert region.judge(time.monotonic())[0] == "unavailable"
+    assert region.judge_state(time.monotonic())[0] == "unavailable"
     region.note_state(make_state(demo="abc"))
-    assert region.judge(region.at_s) == ("ready", "")
-    assert region.judge(region.at_s + STALE_S + 0.1)[0] == "unknown", "what it told is old"
+    assert region.judge_state(region.at_s) == ("ready", "")
+    assert region.judge_state(region.at_s + STALE_S + 0.1)[0] == "unknown", "what it told is old"
     region.note_state(make_state(is_stopping=True, demo=None))
-    assert region.judge(region.at_s)[0] == "unavailable"
+    assert region.judge_state(region.at_s)[0] == "unavailable"
     assert region.fingerprints == {"demo": "abc"}, "its workers are away: it has the model still"
 
 

@@ -40,7 +40,7 @@ class Site:
             self.cancelled.append(meta.id)
 
         for gateway in (self.here, self.there):
-            await gateway.look(cancel)
+            await gateway.check_streams(cancel)
         assert self.here.count("another") == 0
         return len(set(self.cancelled)), self.here.count("default") + self.there.count()
 

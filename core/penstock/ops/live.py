@@ -67,7 +67,8 @@ class LiveWatch(PipelineWatch[Json]):
             "lag": lag.as_json(),
             "workers": [build_worker_json(worker, now_s) for worker in workers],
             "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
-            "scaling": _show_scaling(scaling and json.loads(scaling)),
+            # Without what the controller remembers; None where none runs.
+            "scaling": scaling and {name: value for name, value in json.loads(scaling).items() if name != "state"},
             "regions": json.loads(regions or b"[]"),
             **build_recent_json(workers),
             **self._build_account_json(),
@@ -93,11 +94,6 @@ class LiveWatch(PipelineWatch[Json]):
                     del self._seen[worker]
         ages = {worker: round(now - self._seen[worker], 1) for worker in gone if worker in self._seen}
         return [{"stage": stage, "name": name, "seen_s_ago": age_s} for (stage, name), age_s in ages.items()]
-
-
-def _show_scaling(told: Json | None) -> Json | None:
-    """Return the controller's decision without what it remembers; None where no controller runs."""
-    return told and {name: value for name, value in told.items() if name != "state"}
 
 
 def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:

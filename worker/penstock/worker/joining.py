@@ -5,8 +5,7 @@ import time
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RegionSettings
-from penstock.names import REGION_JOINED_KEY, Pipeline
-from penstock.ops.status import read_heartbeats
+from penstock.names import REGION_JOINED_KEY, WORKERS_KEY, Pipeline
 from penstock.redis.client import redis_client
 
 log = logging.getLogger(__name__)
@@ -20,11 +19,16 @@ def wait_until_joined(addresses: Addresses, settings: RegionSettings, pipeline: 
     """
     if not settings.peers:
         return
+    has_told = False
     with redis_client(addresses.first_url) as client:
-        if not client.exists(REGION_JOINED_KEY) and not read_heartbeats(client, pipeline):
-            log.warning(
-                "waiting until a gateway has asked the regions in PENSTOCK_REGION_PEERS what they have adopted of "
-                "this one; `penstock regions join --force` begins without their answer"
-            )
-        while not client.exists(REGION_JOINED_KEY) and not read_heartbeats(client, pipeline):
+        while not client.exists(REGION_JOINED_KEY):
+            beats = [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]
+            if beats and client.exists(*beats):
+                return
+            if not has_told:
+                log.warning(
+                    "waiting until a gateway has asked the regions in PENSTOCK_REGION_PEERS what they have adopted of "
+                    "this one; `penstock regions join --force` begins without their answer"
+                )
+                has_told = True
             time.sleep(LOOK_S)

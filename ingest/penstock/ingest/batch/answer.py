@@ -353,7 +353,7 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: RowTerm
 async def _submit_request(client: AsyncClient, args: SubmitArgs, batch: RowTerms) -> None:
     for pause_s in backoff_pauses():
         try:
-            await client.submit(key=batch.key, own_topics=batch.own_topics, **args)
+            await client.submit(key=batch.key, own_topics=batch.regions is not None, **args)
             return
         except BusUnavailable:
             await asyncio.sleep(pause_s)

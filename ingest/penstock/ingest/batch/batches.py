@@ -48,10 +48,8 @@ class BatchSpec(BaseModel):
     tenant: str
     key: str = ""
     """The id of the API key that made it: its lines are counted by it."""
-    own_topics: bool = False
-    """Whether its lines go to its tenant's own topics."""
     regions: frozenset[str] | None = None
-    """The regions that may answer its lines; None: all."""
+    """The regions that may answer its lines, in topics of its tenant's own; None: all, in those of all tenants."""
     weight: float = 1.0
     max_request_tokens: int | None = None
     """The most output tokens that one request of its tenant may ask for."""
@@ -85,7 +83,6 @@ class BatchStore:
             id=batch_id,
             tenant=caller.tenant,
             key=caller.key,
-            own_topics=caller.has_own_topics,
             regions=list_allowed_regions(caller, self._home),
             weight=caller.weight,
             max_request_tokens=caller.max_request_tokens,

@@ -38,7 +38,6 @@ class RowTerms:
     tenant: str = "default"
     key: str = ""
     """The id of the API key that its rows are counted by."""
-    own_topics: bool = False
     weight: float = 1.0
     deadline: float | None = None
     max_request_tokens: int | None = None
@@ -46,7 +45,7 @@ class RowTerms:
     models: frozenset[str] | None = None
     """The models that its rows may name, as they were when it was accepted; None: it is not known which exist."""
     regions: frozenset[str] | None = None
-    """The regions that may answer them; None: all."""
+    """The regions that may answer them, in topics of their tenant's own; None: all, in those of all tenants."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ class BatchWork:
             flush_interval_s=FLUSH_INTERVAL_S,
             tenant=spec.tenant,
             key=spec.key,
-            own_topics=spec.own_topics,
             regions=spec.regions,
             weight=spec.weight,
             deadline=float(spec.expires_at),

@@ -85,7 +85,7 @@ class Gateway(Streams):
             check_bus(addresses)
             read_state = partial(read_copy_state, redis_client(addresses.first_url))
             watch_copies(meters, self.metrics.pipelines, settings.region.list_copies(), read_state)
-        self.lender = None if self.peers is None else Lender(self.peers, settings.region.secret)
+        self.lender = None if self.peers is None else Lender(self.peers)
         self.lent_pipelines = Pipelines(self.find_pipeline, settings.batch.rows_in_flight)
         """They answer lines of other regions' batches."""
         # Its own thread: checks wait for each other, and nothing else waits for them.
@@ -181,7 +181,7 @@ class Gateway(Streams):
 
     async def _look_unread(self) -> None:
         if not self.is_stopping:
-            await self.unread.look(self.cancel_requests)
+            await self.unread.check_streams(self.cancel_requests)
 
 
 def get_gateway(request: HTTPConnection) -> Gateway:

@@ -28,7 +28,6 @@ from penstock.ingest.batch.lines import FinishedRow, LentRow
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.regions.choosing import RegionAsk
 from penstock.ingest.regions.peers import LOOK_S, Peers
-from penstock.regions import PEER_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +39,15 @@ SILENT_S = 5.0
 """How much later than its lease a line may come back."""
 ROWS_PATH = "/v1/penstock/rows"
 UNDER_WAY_STATUS = 202
+_IS_JSON = {"content-type": "application/json"}
 _LENT_ROW, _FINISHED_ROW = TypeAdapter(LentRow), TypeAdapter(FinishedRow)
 
 
 class Lender:
     """Lends lines of this gateway's batches."""
 
-    def __init__(self, peers: Peers, secret: str) -> None:
-        self._peers, self._headers = peers, {PEER_HEADER: secret, "content-type": "application/json"}
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self.num_regions = len(peers.names)
         self._places = dict[tuple[str, int], str]()
         """Where lines are that are lent, by batch and number."""
@@ -77,7 +77,7 @@ class Lender:
         if region is not None:
             url = f"{self._peers.find_url(region)}{ROWS_PATH}/cancel"
             with suppress(httpx2.HTTPError):
-                await self._peers.http.post(url, content=_LENT_ROW.dump_json(lent), headers=self._headers)
+                await self._peers.http.post(url, content=_LENT_ROW.dump_json(lent), headers=_IS_JSON)
 
     async def _lend_row(self, region: str, lent: LentRow, content: bytes) -> FinishedRow | None:
         """Steps 2 to 4. Return None if the line does not come back with an answer."""
@@ -87,7 +87,7 @@ class Lender:
         try:
             while status == UNDER_WAY_STATUS:
                 timeout = httpx2.Timeout(SILENT_S, read=LEASE_S + SILENT_S)
-                answer = await self._peers.http.post(url, content=content, headers=self._headers, timeout=timeout)
+                answer = await self._peers.http.post(url, content=content, headers=_IS_JSON, timeout=timeout)
                 status = answer.status_code
             if status == 200:
                 finished = _FINISHED_ROW.validate_json(answer.content)

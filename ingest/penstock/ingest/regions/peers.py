@@ -95,7 +95,7 @@ class _Region:
             log.warning("region %s: %s", self.name, problem or "it answers again")
         self.problem = problem
 
-    def judge(self, now_s: float) -> tuple[Readiness, str]:
+    def judge_state(self, now_s: float) -> tuple[Readiness, str]:
         """Return the region's state, and the reason where it is not ready."""
         if self.num_refused >= MAX_REFUSED:
             return "unavailable", self.problem
@@ -118,11 +118,12 @@ class Peers:
         meters.add_source(self._read_gauges)
 
     def start(self) -> None:
-        """Start to ask all regions. `http` is the client by which peers are asked, from now on."""
+        """Start to ask all regions. `http` is the client by which peers are asked, from now on; it has the secret."""
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each look
         tls = ssl.create_default_context()
         every = httpx2.Limits()  # as many connections as requests that are sent on
-        self.http = httpx2.AsyncClient(verify=tls, trust_env=False, timeout=ANSWER_S, limits=every)
+        headers = {PEER_HEADER: self._secret}
+        self.http = httpx2.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=ANSWER_S, limits=every)
         looks: dict[str, Callable[[], Awaitable[None]]] = {self.own: self._look_home}
         looks |= {name: partial(self._look_away, name) for name in self._urls}
         self._loops = [SearchLoop(f"news of the region {name}", look, LOOK_S) for name, look in looks.items()]
@@ -140,7 +141,7 @@ class Peers:
 
     def find_state(self, name: str) -> Readiness:
         """Return whether a region is ready, unavailable or unknown."""
-        return self._regions[name].judge(time.monotonic())[0]
+        return self._regions[name].judge_state(time.monotonic())[0]
 
     def find_adopter(self, name: str) -> str | None:
         """Return the region that has adopted another one, and is ready. It may be the own one."""
@@ -169,13 +170,13 @@ class Peers:
     def tell_state(self) -> RegionState | None:
         """Return what this gateway tells its peers; None while it does not know its own region."""
         own = self._regions[self.own]
-        return own.state if own.judge(time.monotonic())[0] == "ready" else None
+        return own.state if own.judge_state(time.monotonic())[0] == "ready" else None
 
     def describe_regions(self) -> list[SeenRegion]:
         """Return how this gateway sees all regions, the own one first."""
         now_s, seen = time.monotonic(), list[SeenRegion]()
         for region in self._regions.values():
-            readiness, reason = region.judge(now_s)
+            readiness, reason = region.judge_state(now_s)
             told = region.state if readiness != "unknown" else None
             models = {} if told is None else told.models
             seen.append(
@@ -195,7 +196,7 @@ class Peers:
 
     def _list_ready(self) -> list[tuple[_Region, RegionState]]:
         now_s, regions = time.monotonic(), self._regions.values()
-        return [(one, one.state) for one in regions if one.state is not None and one.judge(now_s)[0] == "ready"]
+        return [(one, one.state) for one in regions if one.state is not None and one.judge_state(now_s)[0] == "ready"]
 
     def _differs(self, region: _Region, model: str) -> bool:
         """Return whether a region's model is known to be another one than that of its name here."""
@@ -214,7 +215,7 @@ class Peers:
     async def _look_away(self, name: str) -> None:
         region, began_s, problem = self._regions[name], time.monotonic(), ""
         try:
-            answer = await self.http.get(self._urls[name] + STATE_PATH, headers={PEER_HEADER: self._secret})
+            answer = await self.http.get(self._urls[name] + STATE_PATH)
             taken_s = time.monotonic() - began_s
             if answer.status_code == 404:
                 raise ValueError("it knows no such PENSTOCK_REGION_SECRET, which must be the same in all regions")

@@ -59,7 +59,7 @@ class UnreadStreams:
                 batch.hget(key, "come")
                 return int((await batch.execute())[2] or 0)
 
-    async def look(self, cancel: Cancel) -> None:
+    async def check_streams(self, cancel: Cancel) -> None:
         """Do steps 3 and 4 once. Raises `BusUnavailable`."""
         noted = list(self._left.values())
         have_ended = await self._metas.check_ended([meta for meta, *_ in noted])
