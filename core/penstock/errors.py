@@ -321,7 +321,7 @@ class PlanError(PenstockError):
 
 
 class AdoptionRefused(PenstockError):
-    """A region must not be adopted now: it may live, or another region may have adopted it."""
+    """A region must not be adopted now, as it may live, or another region may have adopted it; or not be given back."""
 
 
 class DeadLetterError(PenstockError):

@@ -407,7 +407,8 @@ ADOPTED_REGIONS_KEY = "penstock:regions:adopted"
 FINGERPRINTS_KEY = "penstock:regions:fingerprints"
 """The key of the fingerprints of each region's models, by the region's name, as JSON, as a gateway saw them last."""
 REGION_JOINED_KEY = "penstock:regions:joined"
-"""The key that exists while a gateway knows what peers have adopted of this region, and has ended that here."""
+"""The key of the permission by which workers begin. A gateway that knows what peers have adopted of this region, and
+has ended that here, gives another one each second."""
 
 
 REGION_USED_KEY = "penstock:regions:used"

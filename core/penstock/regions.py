@@ -45,9 +45,14 @@ def add_home(name: str, region: str) -> str:
     return f"{name}-{region}" if region else name
 
 
+def drop_choice(request_id: str) -> str:
+    """Return the id of the request of which `request_id` may be one choice of several."""
+    return _CHOICE.sub("", request_id)
+
+
 def find_home(request_id: str, regions: Iterable[str]) -> str | None:
     """Return which of `regions` an id names as its home, or None. The id may be that of one choice of several."""
-    whole = _CHOICE.sub("", request_id)
+    whole = drop_choice(request_id)
     ends = [region for region in regions if whole.endswith(f"-{region}")]
     return max(ends, key=len, default=None)
 

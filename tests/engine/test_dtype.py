@@ -74,7 +74,8 @@ def fast_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[E
 
 def test_one_line_says_all_choices(fast_settings: EngineSettings, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "penstock.engine"):
-        assert open_engine(fast_settings).model.arithmetic == "bfloat16 on avx2"
+        model = open_engine(fast_settings).model
+    assert (model.arithmetic, model.is_batch_invariant) == ("bfloat16 on avx2", True)
     (line,) = (line for line in caplog.messages if " computes in " in line)
     assert line == (
         "demo computes in bfloat16 (the model's own, no slower than float32 on avx2) on cpu by avx2 "
@@ -89,7 +90,9 @@ def test_a_model_of_which_the_kernels_compute_a_part_is_loaded_again_in_float32(
     monkeypatch.setattr(Replacer, "build_native_model", lambda _: None)
     model = open_model(fast_settings)
     assert (model.dtype, model.dtype_reason, model.arithmetic) == (torch.float32, PARTLY_NATIVE, "float32")
-    assert open_model(fast_settings.model_copy(update={"dtype": "bfloat16"})).dtype == torch.bfloat16, "as it was set"
+    assert model.is_batch_invariant
+    model = open_model(fast_settings.model_copy(update={"dtype": "bfloat16"}))
+    assert (model.dtype, model.is_batch_invariant) == (torch.bfloat16, False), "as it was set"
 
 
 def test_prompts_and_answers_have_one_dtype_and_say_the_same_arithmetic(fast_settings: EngineSettings) -> None:

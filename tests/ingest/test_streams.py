@@ -1,8 +1,10 @@
 """Streams over HTTP, with the tests in the workers' place: browsers, slow readers, cancelling, a gateway that stops."""
 
+import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +14,8 @@ import httpx
 import pytest
 
 from penstock.messages import Request, decode_message
-from penstock.names import CLASSES, Pipeline
-from sim.events import EventSource
+from penstock.names import CLASSES, Pipeline, stream_meta_key
+from sim.events import EventSource, ServerSentEvent
 from sim.waiting import PATIENCE_S, wait_for
 from tests.draws import mark_some
 from tests.gateways import GatewayProcess, ScriptedPipeline
@@ -123,6 +125,24 @@ def test_another_answer_than_was_seen_ends_the_stream_for_good(streams: StreamPi
     (only,) = source.connect()
     assert (only.event, only.body["error"]["code"]) == ("error", "stream_diverged")
     assert (list(source.connect()), source.status) == ([], 204)
+
+
+def test_an_adopted_stream_is_waited_for_though_its_reader_has_seen_more_than_workers_here(
+    streams: StreamPipeline,
+) -> None:
+    undisturbed = streams.post()
+    streams.finish(undisturbed, 5)
+    ids, adopted = [event.id for event in streams.source(undisturbed).connect()], f"{undisturbed}-eu"
+    card = json.loads(streams.server.get(stream_meta_key(undisturbed)) or b"{}")
+    card |= {"id": adopted, "request_ids": [adopted], "is_adopted": True}
+    streams.server.set(stream_meta_key(adopted), json.dumps(card))
+    read = list[ServerSentEvent]()
+    reading = threading.Thread(target=lambda: read.extend(streams.source(adopted, ids[2]).connect()))
+    reading.start()
+    wait_for(lambda: streams.is_read(adopted), "it is waited for")
+    streams.finish(adopted, 5)
+    reading.join(PATIENCE_S)
+    assert "".join(event.text for event in read) == "<3><4>"
 
 
 @pytest.mark.proof

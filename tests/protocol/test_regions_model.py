@@ -15,8 +15,8 @@ KINDS = set(
 post, send on, no connection, accept, join, join adopted, refuse: region_away, refuse: no room, answer: accepted,
 answer: refused, answer: unsure, wait no longer, told: accepted, told: refused, told: unsure,
 token, result, abort, copy request, copy result, adopt, probe, withdraw, publish, finish list,
-kill, return, listen, hear: no, hear: wait, hear: taken, hear: left, settle again, force, pause, go on, cut, heal, late,
-read: home, read: adopted, read: away
+give back, kill, return, listen, hear: no, hear: wait, hear: taken, hear: left, settle again, force, pause, go on,
+cut, heal, late, read: home, read: adopted, read: away
 """.strip(),
     )
 )

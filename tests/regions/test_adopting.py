@@ -2,6 +2,9 @@
 
 import json
 from collections import Counter
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +14,14 @@ from penstock.errors import AdoptionRefused, SettingsError
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.regions import adopting
 from penstock.ingest.regions.adopting import AdoptionMark, AdoptionSettings, adopt_region, read_marks
-from penstock.messages import now_s
-from penstock.names import ADOPTED_REGIONS_KEY, CARD_HEADER, FINGERPRINTS_KEY, MODELS_KEY, stream_meta_key
+from penstock.local.processes import find_free_port
+from penstock.messages import Result, decode_message, now_s
+from penstock.names import ADOPTED_REGIONS_KEY, CARD_HEADER, FINGERPRINTS_KEY, MODELS_KEY, Pipeline, stream_meta_key
+from sim.events import EventSource
+from sim.forked import ForkedStack
+from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
+from tests.gateways import ENVIRONMENT
 from tests.regions.copied import BUS, CopiedRegion
 from tests.regions.test_copies import SECRET, Killed, die
 
@@ -45,7 +53,7 @@ def test_what_is_open_is_published_here_and_what_is_answered_is_not(copied_regio
     assert published["open"].headers == {"penstock-tenant": "default", "penstock-key": "k1"}
     counts = mark.pipelines[copied_region.pipeline.name]
     # Both came after the only heartbeat, and no gateway made them.
-    assert counts == {"taken": 2, "late": 1, "newer": 2, "without_card": 2, "gone": 0}
+    assert counts == {"taken": 2, "late": 1, "interrupted": 2, "newer": 2, "without_card": 2, "gone": 0}
     assert copied_region.list_ids("taken") == ["late", "open"]
     assert copied_region.list_ids("open") == []
     assert read_marks(copied_region.client)[copied_region.name] == mark
@@ -66,6 +74,43 @@ def test_gateways_get_what_they_need_to_stream_the_answer_and_nothing_of_others(
     assert 0 < copied_region.client.pttl(stream_meta_key(own)) <= KEEP_S * 1000
     assert copied_region.client.exists(stream_meta_key(other), stream_meta_key(tenant)) == 0
     assert mark.pipelines[copied_region.pipeline.name]["without_card"] == 2
+
+
+def test_what_may_have_been_seen_otherwise_ends_in_a_typed_error(
+    pipeline: Pipeline, kafka: str, tmp_path: Path, exits: ExitStack
+) -> None:
+    """A worker and a gateway of the adopting region, whose model is known to be the same only at last."""
+    numbers: dict[str, Any] = {"prefill": 0, "decode": 0, "auto": 1, "gateway": find_free_port()}
+    stack = ForkedStack(tmp_path, pipeline=pipeline.name, kafka=kafka, environment=ENVIRONMENT, **numbers)
+    exits.enter_context(stack).wait_until_ready(PATIENCE_S)
+    copied = exits.enter_context(closing(CopiedRegion(pipeline, kafka, stack.addresses.stream_url)))
+    settings = SETTINGS._replace(region=RegionSettings(name="us"))
+    told = {
+        "unknown": ("", ""), "another": ("a", "b"), "batch": ("a and the batch",) * 2, "part": ("a", "a"),
+        "same": ("a", "a"),
+    }  # fmt: skip
+    for one, fingerprints in told.items():
+        for region, fingerprint in zip(("us", copied.name), fingerprints, strict=True):
+            copied.client.hset(FINGERPRINTS_KEY, region, json.dumps({"demo": fingerprint} if fingerprint else {}))
+        choices = [one, f"{one}-answered"] if one == "part" else [one]
+        copied.request(one, headers=make_card(copied, one, id=f"cmpl-{one}", request_ids=choices))
+        mark = adopt_region(copied.client, stack.addresses, settings, copied.name, "me", force=True)
+        assert mark.pipelines[pipeline.name]["interrupted"] == (one not in ("part", "same"))
+
+    def read_results() -> dict[str, Result]:
+        found = [decode_message(Result, message.value) for message in copied.bus.read_all(pipeline.results_topic)]
+        return {result.id: result for result in found}
+
+    wait_for(lambda: read_results().keys() == told.keys(), "each has a result")
+    codes = {one: result.error and result.error.code for one, result in read_results().items()}
+    assert codes == {one: None if one in ("part", "same") else "answer_interrupted" for one in told}
+    for one in told:
+        source = EventSource(f"{stack.gateway_url}/v1/streams/cmpl-{one}")
+        events = list(source.connect())
+        assert (events[-1].data == "[DONE]") == (one == "same"), events
+        if one != "same":
+            assert events[-1].body["error"]["code"] == "answer_interrupted"
+        assert bool("".join(event.text for event in events if event.event == "message")) == (one in ("part", "same"))
 
 
 @pytest.mark.parametrize("point", failpoints.ADOPT)
@@ -142,7 +187,9 @@ def test_operators_adopt_and_give_back(copied_region: CopiedRegion, terminal: Te
     rows = {row["region"]: row for row in json.loads(terminal("regions", "list", "--json", **here).stdout)}
     assert rows[name]["adopted"]["pipelines"][addresses.pipeline]["taken"] == 1
     assert "is not copied here" in terminal("regions", "adopt", "mars", **here).stderr
-    assert terminal("regions", "give-back", name, **here).returncode == 0
+    assert "it has ended what was adopted" in " ".join(terminal("regions", "give-back", name, **here).stderr.split())
+    assert copied_region.list_ids("taken") == ["open"]
+    assert terminal("regions", "give-back", name, "--force", **here).returncode == 0
     assert copied_region.client.hget(ADOPTED_REGIONS_KEY, name) is None
     assert copied_region.list_ids("taken") == []
     assert "is not adopted here" in terminal("regions", "give-back", name, **here).stderr

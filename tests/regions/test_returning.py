@@ -6,6 +6,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
 
@@ -16,17 +17,19 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, RegionSettings
 from penstock.errors import AdoptionRefused, AnswerInterrupted
 from penstock.ingest.regions.adopting import AdoptionMark, AdoptionSettings, adopt_region, give_back, read_marks
-from penstock.ingest.regions.returning import AdoptedIds, may_join
+from penstock.ingest.regions.returning import JOINED_LASTS_S, AdoptedIds, may_join
 from penstock.local.valkey import ValkeyServer
-from penstock.names import ADOPTED_REGIONS_KEY, MODELS_KEY, REGION_JOINED_KEY, Pipeline
+from penstock.names import ADOPTED_REGIONS_KEY, MODELS_KEY, REGION_JOINED_KEY, Pipeline, stream_meta_key
 from penstock.record import AppendOutcome, Bound, Record
 from penstock.redis.client import redis_client
+from penstock.regions import REGION_HEADER
 from penstock.worker.joining import wait_until_joined
 from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
 from tests.gateways import GatewayProcess
 from tests.record.play import alive, claim_decode, claim_prefill, decode, say
 from tests.regions.copied import BUS, CopiedRegion
+from tests.regions.test_adopting import make_card
 from tests.regions.test_copies import SECRET
 
 NONE, PUBLISHING, FINISHED = AdoptedIds(state="none"), AdoptedIds(state="publishing"), AdoptedIds(state="finished")
@@ -93,7 +96,8 @@ def test_a_region_waits_for_its_peer_and_its_peer_for_it(
 ) -> None:
     """The peer `us` adopts the region, which comes back before that is finished."""
     us, name, pipeline = copied_region.addresses, copied_region.name, copied_region.pipeline
-    copied_region.request("open")
+    taken = f"cmpl-open-{name}"
+    copied_region.request(taken, headers=make_card(copied_region, taken))
     copied_region.index_all()
     mark = AdoptionMark(1.0, "me", None, {})
     copied_region.client.hset(ADOPTED_REGIONS_KEY, name, mark.encode())
@@ -118,6 +122,8 @@ def test_a_region_waits_for_its_peer_and_its_peer_for_it(
     seen = RegionSettings(name="us", peers=f"{name}={gateway.url}", secret=SECRET)
     with pytest.raises(AdoptionRefused, match="takes connections"):
         adopt_region(copied_region.client, us, AdoptionSettings(BUS, RecordSettings(), seen), name, "me")
+    with pytest.raises(AdoptionRefused, match="has ended what was adopted"):
+        give_back(copied_region.client, us, seen, name)
     assert read_marks(copied_region.client)[name] == mark
     assert not client.exists(REGION_JOINED_KEY)
     assert worker.is_alive()
@@ -125,19 +131,54 @@ def test_a_region_waits_for_its_peer_and_its_peer_for_it(
     unseen = AdoptionSettings(BUS, RecordSettings(), RegionSettings())
     adopt_region(copied_region.client, us, unseen, name, "me", force=True)
     wait_for(lambda: client.exists(REGION_JOINED_KEY), "the region has joined")
-    assert client.hget(pipeline.record_key("open"), "bound") == b"region@us"
+    assert client.hget(pipeline.record_key(taken), "bound") == b"region@us"
     worker.join(PATIENCE_S)
     assert not worker.is_alive()
 
-    give_back(copied_region.client, us, name)
+    def ask_home(request_id: str) -> httpx.Response:
+        return httpx.get(f"{gateway.url}/v1/streams/{request_id}", timeout=None)
+
+    assert ask_home(taken).headers[REGION_HEADER] == f"us; adopted {name}"
+    assert (ask_home(other := f"cmpl-other-{name}").status_code, ask_home(other).headers[REGION_HEADER]) == (
+        404, f"{name}; home",
+    )  # fmt: skip
+    copied_region.client.delete(stream_meta_key(taken))
+    assert (ask_home(taken).status_code, ask_home(taken).headers[REGION_HEADER]) == (404, f"us; adopted {name}")
+
+    give_back(copied_region.client, us, seen, name)
     assert read_marks(copied_region.client).get(name) is None
+    wait_for(lambda: ask_home(taken).headers[REGION_HEADER] == f"{name}; home", "its home answers again")
 
 
-def test_an_operator_lets_workers_begin(addresses: Addresses, terminal: Terminal, exits: ExitStack) -> None:
-    client = exits.enter_context(redis_client(addresses.first_url))
-    client.delete(REGION_JOINED_KEY)
-    here = {"PENSTOCK_STREAM_URL": addresses.stream_url, "PENSTOCK_REGION_NAME": "eu"}
-    assert "wait for the answers" in terminal("regions", "join", **here).stdout
+def test_an_operator_lets_begin_who_waits_and_nobody_who_starts_later(
+    tmp_path: Path, terminal: Terminal, exits: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = exits.enter_context(ValkeyServer(tmp_path / "home"))
+    client = exits.enter_context(redis_client(server.url))
+    home, old = Addresses(stream_url=server.url, pipeline="x"), b"from before the region died"
+    connect_bus(home, BusSettings()).create_topics()
+    note_model(client, Pipeline("x"))
+    client.set(REGION_JOINED_KEY, old)
+    settings = RegionSettings(name="eu", peers="us=http://127.0.0.1:9", secret=SECRET)
+    own = {"REGION_NAME": "eu", "REGION_PEERS": settings.peers, "REGION_SECRET": SECRET}
+    gateway = exits.enter_context(GatewayProcess(home, tmp_path, own))
+    worker = threading.Thread(target=wait_until_joined, args=(home, settings, Pipeline("x")))
+    worker.start()
+
+    def has_looked() -> bool:
+        [_, us] = httpx.get(f"{gateway.url}/v1/penstock/regions", timeout=None).json()["regions"]
+        return us["state"] == "unavailable" and (bool(caplog.messages) or not worker.is_alive())
+
+    wait_for(has_looked, "gateway and worker have looked")
+    assert worker.is_alive()
+    assert client.get(REGION_JOINED_KEY) == old, "nor has the gateway joined by it"
+
+    here = {"PENSTOCK_STREAM_URL": home.stream_url, "PENSTOCK_REGION_NAME": "eu"}
     assert "may begin" in terminal("regions", "join", "--force", **here).stdout
-    wait_until_joined(addresses, RegionSettings(name="eu", peers="us=http://127.0.0.1:9", secret=SECRET), Pipeline("x"))
+    forced = client.get(REGION_JOINED_KEY)
+    assert 0 < client.ttl(REGION_JOINED_KEY) <= JOINED_LASTS_S
+    worker.join(PATIENCE_S)
+    wait_for(lambda: client.get(REGION_JOINED_KEY) not in (None, forced), "the gateway has joined by it")
+    gateway.process.kill()
     client.delete(REGION_JOINED_KEY)
+    assert "wait for the answers" in terminal("regions", "join", **here).stdout

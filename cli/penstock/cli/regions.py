@@ -4,6 +4,7 @@ import getpass
 import json
 import socket
 import time
+import uuid
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,6 @@ from penstock.redis.client import redis_client
 app = typer.Typer(help="Show the regions that are copied here; adopt one that died.", no_args_is_help=True)
 
 Region = Annotated[str, typer.Argument(metavar="NAME", help="A region in PENSTOCK_REGION_COPIES.")]
-FORCED_LASTS_S = 3600
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -68,7 +68,8 @@ def adopt(
     for pipeline, counts in mark.pipelines.items():
         print(  # noqa: T201
             f"{pipeline}: {counts['taken']:,} open requests of {region} are answered here, {counts['late']:,} of them "
-            f"after their deadline; {counts['newer']:,} came after the copy's newest heartbeat and may be computed "
+            f"after their deadline; {counts['interrupted']:,} end with answer_interrupted, as other tokens of them may "
+            f"have been seen; {counts['newer']:,} came after the copy's newest heartbeat and may be computed "
             f"twice; {counts['without_card']:,} cannot be streamed by a gateway; {counts['gone']:,} are in no copy"
         )
     if not mark.pipelines:
@@ -80,22 +81,29 @@ def adopt(
 def join(
     force: Annotated[bool, typer.Option("--force", help="Begin though a peer does not answer.")] = False,
 ) -> None:
-    """Say whether workers of this region may begin; with --force let them, for an hour.
+    """Say whether workers of this region may begin; with --force let those begin that wait now.
 
     A region that was away waits until its gateways have asked all peers what these have adopted of it. If a peer
-    cannot answer, and has adopted nothing, an operator says so.
+    cannot answer, and has adopted nothing, an operator says so. That holds until the region's gateways end.
     """
+    from penstock.ingest.regions.returning import JOINED_LASTS_S
+
     region = load_settings(RegionSettings).name
     with redis_client(load_settings(Addresses).first_url) as client:
         if force:
-            client.set(REGION_JOINED_KEY, region, ex=FORCED_LASTS_S)
+            client.set(REGION_JOINED_KEY, uuid.uuid4().hex, ex=JOINED_LASTS_S)
         has_joined = client.exists(REGION_JOINED_KEY)
     print(f"workers of {region} {'may begin' if has_joined else 'wait for the answers of its peers'}")  # noqa: T201
     raise typer.Exit(0 if has_joined else 1)
 
 
 @app.command("give-back")
-def give_back(region: Region) -> None:
+def give_back(
+    region: Region,
+    force: Annotated[
+        bool, typer.Option("--force", help="Though no gateway there says that it has ended that.")
+    ] = False,
+) -> None:
     """Forget that a region was adopted, once it is back and has ended what was answered here."""
     from penstock.ingest.regions.adopting import give_back as forget
     from penstock.ingest.regions.adopting import read_marks
@@ -104,7 +112,7 @@ def give_back(region: Region) -> None:
     with redis_client(addresses.first_url) as client:
         if region not in read_marks(client):
             raise SettingsError(f"{region} is not adopted here: see penstock regions list")
-        forget(client, addresses, region)
+        forget(client, addresses, load_settings(RegionSettings), region, force=force)
     print(f"{region} decides about its requests again")  # noqa: T201
 
 

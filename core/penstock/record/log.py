@@ -81,6 +81,13 @@ class TokenLog:
         key, news = self._pipeline.record_key(request_id), self._pipeline.news_key("%s")
         return bool(CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
 
+    def end_unread(self, request_id: str, error: RequestError) -> bool:
+        """End a request with an error if no worker has seen it, for as long as a message of it may wait. Return whether
+        it was ended.
+        """
+        keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
+        return bool(END_UNREAD.run(self._client, keys, [_encode_error_end(error), self._pending_ms]))
+
 
 class AsyncTokenLog:
     """`TokenLog` for asyncio."""
@@ -110,19 +117,23 @@ class AsyncTokenLog:
 
     async def end_unread(self, request_id: str, error: RequestError) -> bool:
         """End a request with an error if no worker has seen it. Return whether it was ended."""
-        end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
         keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
-        return bool(await END_UNREAD.run_async(self._client, keys, [end.encode(), self._keep_ms]))
+        return bool(await END_UNREAD.run_async(self._client, keys, [_encode_error_end(error), self._keep_ms]))
 
     async def give_away(self, request_id: str, region: str) -> bool:
         """End a request that a region answers which has adopted this one. Return whether it had not ended here."""
         error = AnswerInterrupted(f"the region {region} answers this request, as it has adopted this one")
-        end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
         keys = [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
         name, held = f"region@{region}", self._pipeline.held_key("%s")
         # As long as a message of it may wait.
-        args: list[str | int | bytes] = [request_id, name, end.encode(), self._pending_ms, held, START_HASH]
+        args: list[str | int | bytes] = [request_id, name, _encode_error_end(error), self._pending_ms, held, START_HASH]
         return int(await GIVE_AWAY.run_async(self._client, keys, args)) != 2
+
+
+def _encode_error_end(error: RequestError) -> bytes:
+    """Return the end of a log with an error, as of now."""
+    end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=ErrorInfo.from_error(error))
+    return end.encode()
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:

@@ -35,6 +35,10 @@ class CoreModel(ModelCard, PooledModel, Protocol):
     def arithmetic(self) -> str:
         """How numbers are rounded, in words. Models of the same weights and words give the same tokens."""
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether tokens follow from the request alone, and not from what is computed beside them, too."""
+
 
 class EngineCore(Pool, Protocol):
     """A core computes sequences, over a pool of KV blocks in this process. One thread calls it."""

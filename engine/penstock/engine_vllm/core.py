@@ -44,6 +44,7 @@ class VllmModel:
     fingerprint: str
     arithmetic: str
     layout: VllmLayout
+    is_batch_invariant: bool
     has_separate_answer_keys: bool = False
     """vLLM computes prompts and answers with the same weights."""
 

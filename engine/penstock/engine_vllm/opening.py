@@ -208,6 +208,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         compute_fingerprint(directory, files, hash_files(files, report, load_cache), config, form),
         " ".join([f"{args.dtype} in vLLM {version} on {device_name}", *(f"{name}={value}" for name, value in shaping)]),
         layout,
+        is_batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
     )
     opened = VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))
     _prove_once(opened, config, weights, dtype, load_cache)

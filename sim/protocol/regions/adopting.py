@@ -7,6 +7,8 @@ A peer adopts region 0 by an operator's word, in this order:
 3. It publishes the open request under its id.
 4. It writes that the list of adopted ids is final.
 
+It gives region 0 back, by an operator's word, once region 0 has ended what was taken: mark and list are forgotten.
+
 Region 0 returns in this order: its gateways answer peers; it asks each peer for the mark, until one has a final list,
 or all have none; its workers settle, except what was adopted. It asks its peers while it lives, too.
 """
@@ -50,7 +52,7 @@ def generate_region_steps(state: State, rules: Rules) -> Steps:
 def _compute(state: State, rules: Rules, index: int) -> Steps:
     """Generate tokens that readers see, and the result. A late answer is an error without tokens."""
     region = state.regions[index]
-    holds = TAKEN in region.heard
+    holds = TAKEN in region.heard or region.has_ended
     is_mine = (region.accepted and region.settles and not holds) or region.took
     if region.runs != UP or not is_mine or region.answers:
         return
@@ -94,6 +96,11 @@ def _adopt(state: State, rules: Rules, index: int) -> Steps:
             Step("adopt", index),
             _note_lived(replace_region(spend(state, "words"), index, adoption=adoption, took=took), index, took=took),
         )
+    elif (
+        region.adoption == FINISHED and state.left.gives and (_has_ended(state, index) or flaw == "given back unasked")
+    ):
+        after = spend(state, "gives")
+        yield Step("give back", index), replace_region(after, index, adoption=UNMARKED, has_given_back=region.took)
     elif region.adoption == SECRET:
         yield Step("mark at last", index), replace_region(state, index, adoption=FINISHED)
     elif region.adoption == ASKED:
@@ -126,6 +133,11 @@ def _answers_probe(state: State, index: int) -> bool:
     return home.runs == UP and home.listens and can_talk(state, 0, index)
 
 
+def _has_ended(state: State, index: int) -> bool:
+    """Return whether region 0 says that it has ended what a region took over."""
+    return _answers_probe(state, index) and state.regions[0].heard[index] in (TAKEN, LEFT)
+
+
 def _note_lived(state: State, index: int, *, took: bool = False) -> State:
     """Note what docs/regions.md tells: the home lives, cut off or stopped; or it had answered, and that was not copied
     yet.
@@ -140,7 +152,8 @@ def _return(state: State, rules: Rules) -> Steps:
     """Generate the steps of region 0 after it started, and its questions while it lives."""
     home, flaw = state.regions[0], rules.flaw
     if home.runs == DOWN and state.left.returns:
-        kept = home.settles if flaw == "an old permission stays" else False
+        kept = home.settles and flaw == "an old permission stays"
+        kept = kept or (home.is_forced and flaw == "an operator's permission stays")
         after = replace_region(
             spend(state, "returns"), 0, runs=UP, listens=False, settles=kept, heard=("",) * rules.regions
         )
@@ -157,7 +170,9 @@ def _return(state: State, rules: Rules) -> Steps:
             learns = says == TAKEN and not home.answers
             yield (
                 Step(f"hear: {says}", peer),
-                replace_region(state, 0, heard=heard)._replace(lived=state.lived and not learns),
+                replace_region(state, 0, heard=heard, has_ended=home.has_ended or says == TAKEN)._replace(
+                    lived=state.lived and not learns
+                ),
             )
     if not home.settles and (home.listens or flaw == "asks before it listens"):
         heard = home.heard[1:]
@@ -166,7 +181,10 @@ def _return(state: State, rules: Rules) -> Steps:
         if may:
             yield Step("settle again"), replace_region(state, 0, settles=True)
         elif state.left.forces:
-            yield Step("force"), replace_region(spend(state, "forces")._replace(told=True), 0, settles=True)
+            yield (
+                Step("force"),
+                replace_region(spend(state, "forces")._replace(lived=True), 0, settles=True, is_forced=True),
+            )
 
 
 def _say_adopted(state: State, rules: Rules, peer: int) -> str:
@@ -175,4 +193,4 @@ def _say_adopted(state: State, rules: Rules, peer: int) -> str:
         return NO
     if region.adoption != FINISHED and rules.flaw != "tells an unfinished list":
         return WAIT
-    return TAKEN if region.took else LEFT
+    return TAKEN if region.took and not region.has_given_back else LEFT

@@ -20,6 +20,8 @@ class Scenario(NamedTuple):
 
 
 NEAREST, THREE = Rules(keyed=False), Rules(regions=3)
+FORCED = Budget(kills=2, returns=2, words=1, peer_kills=1, forces=1)
+GIVEN = Budget(kills=2, returns=2, words=2, gives=1)
 TWO_COPIES, OTHER_TOKENS = Rules(regions=3, copies=(1, 2)), Rules(is_function=False)
 QUICK = {
     "nothing happens": Scenario(Budget()),
@@ -42,6 +44,8 @@ QUICK = {
     "a home that returns, cut off": Scenario(Budget(kills=1, returns=1, words=1, cuts=1)),
     "a home that returns, and a peer that dies": Scenario(Budget(kills=1, returns=1, words=1, peer_kills=1)),
     "a home that returns by force": Scenario(Budget(kills=1, returns=1, words=1, cuts=1, forces=1)),
+    "a home that returns by force and dies again": Scenario(FORCED),
+    "a home that is given back": Scenario(GIVEN),
     "a home that dies twice": Scenario(Budget(kills=2, returns=1, words=2)),
     "a home that dies twice and returns": Scenario(Budget(kills=2, returns=2, words=2)),
     "a home that is stopped for a while": Scenario(Budget(pauses=1, words=1)),
@@ -80,6 +84,8 @@ FLAWS = {
     ("does not ask", "two results"): Scenario(DIES),
     ("asks before it listens", "two results"): Scenario(DIES),
     ("an old permission stays", "two results"): Scenario(DIES),
+    ("given back unasked", "two results"): Scenario(GIVEN),
+    ("an operator's permission stays", "two results"): Scenario(FORCED),
     ("one answer is enough", "two results"): Scenario(DIES._replace(cuts=1), THREE),
     ("all ids go to the adopter", "an accepted request is not found"): Scenario(DIES),
     ("other tokens are computed", "other tokens under one id"): Scenario(DEAD, OTHER_TOKENS),

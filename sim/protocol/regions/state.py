@@ -57,6 +57,8 @@ class Budget(NamedTuple):
     """The deadline passes. Where a clock is off it may pass in one region alone."""
     forces: int = 0
     """An operator has a region begin that has not heard from its peers."""
+    gives: int = 0
+    """An operator has region 0 given back."""
     moves: int = 0
     """A gateway learns of another region before the others do, by which the key's home is another one."""
 
@@ -79,6 +81,12 @@ class Region(NamedTuple):
     listens: bool = True
     """Whether it answers its peers."""
     settles: bool = True
+    has_ended: bool = False
+    """Whether it has ended the request in its record, as another region took it."""
+    has_given_back: bool = False
+    """Whether it has forgotten that it took the request over."""
+    is_forced: bool = False
+    """Whether an operator had it begin, once."""
     heard: tuple[str, ...] = ()
     """What each region said about region 0 since its processes started; empty before it said anything."""
     late: bool = False
@@ -109,7 +117,8 @@ class State(NamedTuple):
     seen: frozenset[int] = frozenset()
     """Versions of the request's tokens that readers may have seen. 0: what every region computes."""
     lived: bool = False
-    """Region 0 was adopted while it lived, cut off or stopped, and has not learned that yet."""
+    """Region 0 was adopted while it lived, cut off or stopped, or began by an operator's word, and has not learned yet
+    what was adopted."""
     told: bool = False
     """A second result is one of those that docs/regions.md tells about."""
 

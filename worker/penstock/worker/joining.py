@@ -14,14 +14,15 @@ LOOK_S = 0.5
 
 
 def wait_until_joined(addresses: Addresses, settings: RegionSettings, pipeline: Pipeline) -> None:
-    """Wait until a gateway has asked this region's peers, or an operator has forced it; not at all without peers, or
-    beside a worker that lives: that one has waited. Raise `redis.RedisError`.
+    """Wait for a permission that is given from now on, by a gateway that has asked this region's peers, or by an
+    operator; not at all without peers, or beside a worker that lives: that one has waited. Raise `redis.RedisError`.
     """
     if not settings.peers:
         return
     has_told = False
     with redis_client(addresses.first_url) as client:
-        while not client.exists(REGION_JOINED_KEY):
+        before = client.get(REGION_JOINED_KEY)  # from before the region died, perhaps
+        while client.get(REGION_JOINED_KEY) in (None, before):
             beats = [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]
             if beats and client.exists(*beats):
                 return

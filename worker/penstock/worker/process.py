@@ -159,7 +159,8 @@ class WorkerProcess:
         self.beat.update_status(now=True, doing="loading the model")
         core = open_core(settings.engine, self.beat.report_progress)
         self.beat.declare_arithmetic(core.model.arithmetic, is_mix_accepted=settings.engine.mixed)
-        self.beat.update_status(now=True, doing="opening the KV store", fingerprint=core.model.fingerprint)
+        told = core.model.fingerprint + ("" if core.model.is_batch_invariant else " and the batch")
+        self.beat.update_status(now=True, doing="opening the KV store", fingerprint=told)
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
 

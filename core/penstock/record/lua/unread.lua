@@ -1,4 +1,5 @@
--- End a request that no worker has seen, because its message was deleted from its topic.
+-- End a request that no worker has seen: its message was deleted from its topic, or this region adopted the request and
+-- would compute other tokens than its home.
 --
 -- KEYS[1]  record  hash
 -- KEYS[2]  log     stream

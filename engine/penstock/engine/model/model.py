@@ -93,6 +93,11 @@ class LoadedModel:
         )
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether tokens follow from the request alone: torch rounds sums by what is computed beside them."""
+        return not self._is_rounded or (self.native is not None and self.native.body is not None)
+
+    @property
     def arithmetic(self) -> str:
         """How numbers are rounded, in words. Models of the same weights and words give the same tokens."""
         words = [str(self.dtype).removeprefix("torch.")]

@@ -1,7 +1,8 @@
 """Which requests another region answers, decided before any route. This layer exists where peers are configured.
 
     1  an id in the path, or one that the body names (`previous_response_id`, an item, a batch's file): its home; where
-       that was adopted, the adopting region, which sends on what it did not take over
+       that was adopted, the adopting region, which sends on what it did not take over. So does the home that is back,
+       with what was taken over
     2  a new request with an `Idempotency-Key`: the home of the key
     3  any other new request: the region that `Peers` chooses; if that cannot be reached or refuses it before anything
        was written, the next one, and this region as the last resort
@@ -12,7 +13,7 @@ A request that came through two regions is answered here, or refused if only ano
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import httpx2
@@ -103,9 +104,9 @@ class RegionLayer:
                 fields = read_json(body)
             for one in _list_named_ids(path, fields):
                 if (home := find_home(one, self._peers.names)) is not None:
-                    if home != self._peers.own:
+                    region = await self._find_answering(one, home, {hop.region for hop in hops})
+                    if region != self._peers.own:
                         await find_caller(request, None, None)
-                    region = await self._find_answering(one, home)
                     why = "home" if region == home else f"adopted {home}"
                     return _Target(region, why, may_repeat=path not in ENDPOINTS or key is not None)
             if body is None or path not in ENDPOINTS:
@@ -125,14 +126,21 @@ class RegionLayer:
             return here  # its route refuses it, and says why
         return self._choose(ask._replace(allowed=allowed - {hop.region for hop in hops}))
 
-    async def _find_answering(self, named: str, home: str) -> str:
+    async def _find_answering(self, named: str, home: str, passed: Set[str]) -> str:
         """Return the region that answers about an id: its home, or the region that has adopted its home, if that may
         have taken it over. What was not copied, and what the home accepts after it came back, only the home has.
+
+        Both tell each other what is theirs, once: the home knows by the list of what was taken over, the other one by
+        its cards. What came from there is answered here.
         """
-        adopter = None if home == self._peers.own else self._peers.find_adopter(home)
-        if adopter == self._peers.own and await self._gateway.stream_metas.find_meta(named) is None:
+        if home == self._peers.own:
+            taker = self._gateway.returning.find_taker(named)
+            return home if taker is None or taker in passed else taker
+        adopter = next(iter(self._peers.list_adopters(home)), home)
+        is_to_be_looked_for = adopter == self._peers.own and home not in passed
+        if is_to_be_looked_for and await self._gateway.stream_metas.find_meta(named) is None:
             return home
-        return adopter or home
+        return adopter
 
     async def _send_on(self, scope: Scope, body: bytes, target: _Target, hops: Sequence[Hop], send: Send) -> str:
         """Have another region answer; return "" then, and if the request is to be answered here, why.

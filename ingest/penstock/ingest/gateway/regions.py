@@ -30,7 +30,8 @@ async def region(gateway: PeerDep) -> RegionState:
     if gateway.peers is None or (told := gateway.peers.tell_state()) is None:
         raise ApiError(503, "this gateway does not know the state of its region now", code="unavailable")
     used = await gateway.limits.read_used()
-    return told.model_copy(update={"is_stopping": gateway.is_stopping, "used": used})
+    ended = gateway.returning.ended
+    return told.model_copy(update={"is_stopping": gateway.is_stopping, "used": used, "ended": ended})
 
 
 @router.get(ADOPTED_PATH, summary="What this region has adopted of a peer", responses=error_responses(404, 503))

@@ -79,8 +79,8 @@ class Gateway(Streams):
             self.limits = SharedLimits(self.redis, self._key_source)
             self.peers = Peers(settings.region, reader, self.limits, meters)
             self.forwarder = Forwarder(self.peers, settings.region.secret, settings.gateway.keep_alive_s)
-            returning = RegionReturn(settings.region, self.redis, self.peers, self._give_away)
-            self._loops.append(SearchLoop("what peers have adopted", returning.look, LOOK_S))
+            self.returning = RegionReturn(settings.region, self.redis, self.peers, self._give_away)
+            self._loops.append(SearchLoop("what peers have adopted", self.returning.look, LOOK_S))
         if settings.region.list_copies():
             check_bus(addresses)
             read_state = partial(read_copy_state, redis_client(addresses.first_url))

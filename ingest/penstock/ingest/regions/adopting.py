@@ -4,7 +4,9 @@
     2  look     whether its gateways answer, another peer has adopted it, or its models are others than here: then the
                 mark is taken away
     3  index    what was copied and is not in the index yet
-    4  card     for each open request, what gateways need to stream its answer, if its message has it
+    4  card     for each open request, what gateways need to stream its answer, if its message has it; and its end,
+                `answer_interrupted`, unless its tokens follow from the request and are the same here: readers may have
+                seen others. So have those of its choices that were answered at home
     5  publish  the message, to this region's own topic of its class, under the same id
     6  note     that the id is taken, and no longer open, in one step
     7  done     the mark gets what was found, and when: the list of ids is whole
@@ -14,7 +16,8 @@ that comes back between 1 and 7 waits (`returning.py`). It listens before it ask
 region learns of its adoption, or 2 finds it. Whoever adopts may be killed anywhere and be started again. A crash
 
 - after 1 or 2 leaves a region that is marked and has no answers yet, and that waits if it comes back
-- after 3 or 4 costs nothing: the index knows its places, and a card without its request expires
+- after 3 or 4 costs nothing: the index knows its places, a card without its request expires, and so does an end. A
+  worker that gets the message of a request that has its end here publishes this as the result
 - after 5 publishes those requests once more. They are answered once, as their ids are remembered (`docs/protocol.md`);
   only if nobody goes on for longer than `PENSTOCK_RECORD_KEEP_S` they are computed a second time
 - after 6 or 7 costs nothing.
@@ -27,8 +30,10 @@ No offset of the dead region's groups is used: what is open follows from request
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import httpx2
@@ -41,12 +46,13 @@ from penstock.bus.kafka.follower import PlacedMessage, read_places
 from penstock.bus.placement import chain_prompt
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, RegionSettings
-from penstock.errors import AdoptionRefused, RequestError
+from penstock.errors import AdoptionRefused, AnswerInterrupted, RequestError
 from penstock.failpoints import failpoint
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.regions.copies import CopyIndex, CopyPlace, check_bus
 from penstock.ingest.regions.peers import STATE_PATH
 from penstock.ingest.regions.returning import ADOPTED_PATH, AdoptedIds
+from penstock.ingest.regions.state import RegionState
 from penstock.messages import Request, decode_message, now_s
 from penstock.names import (
     ADOPTED_REGIONS_KEY,
@@ -58,9 +64,15 @@ from penstock.names import (
     copy_topic,
     stream_meta_key,
 )
+from penstock.record.log import TokenLog
+from penstock.redis.client import redis_client
+from penstock.redis.servers import Sharded
 from penstock.regions import PEER_HEADER
 
 LOOK_TIMEOUT_S = 5.0
+INTERRUPTED_WORDS = (
+    "the region that began this answer has died, and other tokens than it sent would follow here: ask again"
+)
 MAX_TAKEN, MAX_TAKEN_BYTES = 200, 32 * 2**20
 """The most requests, and their bytes, that are published before they are noted."""
 
@@ -80,7 +92,9 @@ class AdoptedCounts:
     taken: int = 0
     """Requests that are answered here."""
     late: int = 0
-    """Those whose deadline had passed: they end with `deadline_exceeded`."""
+    """Those whose deadline had passed: they end with `deadline_exceeded`, if not as the next ones."""
+    interrupted: int = 0
+    """Those that end with `answer_interrupted`, as other tokens of them may have been seen."""
     newer: int = 0
     """Those that were accepted after the newest heartbeat in the copy. They may have been answered at home, too, like
     others whose results were not copied: then they are computed twice."""
@@ -89,12 +103,13 @@ class AdoptedCounts:
     gone: int = 0
     """Those whose message the copy does not have any more. They stay open."""
 
-    def add(self, one: "OpenRequest", newest_s: float, *, has_card: bool) -> None:
+    def add(self, one: "OpenRequest", newest_s: float, *, has_card: bool, goes_on: bool) -> None:
         """Count a request; the newest heartbeat in the copy was written at `newest_s`."""
         deadline = None if one.request is None else one.request.deadline
         self.late += deadline is not None and deadline < now_s()
         self.newer += one.accepted_s > newest_s
         self.without_card += not has_card
+        self.interrupted += not goes_on
 
 
 class OpenRequest(NamedTuple):
@@ -119,6 +134,13 @@ class OpenRequest(NamedTuple):
         chain = None if request is None else chain_prompt(request)
         return cls(request_id, place, replace(copied.message, topic=topic, chain=chain), request, copied.timestamp_s)
 
+    def goes_on(self, models: "PipelineModels") -> bool:
+        """Return whether this region computes the tokens that its home did, or none as it is no valid request."""
+        if self.request is None:
+            return True
+        asked = models.served if self.request.model is None else {self.request.model}
+        return bool(asked) and asked <= models.same
+
     def find_card(self, pipeline: Pipeline) -> StreamMeta | None:
         """Return what gateways need to stream the answer, if the message has it, about this request and its tenant."""
         with suppress(ValidationError):
@@ -127,6 +149,15 @@ class OpenRequest(NamedTuple):
             if (card.pipeline, card.tenant) == (pipeline.name, tenant) and self.id in card.request_ids:
                 return card.model_copy(update={"is_adopted": True})
         return None
+
+
+class PipelineModels(NamedTuple):
+    """The names of models by which an open request may be answered."""
+
+    served: AbstractSet[str]
+    """Those of its pipeline: it may leave open which."""
+    same: AbstractSet[str]
+    """Those of all pipelines whose tokens follow from the request, and are the same here as in the dead region."""
 
 
 class AdoptionMark(NamedTuple):
@@ -155,10 +186,13 @@ def read_marks(client: "redis.Redis") -> dict[str, AdoptionMark]:
     return {name.decode(): AdoptionMark.parse(mark) for name, mark in found.items()}
 
 
-def list_pipelines(client: "redis.Redis", addresses: Addresses) -> list[str]:
-    """Return the pipelines of this region, those of models that were served before among them."""
-    fields = cast("list[bytes]", client.hkeys(MODELS_KEY))
-    return sorted({addresses.pipeline, *(field.decode().partition(":")[0] for field in fields)})
+def list_pipelines(client: "redis.Redis", addresses: Addresses) -> dict[str, set[str]]:
+    """Return the pipelines of this region, each with its models, those that were served before among them."""
+    found: dict[str, set[str]] = {addresses.pipeline: set()}
+    for field, note in sorted(cast("dict[bytes, bytes]", client.hgetall(MODELS_KEY)).items()):
+        name, _, model = field.decode().partition(":")
+        found.setdefault(name, set()).update([model] if note else [])
+    return found
 
 
 def adopt_region(
@@ -187,11 +221,15 @@ def adopt_region(
             client.hset(ADOPTED_REGIONS_KEY, region, earlier.encode())
         raise AdoptionRefused(f"{objection}; if that cannot be, --force leaves this check out")
     failpoint("adopt.2.looked")
-    for name in list_pipelines(client, addresses):
+    same = find_same_models(client, settings.region.name, region)
+    for name, served in list_pipelines(client, addresses).items():
         own = addresses.model_copy(update={"pipeline": name})
-        with closing(CopyIndex(own, settings.bus, region)) as index:
+        with closing(CopyIndex(own, settings.bus, region)) as index, ExitStack() as exits:
             if index.has_copy():
-                mark.pipelines[name] = asdict(_adopt_pipeline(index, settings.record.keep_s))
+                clients = Sharded.from_urls(own.stream_url, lambda url: exits.enter_context(redis_client(url)))
+                logs = clients.map_parts(partial(TokenLog, pipeline=index.pipeline, settings=settings.record))
+                models = PipelineModels(served, same)
+                mark.pipelines[name] = asdict(_adopt_pipeline(index, logs, models, settings.record.keep_s))
     mark = mark._replace(done_s=now_s())
     client.hset(ADOPTED_REGIONS_KEY, region, mark.encode())  # 7
     failpoint("adopt.7.done")
@@ -218,28 +256,48 @@ def find_objection(settings: RegionSettings, region: str) -> str:
     return ""
 
 
+def _read_fingerprints(client: "redis.Redis", own: str, region: str) -> list[dict[str, str]]:
+    """Return the fingerprints of the models of this region and of another one, by the models' names."""
+    found = cast("list[bytes | None]", client.hmget(FINGERPRINTS_KEY, [own, region]))
+    return [json.loads(text or b"{}") for text in found]
+
+
+def find_same_models(client: "redis.Redis", own: str, region: str) -> set[str]:
+    """Return the models whose tokens follow from the request, and are the same here as in a region."""
+    here, there = _read_fingerprints(client, own, region)
+    # One of several words is of several models, or of one whose tokens depend on what is computed beside them.
+    return {name for name, found in here.items() if there.get(name) == found and " " not in found}
+
+
 def find_other_models(client: "redis.Redis", own: str, region: str) -> str:
     """Return which models of a region are not those of their names here; empty where none is known to be another."""
-    found = cast("list[bytes | None]", client.hmget(FINGERPRINTS_KEY, [own, region]))
-    here, there = (json.loads(text or b"{}") for text in found)
+    here, there = _read_fingerprints(client, own, region)
     others = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
     return f"{', '.join(others)} of {region} is another model than here, by its fingerprint" if others else ""
 
 
-def _adopt_pipeline(index: CopyIndex, keep_s: float) -> AdoptedCounts:
+def _adopt_pipeline(
+    index: CopyIndex, logs: "Sharded[TokenLog]", models: PipelineModels, keep_s: float
+) -> AdoptedCounts:
     """Do steps 3 to 6 for one pipeline."""
     index.take_all()  # 3
     failpoint("adopt.3.indexed")
     client, pipeline, counts = index.client, index.pipeline, AdoptedCounts()
     open_key, taken_key, copied_key = (pipeline.region_key(index.region, part) for part in ("open", "taken", "copied"))
     newest_s = int(cast("bytes | None", client.get(copied_key)) or 0) / 1000
+    own_ids = {one.decode() for key in (open_key, taken_key) for one in cast("list[bytes]", client.hkeys(key))}
     with closing(index.bus.create_publisher()) as publisher:
         for batch in _gather(_read_open(index, counts)):
             with client.pipeline(transaction=False) as cards:  # 4
                 for one in batch:
+                    goes_on = one.goes_on(models)
+                    ended = set[str]() if goes_on else {one.id}
                     if (card := one.find_card(pipeline)) is not None:
                         cards.set(stream_meta_key(card.id), card.model_dump_json(), nx=True, px=round(keep_s * 1000))
-                    counts.add(one, newest_s, has_card=card is not None)
+                        ended |= {*card.request_ids} - own_ids
+                    for request_id in ended:
+                        logs[request_id].end_unread(request_id, AnswerInterrupted(INTERRUPTED_WORDS))
+                    counts.add(one, newest_s, has_card=card is not None, goes_on=goes_on)
                 cards.execute()
             failpoint("adopt.4.carded")
             publisher.publish([one.message for one in batch])  # 5
@@ -284,8 +342,22 @@ def _gather(found: Iterable[OpenRequest]) -> Iterator[list[OpenRequest]]:
         yield batch
 
 
-def give_back(client: "redis.Redis", addresses: Addresses, region: str) -> None:
-    """Forget that a region was adopted, and which of its requests were. Its gateways must have ended these before."""
+def give_back(
+    client: "redis.Redis", addresses: Addresses, settings: RegionSettings, region: str, *, force: bool = False
+) -> None:
+    """Forget that a region was adopted, and which of its requests were. One of its gateways must have ended these, or
+    its workers would answer them once more: else it raises `AdoptionRefused`, unless `force` is given.
+    """
+    mark, ended = read_marks(client)[region], dict[str, float]()
+    with suppress(httpx2.HTTPError, ValidationError):
+        url = settings.list_peers().get(region, "") + STATE_PATH
+        answer = httpx2.get(url, headers={PEER_HEADER: settings.secret}, timeout=LOOK_TIMEOUT_S)
+        ended = RegionState.model_validate_json(answer.content).ended
+    if not force and (mark.done_s is None or ended.get(settings.name) != mark.done_s):
+        raise AdoptionRefused(
+            f"no gateway of {region} says that it has ended what was adopted, so its workers could answer that once "
+            "more: wait until `penstock regions join` there says that they may begin; --force leaves this check out"
+        )
     for name in list_pipelines(client, addresses):
         client.delete(Pipeline(name).region_key(region, "taken"))
     client.hdel(ADOPTED_REGIONS_KEY, region)

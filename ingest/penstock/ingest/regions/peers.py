@@ -143,9 +143,9 @@ class Peers:
         """Return whether a region is ready, unavailable or unknown."""
         return self._regions[name].judge_state(time.monotonic())[0]
 
-    def find_adopter(self, name: str) -> str | None:
-        """Return the region that has adopted another one, and is ready. It may be the own one."""
-        return next((one.name for one, state in self._list_ready() if name in state.adopted), None)
+    def list_adopters(self, name: str) -> list[str]:
+        """Return the regions that have adopted another one, and are ready. The own one may be among them."""
+        return [one.name for one, state in self._list_ready() if name in state.adopted]
 
     def choose_region(self, ask: RegionAsk) -> RegionChoice:
         """Choose where a new request goes, and count it as sent there. Raises as `RegionChooser.choose_region`."""

@@ -4,19 +4,24 @@ A gateway asks each peer, at its start and once a second, what that has adopted 
 
     1  ask    each peer: nothing, not finished yet, or finished, with the ids
     2  end    these ids in this region's record: their messages are stale from then on, and settle nothing
-    3  join   say in Redis that workers may begin (`REGION_JOINED_KEY`), for `JOINED_LASTS_S`
+    3  join   give a permission in Redis by which workers may begin (`REGION_JOINED_KEY`)
 
 A crash before 3 leaves workers waiting for the next gateway; 2 may be repeated. Workers begin when all peers say that
 they have adopted nothing, or one has finished: only then its list has all ids, as what it published before it noted
 the id (`adopting.py`, 4 and 5) would be answered twice. A gateway that has joined does not wait for peers that fall
-silent. It listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds it there.
+silent, and asks those alone whose state says that they have adopted this region.
+
+Each permission is another one, and counts only for workers and gateways that were there when it was given: none
+outlives the region's death. The gateways that hear an operator's (`penstock regions join --force`) have joined by it,
+until they end. A gateway listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds it there.
 """
 
 import asyncio
 import json
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import httpx2
 import redis.asyncio
@@ -26,7 +31,7 @@ from penstock.config.settings import RegionSettings
 from penstock.ingest.regions.peers import Peers
 from penstock.names import FINGERPRINTS_KEY, REGION_JOINED_KEY
 from penstock.redis.client import translate_outages
-from penstock.regions import PEER_HEADER
+from penstock.regions import PEER_HEADER, drop_choice
 
 ADOPTED_PATH = "/v1/penstock/region/adopted/{name}"
 LOOK_S = 1.0
@@ -52,26 +57,42 @@ class RegionReturn:
 
     def __init__(self, settings: RegionSettings, client: "redis.asyncio.Redis", peers: Peers, end_ids: EndIds) -> None:
         self._settings, self._client, self._peers, self._end_ids = settings, client, peers, end_ids
-        self._known = dict[str, float]()
-        """By peer, the time of the list that was ended here."""
-        self._has_joined = False
+        self.ended = dict[str, float]()
+        """By peer that has adopted this region, the time of the list of ids that was ended here."""
+        self._taken = dict[str, set[str]]()
+        """By peer, these ids, without choices."""
+        self._has_joined = self._has_looked = False
+        self._permission: bytes | None = None
+        """The one that was there at the last look: an older one than the next."""
         self._fingerprints = dict[str, str]()
         """By region, its models' fingerprints as they are in Redis."""
 
     async def look(self) -> None:
         """Do all steps once. Raises `BusUnavailable`."""
+        with translate_outages():
+            permission = cast("bytes | None", await self._client.get(REGION_JOINED_KEY))
+        is_permitted = self._has_looked and permission not in (None, self._permission)
+        self._permission, self._has_looked = permission, True
         peers = self._settings.list_peers()
         answers = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))  # 1
         for name, answer in answers.items():
-            if answer is not None and answer.state == "finished" and self._known.get(name) != answer.done_s:
+            if answer is not None and answer.state == "finished" and self.ended.get(name) != answer.done_s:
                 for pipeline, ids in answer.ids.items():
                     await self._end_ids(name, pipeline, ids)  # 2
-                self._known[name] = answer.done_s
-        self._has_joined = may_join(answers, has_joined=self._has_joined)
+                self._taken[name] = {drop_choice(one) for ids in answer.ids.values() for one in ids}
+                self.ended[name] = answer.done_s
+            elif answer is not None and answer.state == "none":  # it has given them back
+                self._taken.pop(name, None)
+                self.ended.pop(name, None)
+        self._has_joined = may_join(answers, has_joined=self._has_joined or is_permitted)
         if self._has_joined:
             with translate_outages():
-                await self._client.set(REGION_JOINED_KEY, self._settings.name, ex=JOINED_LASTS_S)  # 3
+                await self._client.set(REGION_JOINED_KEY, uuid.uuid4().hex, ex=JOINED_LASTS_S)  # 3
         await self._note_fingerprints()
+
+    def find_taker(self, request_id: str) -> str | None:
+        """Return the peer that has taken a request of this region over, as far as that was heard."""
+        return next((peer for peer, ids in self._taken.items() if drop_choice(request_id) in ids), None)
 
     async def _note_fingerprints(self) -> None:
         """Keep in Redis which models the regions have: who adopts one cannot ask it any more."""
@@ -86,10 +107,13 @@ class RegionReturn:
 
     async def _ask(self, peer: str) -> AdoptedIds | None:
         """Return what a peer has adopted of this region; None where it does not say."""
+        is_ready = self._peers.find_state(peer) == "ready"
+        if self._has_joined and is_ready and peer not in self._peers.list_adopters(self._settings.name):
+            return AdoptedIds(state="none")
         url = self._peers.find_url(peer) + ADOPTED_PATH.format(name=self._settings.name)
         with suppress(httpx2.HTTPError, ValidationError):
             answer = await self._peers.http.get(
-                url, params={"known": self._known.get(peer, 0.0)}, headers={PEER_HEADER: self._settings.secret}
+                url, params={"known": self.ended.get(peer, 0.0)}, headers={PEER_HEADER: self._settings.secret}
             )
             if answer.status_code == 200:
                 return AdoptedIds.model_validate_json(answer.content)

@@ -60,6 +60,8 @@ class RegionState(BaseModel):
     models: dict[str, ModelState]
     adopted: list[str]
     """The regions that this one has adopted."""
+    ended: dict[str, float] = {}
+    """By peer that has adopted this region, the time of the list of ids that this gateway has ended."""
     used: dict[str, int] = {}
     """What tenants with limits have used here, as `regions.limits.Used`."""
     batch: BatchOffer = BatchOffer()
