@@ -14,7 +14,7 @@ from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.streaming.answers import EVENT_STREAM_CONTENT
 from penstock.names import Pipeline
 from penstock.redis.client import translate_outages
-from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, Timeline, read_timeline_async
+from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, Timeline, TimelineShare, read_timeline_async
 
 router = APIRouter()
 
@@ -32,15 +32,6 @@ class Span(BaseModel):
     attributes: dict[str, Any]
 
 
-class Share(BaseModel):
-    """A period, and the span that it belongs to."""
-
-    name: str
-    service: str
-    start_s: float
-    end_s: float
-
-
 class Life(BaseModel):
     """The spans of one request of the pipeline."""
 
@@ -52,7 +43,7 @@ class Life(BaseModel):
     spans: list[Span] = []
     """In the order of their start. Spans arrive some moments after they ended, and are kept for
     `PENSTOCK_TRACE_KEEP_S`."""
-    account: list[Share] = []
+    account: list[TimelineShare] = []
     """The whole time, from its start, without gap or overlap."""
 
 

@@ -80,7 +80,7 @@ class Gateway(Streams):
             self.peers = Peers(settings.region, reader, self.limits, meters)
             self.forwarder = Forwarder(self.peers, settings.region.secret, settings.gateway.keep_alive_s)
             self.returning = RegionReturn(settings.region, self.redis, self.peers, self._give_away)
-            self._loops.append(SearchLoop("what peers have adopted", self.returning.look, LOOK_S))
+            self._loops += [*self.peers.loops, SearchLoop("what peers have adopted", self.returning.look, LOOK_S)]
         if settings.region.list_copies():
             check_bus(addresses)
             read_state = partial(read_copy_state, redis_client(addresses.first_url))
@@ -109,8 +109,6 @@ class Gateway(Streams):
             self.webhooks,
         )
         self.responses.start(lambda: set(self.metrics.pipelines))
-        if self.peers is not None:
-            self.peers.start()
         for loop in self._loops:
             loop.start()
 
@@ -130,7 +128,7 @@ class Gateway(Streams):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.peers is not None:
-            await self.peers.close()
+            await self.peers.http.aclose()
         await self.admission.close()
         await self.models.close()
         self.broadcast.stop()

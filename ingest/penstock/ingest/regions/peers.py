@@ -4,7 +4,6 @@ Three states: `ready`; `unavailable`: its gateway says that it stops, or connect
 never told anything, or not for `STALE_S`. No new work goes by choice to a region that is not ready.
 """
 
-import asyncio
 import logging
 import math
 import ssl
@@ -109,31 +108,23 @@ class Peers:
 
     def __init__(self, settings: RegionSettings, reader: StateReader, limits: SharedLimits, meters: Meters) -> None:
         self.own, self._limits = settings.name, limits
-        self._urls, self._secret, self._reader = settings.list_peers(), settings.secret, reader
+        self._urls, self._reader = settings.list_peers(), reader
         self.names = [self.own, *self._urls]
         """All regions, the own one first."""
         self._regions = {name: _Region(name) for name in self.names}
         self._regions[self.own].round_trips.append(0.0)
         self._chooser, self._meters = RegionChooser(self.own), meters
         meters.add_source(self._read_gauges)
-
-    def start(self) -> None:
-        """Start to ask all regions. `http` is the client by which peers are asked, from now on; it has the secret."""
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each look
         tls = ssl.create_default_context()
         every = httpx2.Limits()  # as many connections as requests that are sent on
-        headers = {PEER_HEADER: self._secret}
+        headers = {PEER_HEADER: settings.secret}
         self.http = httpx2.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=ANSWER_S, limits=every)
+        """By this peers are asked; it has the secret."""
         looks: dict[str, Callable[[], Awaitable[None]]] = {self.own: self._look_home}
         looks |= {name: partial(self._look_away, name) for name in self._urls}
-        self._loops = [SearchLoop(f"news of the region {name}", look, LOOK_S) for name, look in looks.items()]
-        for loop in self._loops:
-            loop.start()
-
-    async def close(self) -> None:
-        """Ask no more, and close all connections to peers."""
-        await asyncio.gather(*(loop.close() for loop in self._loops))
-        await self.http.aclose()
+        self.loops = [SearchLoop(f"news of the region {name}", look, LOOK_S) for name, look in looks.items()]
+        """They ask all regions, from when they are started. The caller starts and closes them, and closes `http`."""
 
     def find_url(self, name: str) -> str:
         """Return the address of a peer's gateways, without a slash at its end."""
