@@ -16,7 +16,8 @@ PEER_HEADER = "x-penstock-peer"
 """The header by which gateways of other regions prove that they are: `PENSTOCK_REGION_SECRET`."""
 MAX_HOPS = 2
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-_CHOICE = re.compile(r"\.\d+$")
+CHOICE = re.compile(r"\.\d+$")
+"""The end of the id of one choice of several."""
 
 
 def is_region_name(text: str) -> bool:
@@ -45,14 +46,9 @@ def add_home(name: str, region: str) -> str:
     return f"{name}-{region}" if region else name
 
 
-def drop_choice(request_id: str) -> str:
-    """Return the id of the request of which `request_id` may be one choice of several."""
-    return _CHOICE.sub("", request_id)
-
-
 def find_home(request_id: str, regions: Iterable[str]) -> str | None:
     """Return which of `regions` an id names as its home, or None. The id may be that of one choice of several."""
-    whole = drop_choice(request_id)
+    whole = CHOICE.sub("", request_id)
     ends = [region for region in regions if whole.endswith(f"-{region}")]
     return max(ends, key=len, default=None)
 

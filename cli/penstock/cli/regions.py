@@ -84,7 +84,7 @@ def join(
     """Say whether workers of this region may begin; with --force let those begin that wait now.
 
     A region that was away waits until its gateways have asked all peers what these have adopted of it. If a peer
-    cannot answer, and has adopted nothing, an operator says so. That holds until the region's gateways end.
+    cannot answer, and has adopted nothing, an operator says so.
     """
     from penstock.ingest.regions.returning import JOINED_LASTS_S
 

@@ -128,10 +128,8 @@ class RegionLayer:
 
     async def _find_answering(self, named: str, home: str, passed: Set[str]) -> str:
         """Return the region that answers about an id: its home, or the region that has adopted its home, if that may
-        have taken it over. What was not copied, and what the home accepts after it came back, only the home has.
-
-        Both tell each other what is theirs, once: the home knows by the list of what was taken over, the other one by
-        its cards. What came from there is answered here.
+        have taken it over. What was not copied, and what the home accepts after it came back, only the home has: it
+        knows by the list of what was taken over, the other one by its cards. What one sent to the other stays there.
         """
         if home == self._peers.own:
             taker = self._gateway.returning.find_taker(named)

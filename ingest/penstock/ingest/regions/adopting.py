@@ -103,13 +103,12 @@ class AdoptedCounts:
     gone: int = 0
     """Those whose message the copy does not have any more. They stay open."""
 
-    def add(self, one: "OpenRequest", newest_s: float, *, has_card: bool, goes_on: bool) -> None:
+    def add(self, one: "OpenRequest", newest_s: float, *, has_card: bool) -> None:
         """Count a request; the newest heartbeat in the copy was written at `newest_s`."""
         deadline = None if one.request is None else one.request.deadline
         self.late += deadline is not None and deadline < now_s()
         self.newer += one.accepted_s > newest_s
         self.without_card += not has_card
-        self.interrupted += not goes_on
 
 
 class OpenRequest(NamedTuple):
@@ -134,12 +133,11 @@ class OpenRequest(NamedTuple):
         chain = None if request is None else chain_prompt(request)
         return cls(request_id, place, replace(copied.message, topic=topic, chain=chain), request, copied.timestamp_s)
 
-    def goes_on(self, models: "PipelineModels") -> bool:
-        """Return whether this region computes the tokens that its home did, or none as it is no valid request."""
-        if self.request is None:
-            return True
-        asked = models.served if self.request.model is None else {self.request.model}
-        return bool(asked) and asked <= models.same
+    def goes_on(self, same: AbstractSet[str]) -> bool:
+        """Return whether this region computes the tokens that its home did, or none as it is no valid request. `same`
+        has the models of which it does, and an empty name if it does of all of the pipeline.
+        """
+        return self.request is None or (self.request.model or "") in same
 
     def find_card(self, pipeline: Pipeline) -> StreamMeta | None:
         """Return what gateways need to stream the answer, if the message has it, about this request and its tenant."""
@@ -149,15 +147,6 @@ class OpenRequest(NamedTuple):
             if (card.pipeline, card.tenant) == (pipeline.name, tenant) and self.id in card.request_ids:
                 return card.model_copy(update={"is_adopted": True})
         return None
-
-
-class PipelineModels(NamedTuple):
-    """The names of models by which an open request may be answered."""
-
-    served: AbstractSet[str]
-    """Those of its pipeline: it may leave open which."""
-    same: AbstractSet[str]
-    """Those of all pipelines whose tokens follow from the request, and are the same here as in the dead region."""
 
 
 class AdoptionMark(NamedTuple):
@@ -213,7 +202,9 @@ def adopt_region(
     mark = AdoptionMark(now_s(), by, None, {}) if earlier is None else earlier._replace(done_s=None)
     client.hset(ADOPTED_REGIONS_KEY, region, mark.encode())  # 1
     failpoint("adopt.1.marked")
-    objection = find_objection(settings.region, region) or find_other_models(client, settings.region.name, region)  # 2
+    same, others = compare_models(client, settings.region.name, region)
+    told = f"{', '.join(others)} of {region} is another model than here, by its fingerprint" if others else ""
+    objection = find_objection(settings.region, region) or told  # 2
     if objection and not force:
         if earlier is None:
             client.hdel(ADOPTED_REGIONS_KEY, region)
@@ -221,15 +212,14 @@ def adopt_region(
             client.hset(ADOPTED_REGIONS_KEY, region, earlier.encode())
         raise AdoptionRefused(f"{objection}; if that cannot be, --force leaves this check out")
     failpoint("adopt.2.looked")
-    same = find_same_models(client, settings.region.name, region)
     for name, served in list_pipelines(client, addresses).items():
         own = addresses.model_copy(update={"pipeline": name})
         with closing(CopyIndex(own, settings.bus, region)) as index, ExitStack() as exits:
             if index.has_copy():
                 clients = Sharded.from_urls(own.stream_url, lambda url: exits.enter_context(redis_client(url)))
                 logs = clients.map_parts(partial(TokenLog, pipeline=index.pipeline, settings=settings.record))
-                models = PipelineModels(served, same)
-                mark.pipelines[name] = asdict(_adopt_pipeline(index, logs, models, settings.record.keep_s))
+                answered = same | ({""} if served and served <= same else set())
+                mark.pipelines[name] = asdict(_adopt_pipeline(index, logs, answered, settings.record.keep_s))
     mark = mark._replace(done_s=now_s())
     client.hset(ADOPTED_REGIONS_KEY, region, mark.encode())  # 7
     failpoint("adopt.7.done")
@@ -256,28 +246,19 @@ def find_objection(settings: RegionSettings, region: str) -> str:
     return ""
 
 
-def _read_fingerprints(client: "redis.Redis", own: str, region: str) -> list[dict[str, str]]:
-    """Return the fingerprints of the models of this region and of another one, by the models' names."""
+def compare_models(client: "redis.Redis", own: str, region: str) -> tuple[set[str], list[str]]:
+    """Return the models whose tokens follow from the request, and are the same here as in a region; and those that are
+    known to be others than those of their names here.
+    """
     found = cast("list[bytes | None]", client.hmget(FINGERPRINTS_KEY, [own, region]))
-    return [json.loads(text or b"{}") for text in found]
-
-
-def find_same_models(client: "redis.Redis", own: str, region: str) -> set[str]:
-    """Return the models whose tokens follow from the request, and are the same here as in a region."""
-    here, there = _read_fingerprints(client, own, region)
+    here, there = (json.loads(text or b"{}") for text in found)
+    equal = {name for name in here.keys() & there.keys() if here[name] == there[name]}
     # One of several words is of several models, or of one whose tokens depend on what is computed beside them.
-    return {name for name, found in here.items() if there.get(name) == found and " " not in found}
-
-
-def find_other_models(client: "redis.Redis", own: str, region: str) -> str:
-    """Return which models of a region are not those of their names here; empty where none is known to be another."""
-    here, there = _read_fingerprints(client, own, region)
-    others = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
-    return f"{', '.join(others)} of {region} is another model than here, by its fingerprint" if others else ""
+    return {name for name in equal if " " not in here[name]}, sorted((here.keys() & there.keys()) - equal)
 
 
 def _adopt_pipeline(
-    index: CopyIndex, logs: "Sharded[TokenLog]", models: PipelineModels, keep_s: float
+    index: CopyIndex, logs: "Sharded[TokenLog]", same: AbstractSet[str], keep_s: float
 ) -> AdoptedCounts:
     """Do steps 3 to 6 for one pipeline."""
     index.take_all()  # 3
@@ -290,14 +271,14 @@ def _adopt_pipeline(
         for batch in _gather(_read_open(index, counts)):
             with client.pipeline(transaction=False) as cards:  # 4
                 for one in batch:
-                    goes_on = one.goes_on(models)
-                    ended = set[str]() if goes_on else {one.id}
+                    ended = set[str]() if one.goes_on(same) else {one.id}
+                    counts.interrupted += len(ended)
                     if (card := one.find_card(pipeline)) is not None:
                         cards.set(stream_meta_key(card.id), card.model_dump_json(), nx=True, px=round(keep_s * 1000))
                         ended |= {*card.request_ids} - own_ids
                     for request_id in ended:
                         logs[request_id].end_unread(request_id, AnswerInterrupted(INTERRUPTED_WORDS))
-                    counts.add(one, newest_s, has_card=card is not None, goes_on=goes_on)
+                    counts.add(one, newest_s, has_card=card is not None)
                 cards.execute()
             failpoint("adopt.4.carded")
             publisher.publish([one.message for one in batch])  # 5

@@ -11,9 +11,9 @@ they have adopted nothing, or one has finished: only then its list has all ids, 
 the id (`adopting.py`, 4 and 5) would be answered twice. A gateway that has joined does not wait for peers that fall
 silent, and asks those alone whose state says that they have adopted this region.
 
-Each permission is another one, and counts only for workers and gateways that were there when it was given: none
-outlives the region's death. The gateways that hear an operator's (`penstock regions join --force`) have joined by it,
-until they end. A gateway listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds it there.
+Each permission is another one, and counts for workers that waited when it was given, as an operator's does: none
+outlives the region's death. A gateway listens before it asks (`http/server.py`), so a peer that adopts meanwhile finds
+it there.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import httpx2
 import redis.asyncio
@@ -31,7 +31,7 @@ from penstock.config.settings import RegionSettings
 from penstock.ingest.regions.peers import Peers
 from penstock.names import FINGERPRINTS_KEY, REGION_JOINED_KEY
 from penstock.redis.client import translate_outages
-from penstock.regions import PEER_HEADER, drop_choice
+from penstock.regions import CHOICE, PEER_HEADER
 
 ADOPTED_PATH = "/v1/penstock/region/adopted/{name}"
 LOOK_S = 1.0
@@ -61,30 +61,24 @@ class RegionReturn:
         """By peer that has adopted this region, the time of the list of ids that was ended here."""
         self._taken = dict[str, set[str]]()
         """By peer, these ids, without choices."""
-        self._has_joined = self._has_looked = False
-        self._permission: bytes | None = None
-        """The one that was there at the last look: an older one than the next."""
+        self._has_joined = False
         self._fingerprints = dict[str, str]()
         """By region, its models' fingerprints as they are in Redis."""
 
     async def look(self) -> None:
         """Do all steps once. Raises `BusUnavailable`."""
-        with translate_outages():
-            permission = cast("bytes | None", await self._client.get(REGION_JOINED_KEY))
-        is_permitted = self._has_looked and permission not in (None, self._permission)
-        self._permission, self._has_looked = permission, True
         peers = self._settings.list_peers()
         answers = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))  # 1
         for name, answer in answers.items():
             if answer is not None and answer.state == "finished" and self.ended.get(name) != answer.done_s:
                 for pipeline, ids in answer.ids.items():
                     await self._end_ids(name, pipeline, ids)  # 2
-                self._taken[name] = {drop_choice(one) for ids in answer.ids.values() for one in ids}
+                self._taken[name] = {CHOICE.sub("", one) for ids in answer.ids.values() for one in ids}
                 self.ended[name] = answer.done_s
             elif answer is not None and answer.state == "none":  # it has given them back
                 self._taken.pop(name, None)
                 self.ended.pop(name, None)
-        self._has_joined = may_join(answers, has_joined=self._has_joined or is_permitted)
+        self._has_joined = may_join(answers, has_joined=self._has_joined)
         if self._has_joined:
             with translate_outages():
                 await self._client.set(REGION_JOINED_KEY, uuid.uuid4().hex, ex=JOINED_LASTS_S)  # 3
@@ -92,7 +86,7 @@ class RegionReturn:
 
     def find_taker(self, request_id: str) -> str | None:
         """Return the peer that has taken a request of this region over, as far as that was heard."""
-        return next((peer for peer, ids in self._taken.items() if drop_choice(request_id) in ids), None)
+        return next((peer for peer, ids in self._taken.items() if CHOICE.sub("", request_id) in ids), None)
 
     async def _note_fingerprints(self) -> None:
         """Keep in Redis which models the regions have: who adopts one cannot ask it any more."""
