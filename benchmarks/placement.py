@@ -178,19 +178,19 @@ class Search:
 
 
 @contextmanager
-def open_map(extent: Extent) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Yield what calls a function for each job, in as many processes as the extent has."""
-    if extent.num_processes == 1:
+def open_map(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Yield what calls a function for each job, in so many processes."""
+    if num_processes == 1:
         yield map
         return
-    with ProcessPoolExecutor(extent.num_processes) as pool:
+    with ProcessPoolExecutor(num_processes) as pool:
         yield pool.map
 
 
 def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -> tuple[list[Search], dict[str, float]]:
     """Return the searches, and the figures."""
     jobs = [Search(trace, rule, extent) for trace in traces for rule in rules]
-    with open_map(extent) as run:
+    with open_map(extent.num_processes) as run:
         found: list[Search] = list(run(Search.find_goodput, jobs))
         hash_goodput = {one.trace: one.goodput for one in found if one.rule == "hash"}
         details: list[Played] = list(run(Search.play_near, found, [hash_goodput[one.trace] for one in found]))
@@ -261,7 +261,7 @@ def compare_coarse(extent: Extent, trace: str, load: float) -> dict[str, float]:
 def measure_coarse(extent: Extent) -> dict[str, float]:
     """Return how far the coarse model is off, and how long it plays many workers."""
     jobs = [(extent, trace, load) for trace in extent.coarse_traces for load in COARSE_LOADS]
-    with open_map(extent) as run:
+    with open_map(extent.num_processes) as run:
         errors: list[dict[str, float]] = list(run(compare_coarse, *zip(*jobs, strict=True)))
     figures = {f"coarse_error_{name}": statistics.fmean(one[name] for one in errors) for name in errors[0]}
     figures |= {f"coarse_error_max_{name}": max(one[name] for one in errors) for name in errors[0]}

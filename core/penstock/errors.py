@@ -25,6 +25,7 @@ PenstockError
 │   └── StreamTimeout          nothing came within the reader's timeout
 ├── BusError                 Kafka or Redis Streams
 │   ├── BusUnavailable         not reachable now; another attempt may succeed
+│   │   ├── AcceptanceUnknown    a message may be in the topic: it must not be sent anew under another id
 │   │   └── TopicsMissing        a tenant's own topics have not been made yet; the message says how to
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
@@ -232,6 +233,10 @@ class BusError(PenstockError):
 
 class BusUnavailable(BusError):
     """The bus cannot be reached now."""
+
+
+class AcceptanceUnknown(BusUnavailable):
+    """The bus became unavailable while messages were being sent: they may be durable."""
 
 
 class TopicsMissing(BusUnavailable):

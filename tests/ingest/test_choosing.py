@@ -60,8 +60,11 @@ def is_known(one: RegionView) -> bool:
 def test_the_least_cost_is_chosen_and_nothing_unknown(fleet: dict[str, RegionView]) -> None:
     found = choose(fleet)
     assert found.costs.keys() == {name for name, one in fleet.items() if is_known(one)}
-    if not found.costs:
+    if not found.costs.keys() - {OWN}:
         assert (found.region, found.why) == (OWN, "only")
+        return
+    if OWN in fleet and OWN not in found.costs and fleet[OWN].model.coverage >= MIN_COVERAGE:
+        assert (found.region, found.why) == (OWN, "nearest"), "nobody has measured anything here"
         return
     least = min(cost - NEAR_S * (name == OWN) for name, cost in found.costs.items())
     assert found.costs[found.region] - NEAR_S * (found.region == OWN) == least
@@ -101,7 +104,9 @@ def test_the_nearest_has_a_request_until_another_is_sooner_by_a_margin() -> None
     assert choose({OWN: view(NEAR_S), "us": away})[:2] == (OWN, "nearest")
     assert choose({OWN: view(NEAR_S + 0.09), "us": away})[:2] == ("us", "sooner")
     assert choose({OWN: view(NEAR_S + 0.09), "us": away, "asia": view(0.0, 0.05)}).region == "asia"
-    assert choose({OWN: view(None), "us": view(9.0)}).region == "us", "what it waits here is not known"
+    assert choose({OWN: view(None), "us": away})[:2] == (OWN, "nearest"), "its workers serve: nothing was measured yet"
+    assert choose({OWN: view(None, coverage=0.0), "us": view(9.0)}).region == "us", "no worker serves here"
+    assert choose({OWN: view(None), "us": away}, ASK._replace(allowed=frozenset({"us"}))).region == "us"
     assert choose({OWN: view(None)})[:2] == (OWN, "only")
 
 

@@ -13,6 +13,7 @@ import pytest
 from penstock.ingest.tenants import TenantEntry
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ADOPTED_REGIONS_KEY, CLASSES, Pipeline, rate_key, stream_meta_key
+from penstock.redis.client import execute_all
 from penstock.regions import HOPS_HEADER, PEER_HEADER, REGION_HEADER, choose_home, find_home
 from sim.chaos.proxy import Proxy
 from sim.waiting import PATIENCE_S, wait_for
@@ -207,6 +208,34 @@ def test_a_region_that_refuses_a_request_leaves_it_to_the_next_one(regions: tupl
         answer = httpx.post(f"{eu.url}/v1/completions", json=PROMPT, headers=headers, timeout=None)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy")
         assert answer.headers[REGION_HEADER] == "eu; only", "it came back from us"
+
+
+def test_a_region_that_cannot_write_leaves_a_request_to_the_next_one(regions: tuple[Region, Region]) -> None:
+    eu, us = regions
+
+    def let_gateways(*rights: str) -> None:
+        execute_all(us.scripted.server, [("ACL", "SETUSER", "default", *rights)])
+
+    with busy(eu, us):
+        try:
+            let_gateways("-set")
+            there = httpx.post(f"{us.url}/v1/completions", json=PROMPT, headers=SENT_ON, timeout=None)
+            assert (there.status_code, there.headers["x-penstock-refused"]) == (503, "unavailable")
+            before = us.list_ids()
+            body = {**PROMPT, "stream": True}
+            with httpx.stream("POST", f"{eu.url}/v1/completions", json=body, timeout=None) as answer:
+                assert (answer.status_code, answer.headers[REGION_HEADER]) == (200, "eu; only"), answer.read()
+
+            let_gateways("+@all", "-xadd")
+            there = httpx.post(f"{us.url}/v1/completions", json=PROMPT, headers=SENT_ON, timeout=None)
+            assert (there.status_code, there.json()["error"]["code"]) == (503, "unavailable")
+            assert "x-penstock-refused" not in there.headers, "it may be in the stream"
+            mine = eu.list_ids()
+            answer = httpx.post(f"{eu.url}/v1/completions", json=PROMPT, timeout=None)
+            assert (answer.status_code, answer.headers[REGION_HEADER]) == (503, "us; sooner")
+            assert (eu.list_ids(), us.list_ids()) == (mine, before)
+        finally:
+            let_gateways("+@all")
 
 
 def test_posts_with_one_key_join_at_any_gateway(regions: tuple[Region, Region]) -> None:

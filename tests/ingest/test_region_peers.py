@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.ingest.regions.state import RegionState, describe_model
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import CLASSES, STAGES, Pipeline
+from penstock.ops.lag import PipelineLag
 from penstock.testing.gateway import TestGateway
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import WorkerLoad
@@ -162,11 +164,24 @@ def test_what_is_missing_is_none_and_old_heartbeats_are_not_covered() -> None:
         tell_worker("c", left_ms=500),
         tell_worker("other", model="another", fingerprint="xyz"),
     ]
-    found = describe_model("demo", DEMO, workers, None, 0.0)
+    lag = PipelineLag({}, dict.fromkeys(CLASSES), None, dict.fromkeys(CLASSES))
+    found = describe_model("demo", DEMO, workers, lag, 0.0)
     assert (found.num_workers, found.fingerprint) == (2, "abc")
     assert found.coverage == pytest.approx(2 / 3)
     assert found.prompt_token_s is not None
     assert 0.001 < found.prompt_token_s < 0.0025, "faster workers get more requests, so they count more"
-    mixed = describe_model("demo", DEMO, [*workers, tell_worker("d", fingerprint="def")], None, 0.0)
+    mixed = describe_model("demo", DEMO, [*workers, tell_worker("d", fingerprint="def")], lag, 0.0)
     assert mixed.fingerprint == "abc def", "it is no other region's"
-    assert describe_model("demo", DEMO, [tell_worker("e", load={})], None, 0.0).coverage == 0.0
+    assert describe_model("demo", DEMO, [tell_worker("e", load={})], lag, 0.0).coverage == 0.0
+    for away in (None, replace(lag, is_served=False)):
+        found = describe_model("demo", DEMO, workers, away, 0.0)
+        assert (found.num_workers, found.coverage) == (2, 0.0), "the bus is away, or nobody serves a stage"
+
+
+def test_on_redis_streams_the_workers_of_one_model_are_those_that_take_requests() -> None:
+    load = make_load(token_s=0.001)
+    load |= {one: load[one] | {"partitions": []} for one in CLASSES}
+    key = DEMO.worker_key("decode", "b").encode()
+    workers = [tell_worker("a", load=load), tell_worker("b", load=load)._replace(key=key)]
+    found = describe_model("demo", DEMO, workers, None, 0.0)
+    assert (found.num_workers, found.prompt_token_s) == (1, 0.001)

@@ -58,6 +58,8 @@ class PipelineLag:
     """Seconds that decode takes for the batch jobs that no worker holds; None if that is not known."""
     mean_output_tokens: Mapping[PriorityClass, float | None]
     """Mean tokens of an answer; until one is complete, the mean limit of the requests. None where not known."""
+    is_served: bool = True
+    """Whether each stage has a worker that serves. If so, a wait that is not known has not been measured yet."""
 
     def estimated_wait_s(self, priority_class: PriorityClass = "interactive") -> float | None:
         """Return how long a request submitted now would wait until it is worked on, in seconds.
@@ -145,7 +147,7 @@ def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Seque
     }
     num_jobs = unsettled[pipeline.job_topic("batch")]
     ahead_s = _estimate_queued_batch_s(num_jobs, stages["decode"], outputs["batch"])
-    return PipelineLag(lags, waits, ahead_s, outputs)
+    return PipelineLag(lags, waits, ahead_s, outputs, all(stage.is_there for stage in stages.values()))
 
 
 class _StageWorkers:

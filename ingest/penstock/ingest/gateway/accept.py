@@ -13,7 +13,7 @@
 A crash after 3 or 4 costs the tenant an estimate. A crash after 5 or 6 leaves meta data without the note of 7: a
 POST with the same key finds it, and publishes the requests that no worker has seen yet. A request
 that waits in its topic may then be published twice; it is answered once. Each such POST costs the tenant a request of
-its bucket.
+its bucket. Whatever fails before 6 was not accepted, so a peer's gateway tries another region.
 
 Where the brokers refuse a request of 6 as too large, the meta data is deleted, so the key is free. Requests of the same
 POST that they took are computed and paid for, and keep their ids: a POST with the key gets their answers where it asks
@@ -30,7 +30,15 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
-from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
+from penstock.errors import (
+    AcceptanceUnknown,
+    BusUnavailable,
+    InvalidRequest,
+    PenstockError,
+    RequestTooLarge,
+    TopicsMissing,
+    UnsupportedSchema,
+)
 from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import FULL_WAIT_S, Ticket
 from penstock.ingest.errors import ApiError
@@ -362,7 +370,9 @@ async def _publish_requests(
         failures = [one for one in sent if isinstance(one, BaseException)]
         if failures:  # an outage first: then it is not known what is durable, and the key is kept
             raise min(failures, key=lambda one: isinstance(one, RequestTooLarge))
-    except PenstockError:
+    except PenstockError as error:
         gateway.stream_metas.stop_renewing(meta)
+        if isinstance(error, BusUnavailable) and not isinstance(error, TopicsMissing):
+            raise AcceptanceUnknown(str(error)) from error
         raise
     await gateway.stream_metas.note_published(meta, places, at_once=is_keyed)

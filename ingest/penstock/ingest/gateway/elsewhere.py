@@ -29,7 +29,7 @@ from penstock.ingest.gateway.accept import MIN_THREAD_BYTES, measure_prompts
 from penstock.ingest.gateway.inference import run_unless_gone
 from penstock.ingest.gateway.state import Gateway, find_caller
 from penstock.ingest.http.handlers import render_error
-from penstock.ingest.http.metrics import REFUSAL_KEY, REGION_KEY
+from penstock.ingest.http.metrics import REFUSAL_KEY, REGION_KEY, UNSENT_KEY
 from penstock.ingest.openai import RESPONSES
 from penstock.ingest.openai.body import read_json
 from penstock.ingest.openai.endpoint import build_request
@@ -43,7 +43,7 @@ from penstock.telemetry.timeline import HOPS_ATTRIBUTE, REGION_ATTRIBUTE, REGION
 _ID_PATH = re.compile(r"/v1/(?:streams|responses|files|batches|requests)/([^/]+)(?:/[a-z_]+)?")
 _NAMING_PATHS = {*ENDPOINTS, f"{RESPONSES.path}/input_tokens", "/v1/batches"}
 """Paths of POSTs whose bodies may name an id."""
-ELSEWHERE_CODES = frozenset({"overloaded", "busy", "over_share"})
+ELSEWHERE_CODES = frozenset({"overloaded", "busy", "over_share", "unavailable"})
 """Codes of refusals, before anything is written, that another region may not have."""
 
 
@@ -197,7 +197,7 @@ class RegionLayer:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = {REGION_HEADER: f"{self._peers.own}; {why}"}
-                if hops and (code := scope.get(REFUSAL_KEY)) in ELSEWHERE_CODES:
+                if hops and (code := scope.get(REFUSAL_KEY, scope.get(UNSENT_KEY))) in ELSEWHERE_CODES:
                     added[REFUSED_HEADER] = code
                 raw = [(name.encode(), value.encode()) for name, value in added.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *raw]}

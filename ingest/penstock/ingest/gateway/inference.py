@@ -16,7 +16,7 @@ from penstock.ingest.gateway.kept_responses import KeptResponse
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
-from penstock.ingest.http.metrics import ARRIVAL_KEY, REGION_KEY, SPAN_KEY
+from penstock.ingest.http.metrics import ACCEPTED_KEY, ARRIVAL_KEY, REGION_KEY, SPAN_KEY
 from penstock.ingest.ignored import IGNORED_HEADER, strip_ignored_fields
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai.body import read_json
@@ -59,6 +59,7 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
             meta, ticket, loosened = await accept_request(
                 gateway, caller, headers, endpoint, body, arrived_s, input_items, earlier, retain_s
             )
+            request.scope[ACCEPTED_KEY] = True
         if ticket is None:
             await gateway.unread.note_reader(meta)
         response: Response

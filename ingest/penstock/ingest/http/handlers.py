@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
-from penstock.errors import PenstockError
+from penstock.errors import AcceptanceUnknown, BusUnavailable, PenstockError
 from penstock.ingest.endpoints import find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, ErrorBody, to_api_error
-from penstock.ingest.http.metrics import REFUSAL_KEY
+from penstock.ingest.http.metrics import ACCEPTED_KEY, REFUSAL_KEY, UNSENT_KEY
 from penstock.ingest.openai.body import validation_error
 from penstock.ingest.openai.response_items import ID_PREFIX
 
@@ -65,6 +65,12 @@ async def _handle_penstock_error(request: Request, error: PenstockError) -> Resp
         log.error("answering %s %s failed", request.method, request.url.path, exc_info=error)
     if found.status in REFUSAL_STATUSES:
         request.scope[REFUSAL_KEY] = found.code
+    if (
+        isinstance(error, BusUnavailable)
+        and not isinstance(error, AcceptanceUnknown)
+        and ACCEPTED_KEY not in request.scope
+    ):
+        request.scope[UNSENT_KEY] = found.code
     return render_error(request, found)
 
 

@@ -20,6 +20,10 @@ from penstock.telemetry.meters import Meters, Reading
 
 REFUSAL_KEY = "penstock.refused"
 """In the scope of a request that was refused: the error's code."""
+UNSENT_KEY = "penstock.unsent"
+"""In the scope of a request for which the bus or Redis was away before any message was sent: the error's code."""
+ACCEPTED_KEY = "penstock.accepted"
+"""In the scope of a request whose messages are durable."""
 ARRIVAL_KEY = "penstock.came_s"
 """In the scope of every request: when it came, in seconds since the epoch."""
 STREAM_KEY = "penstock.stream"

@@ -3,6 +3,9 @@
 A region costs the seconds until a first token from there: the way there and back, what waits there, what this gateway
 has sent there since the region told it, and the tokens of this prompt that the region does not have. The least is
 chosen. So a chat stays where its beginning was computed, until that costs more than to compute it again elsewhere.
+
+What is not known is not zero, so a peer that does not know how long a request waits there is never chosen. The own
+region is, while its workers serve and have not measured anything: what is known of a peer says nothing about here.
 """
 
 import math
@@ -25,10 +28,10 @@ UNSEEN_S = 0.5
 """How old the count of messages may be in what a region tells: its gateway keeps the lag for so long."""
 MAX_SENT = 10_000
 """Requests for one model that count as sent to one region; they are those of a few seconds."""
-NEAR_S = 1.5
+NEAR_S = 2.5
 """How much sooner another region must be than this one, unless it has more of the prompt: a queue is known from a
-second or two ago, and counted as if nothing of its prompts was cached. In `benchmarks.regions`, at four fifths of a
-region's capacity, 4% of its requests leave with this margin, 13% with 1 s, and half of them with 0.25 s."""
+second or two ago, and counted as if nothing of its prompts was cached. In `benchmarks.regions`, at 80% and 90% of a
+region's capacity, 1% of its requests leave with this margin, and 5% and 10% with 1.5 s."""
 MIN_COVERAGE = 0.5
 """A model's figures that are about fewer of its workers count as unknown."""
 
@@ -98,10 +101,11 @@ class RegionChooser:
             costs[region] = before_s + uncached[region] * token_s
             costs_without[region] = before_s + ask.num_tokens * token_s
         margin_s = 0.0 if hits.get(self._own, 0) < max(hits.values(), default=0) else NEAR_S
-        chosen = self._find_least(costs, margin_s)
+        is_measured = self._own in known or not _may_serve(self._own, ask, views)
+        chosen = self._find_least(costs, margin_s) if is_measured else self._own
         if not costs.keys() - {self._own}:
             why: Why = "only"
-        elif chosen != self._find_least(costs_without, NEAR_S):
+        elif is_measured and chosen != self._find_least(costs_without, NEAR_S):
             why = "prefix"
         else:
             why = "nearest" if chosen == self._own else "sooner"
@@ -164,9 +168,13 @@ def _find_known(ask: RegionAsk, views: Mapping[str, RegionView]) -> tuple[dict[s
     known = {
         region: view
         for region, view in views.items()
-        if view.model.wait_s.get(ask.priority_class) is not None
-        and view.model.coverage >= MIN_COVERAGE
-        and (ask.allowed is None or region in ask.allowed)
+        if view.model.wait_s.get(ask.priority_class) is not None and _may_serve(region, ask, views)
     }
     told = [one.model.prompt_token_s for one in known.values() if one.model.prompt_token_s is not None]
     return known, sum(told) / len(told) if told else TOKEN_S
+
+
+def _may_serve(region: str, ask: RegionAsk, views: Mapping[str, RegionView]) -> bool:
+    """Return whether a request may go to a region, and enough of the workers there are known to serve."""
+    is_allowed = ask.allowed is None or region in ask.allowed
+    return is_allowed and region in views and views[region].model.coverage >= MIN_COVERAGE

@@ -33,9 +33,11 @@ class ModelState(BaseModel):
     num_workers: int
     """Those that read requests, and whose heartbeats are fresh."""
     wait_s: dict[PriorityClass, float | None]
-    """How long a new request of a class would wait."""
+    """How long a new request of a class would wait. None while no worker has measured what it takes."""
     coverage: float = Field(ge=0, le=1)
-    """The share of the workers whose heartbeats are fresh."""
+    """The share of the workers whose heartbeats are fresh; 0 where the bus does not answer, or a stage has no worker
+    that serves.
+    """
 
 
 ToldBeat = tuple[bytes, bytes, int]
@@ -138,12 +140,18 @@ def describe_model(
             found[key] = beat
     beats = parse_beats(pipeline, [one for one in told if one[0] in found], now_s)
     fresh = [beat for beat in beats if now_s < beat.stale_s]
-    readers = {beat.worker: beat.speed for beat in fresh if any(beat.partitions.values())}
+    # Only Kafka has partitions. On Redis Streams all workers that take requests read the same ones.
+    has_partitions = any(any(beat.partitions.values()) for beat in beats)
+    readers = {
+        beat.worker: beat.speed
+        for beat in fresh
+        if (any(beat.partitions.values()) if has_partitions else not beat.worker.startswith("decode:"))
+    }
     fingerprints = sorted({beat["fingerprint"] for beat in found.values() if beat.get("fingerprint")})
     return ModelState(
         fingerprint=" ".join(fingerprints) or None,
         prompt_token_s=average_token_s(readers),
         num_workers=len(readers),
         wait_s=dict.fromkeys(("interactive", "batch")) if lag is None else dict(lag.waits),
-        coverage=len(fresh) / len(found) if found else 0.0,
+        coverage=len(fresh) / len(found) if found and lag is not None and lag.is_served else 0.0,
     )
