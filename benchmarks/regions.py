@@ -15,6 +15,8 @@ half a round trip late, from heartbeats that are up to a second old. Requests ar
               and ten times in coding, as read from the notebook's plots. A day is shortened: in a real one a peak, and
               so its queue, lasts longer, which is worse for a region alone
     run       two embedded regions of real processes (`benchmarks.regions_run`)
+    adoption  a region dies, and its peer answers what is open: real servers (`benchmarks.regions_adoption`); not in a
+              smoke run
 
     capacity                     requests a second that a region carries alone, at a constant rate
     near_share_{percent}         requests that stay, at so much of the capacity
@@ -39,6 +41,9 @@ import numpy as np
 
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.placement import BLOCK_TOKENS, ITL_S, RATE_STEP, SPEC, estimate_rate, open_map
+from benchmarks.regions_adoption import FULL as ADOPTION_FULL
+from benchmarks.regions_adoption import QUICK as ADOPTION_QUICK
+from benchmarks.regions_adoption import measure_adoption
 from benchmarks.regions_run import play_run
 from penstock.config.settings import SloSettings
 from penstock.plan.goodput import MET_SHARE, Slo, Slos, compute_met_share, find_goodput
@@ -252,6 +257,8 @@ def run(given: Options) -> dict[str, float]:
         "hours": lambda: play_hours(extent, find_once()),
         "run": lambda: play_run(given, ROUND_TRIP_S),
     }
+    if given.size != "smoke":
+        parts["adoption"] = lambda: measure_adoption(given.choose_size(ADOPTION_FULL, ADOPTION_QUICK, ADOPTION_QUICK))
     for name, play_part in parts.items():
         if not given.only or name in given.only:
             figures |= play_part()

@@ -138,6 +138,20 @@ class ForkedStack(Stack):
     def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
         return fork_process(slot.name, self._log_path(slot), run_penstock, *arguments, environment=environment)
 
+    def kill_all(self) -> None:
+        """Kill all processes, the server among them, as a fire would. `restart_dead` starts them again."""
+        for slot in self._all_slots():
+            if slot.child is not None:
+                slot.child.kill()
+        if self._server is not None:
+            self._server.kill()
+
+    def list_pids(self) -> list[int]:
+        """Return the ids of all living processes, those of workers first, then the gateway's and the server's."""
+        living = [slot.child.pid for slot in self._all_slots() if slot.child is not None and slot.child.is_alive()]
+        server = self._server.pid if self._server is not None else None
+        return [*living, *([server] if server else [])]
+
 
 def run_penstock(*arguments: str) -> None:
     """Run the `penstock` command."""

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from typing import Self
 
-from penstock.local.processes import Child, start_child
-from sim.kafka_server import KAFKA_VERSION, build_java_command, fetch_jars, find_java
+from penstock.local.processes import Child, find_free_port, start_child
+from sim.chaos.proxy import Proxy
+from sim.kafka_server import KAFKA_VERSION, KafkaServer, Quorum, build_java_command, fetch_jars, find_java
 
 CONFIG = Path(__file__).parents[1] / "docker" / "mirror" / "eu-us.properties"
 QUICK_COPIES = {
@@ -18,6 +19,9 @@ QUICK_COPIES = {
     "offset.flush.interval.ms": "200",
     "us.scheduled.rebalance.max.delay.ms": "0",
 }
+SMALL_HEAP = ("-Xmx256m",)
+LONG_SESSION = {"broker.session.timeout.ms": "120000"}
+"""A broker may stand still for so long and is not fenced: see `LONE_BROKER_SETTINGS`."""
 _MAIN = "org.apache.kafka.connect.mirror.MirrorMaker"
 
 
@@ -48,6 +52,11 @@ class MirrorMaker:
         )
         return self
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and not killed."""
+        return self._child is not None and self._child.is_alive()
+
     def kill(self) -> None:
         """Kill it, as a crash would."""
         if self._child is not None:
@@ -59,3 +68,41 @@ class MirrorMaker:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class MirroredKafkas:
+    """The Kafkas of `eu` and `us`, and a MirrorMaker in `us`, which reaches that of `eu` through a relay."""
+
+    def __init__(self, directory: Path, delay_s: float = 0.0) -> None:
+        """`delay_s`: how long all is under way from one region to the other."""
+        self.relay = Proxy(find_free_port())
+        self.relay.delay_both_ways(delay_s)
+        own, quorum = find_free_port(), Quorum.create_new(1)
+        near, far = f"PLAINTEXT://127.0.0.1:{own}", "FAR://127.0.0.1:"
+        self.eu = KafkaServer(
+            directory / "eu", own, quorum=quorum, jvm_options=SMALL_HEAP,
+            more=LONG_SESSION | {
+                "listeners": f"{near},{far}{self.relay.target_port},CONTROLLER://127.0.0.1:{quorum.ports[1]}",
+                "advertised.listeners": f"{near},{far}{self.relay.port}",
+                "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,FAR:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            },
+        )  # fmt: skip
+        self.us = KafkaServer(directory / "us", jvm_options=SMALL_HEAP)
+        self.mirror = MirrorMaker(directory / "mirror", f"127.0.0.1:{self.relay.port}", self.us.bootstrap)
+
+    def __enter__(self) -> Self:
+        try:
+            self.relay.__enter__()
+            self.eu.start()
+            self.us.start()
+            self.mirror.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.mirror.kill()
+        self.eu.stop()
+        self.us.stop()
+        self.relay.__exit__()

@@ -31,6 +31,7 @@ from typing import Any
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from sim.agents import play_line
+from sim.chaos.adopted_region import AdoptionRound, run_adoptions
 from sim.chaos.clients import Load
 from sim.chaos.controllers import find_swings
 from sim.chaos.faults import CONTROLLER_FAULTS, Bus
@@ -237,6 +238,17 @@ def _play_regions(seed: int, directory: Path) -> Played:
     return Played(outcome.requests, kills, told, str(outcome.history))
 
 
+ADOPTIONS = 3
+"""How often a region dies in a scene. Three scenes whose seeds follow each other have each mishap."""
+
+
+def _play_adoptions(seed: int, directory: Path) -> Played:
+    """Play two regions, one of which dies, is adopted by the other, comes back, and dies once more."""
+    outcome = run_adoptions(AdoptionRound(seed, ADOPTIONS), directory)
+    told = [f"{one.kind}: {one.id}: {one.description}" for one in outcome.findings]
+    return Played(outcome.requests, len(outcome.adoptions), told, str(outcome.history))
+
+
 # Stacks as users start them.
 
 
@@ -327,6 +339,11 @@ SCENES = (
     Scene(
         "two regions, embedded", f"{ANSWERED}, at either gateway; no POST is accepted twice, and none is stuck",
         _play_regions,
+    ),
+    Scene(
+        "two regions, Kafka and MirrorMaker",
+        "what was copied of a region that dies has one result, and each reader its tokens or a typed error; "
+        "nothing of a tenant that stays is copied", _play_adoptions,
     ),
     _undisturbed("Kafka answers 0.2 s late", delays_s={"kafka": 0.2}),
     _undisturbed("Kafka answers 0.5 s late", delays_s={"kafka": 0.5}),

@@ -83,7 +83,8 @@ class Proxy:
         self._tasks.add(task)
         self._open.add(writer)
         try:
-            await self._connect_through(reader, writer)
+            with contextlib.suppress(asyncio.CancelledError):  # the proxy ends, and asyncio would tell of it
+                await self._connect_through(reader, writer)
         finally:
             self._open.discard(writer)
             self._tasks.discard(task)
@@ -174,5 +175,6 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()

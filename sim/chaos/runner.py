@@ -8,7 +8,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -337,21 +337,25 @@ def find_leaks(stack: ChaosStack, patience_s: float) -> list[Finding]:
     return [Finding("leaked", "", line) for line in told]
 
 
-def record_topics(stack: Stack, history: History) -> None:
-    """Stop the workers and record what the results and dead-letter topics hold."""
+def record_topics(stack: Stack, history: History, **more: str) -> None:
+    """Stop the workers and record what the results and dead-letter topics hold, each with `more` fields."""
     stack.stop_workers()
     pipeline = Pipeline(stack.addresses.pipeline)
     bus = connect_bus(stack.addresses, BusSettings())
-    for message in bus.read_all(pipeline.results_topic):
-        result = decode_message(Result, message.value)
+    record_results((decode_message(Result, one.value) for one in bus.read_all(pipeline.results_topic)), history, **more)
+    for message in bus.read_all(pipeline.dead_letter_topic):
+        request_id = extract_request_id(message.value, message.key)
+        history.add_entry("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""), **more)
+
+
+def record_results(results: Iterable[Result], history: History, **more: str) -> None:
+    """Record results, each with `more` fields."""
+    for result in results:
         error = result.error.code if result.error else None
         fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
         # Results of endpoints name no tokens, and count those of the server: their text is compared.
         count = len(result.token_ids) if result.token_ids or not result.usage.completion_tokens else None
-        history.add_entry("result", id=result.id, count=count, **fields)
-    for message in bus.read_all(pipeline.dead_letter_topic):
-        request_id = extract_request_id(message.value, message.key)
-        history.add_entry("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""))
+        history.add_entry("result", id=result.id, count=count, **fields, **more)
 
 
 class FaultInjector:

@@ -8,14 +8,17 @@ region gave tokens under other ids.
 import contextlib
 import itertools
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +75,9 @@ class RegionsRound:
     """How long a client waits for the next token."""
     faults: tuple[Fault, ...] = FAULTS
     """Kinds of faults that are injected."""
+    answer_tokens: int = ANSWER_TOKENS
+    may: tuple[str, ...] = ()
+    """Codes of errors that may end a stream; the history has such an end as an entry of that name."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,9 @@ class RegionsOutcome:
 
 
 @cache
-def prepare_asked() -> list[tuple[dict[str, Any], ExpectedAnswer]]:
+def prepare_asked(max_tokens: int = ANSWER_TOKENS) -> list[tuple[dict[str, Any], ExpectedAnswer]]:
     """Return bodies for `/v1/completions`, and their answers."""
-    work = make_requests(NUM_KNOWN, "regions", ANSWER_TOKENS)
+    work = make_requests(NUM_KNOWN, "regions", max_tokens)
     return [(_make_body(request), answer) for request, answer in zip(work, compute_answers(work).values(), strict=True)]
 
 
@@ -101,22 +107,51 @@ def _make_body(request: Request) -> dict[str, Any]:
 class Region:
     """A stack with a gateway, which the other region reaches through a proxy."""
 
-    def __init__(self, name: str, directory: Path, workers: int) -> None:
-        self.name, self._port = name, find_free_port()
-        self.proxy = Proxy(self._port)
-        self._directory, self._workers = directory / name, workers
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        workers: int,
+        *,
+        kafka: str = "",
+        pipeline: str = PIPELINE,
+        copies: str = "",
+        delay_s: float = 0.0,
+    ) -> None:
+        """`copies`: the region that is copied to this one; `delay_s`: how long all is under way from the other one."""
+        self.name, self._port, self._copies = name, find_free_port(), copies
+        self._delay_s = delay_s
+        self.proxy = self._make_proxy(find_free_port())
+        self._directory, self._workers, self._kafka, self._pipeline = directory / name, workers, kafka, pipeline
+
+    def _make_proxy(self, port: int) -> Proxy:
+        made = Proxy(self._port, port)
+        made.delay_both_ways(self._delay_s)
+        return made
+
+    def kill(self) -> None:
+        """Kill all of it but Kafka, as a fire would: nothing takes connections."""
+        self.stack.kill_all()
+        self.proxy.__exit__()
+
+    def return_reachable(self) -> None:
+        """Let the other region reach it again; what died starts with the next `tend`."""
+        self.proxy = self._make_proxy(self.proxy.port)
+        self.proxy.__enter__()
 
     def start(self, peer: "Region") -> None:
         """Start servers and processes."""
         self.proxy.__enter__()
-        told = {
+        self.settings = {
             "PENSTOCK_REGION_NAME": self.name, "PENSTOCK_REGION_SECRET": SECRET,
             "PENSTOCK_REGION_PEERS": f"{peer.name}=http://127.0.0.1:{peer.proxy.port}",
-            "PENSTOCK_TESTING": json.dumps({"worker_heartbeat_s": 0.5, "gateway": {"keep_alive_s": 1.0}}),
+            **({"PENSTOCK_REGION_COPIES": self._copies} if self._copies else {}),
         }  # fmt: skip
+        testing = {"worker_heartbeat_s": 0.5, "gateway": {"keep_alive_s": 1.0}}
         self.stack = ForkedStack(
-            self._directory, pipeline=PIPELINE, prefill=0, decode=0, auto=self._workers, gateway=self._port,
-            environment={**ENVIRONMENT, **SETTINGS, **told},
+            self._directory, pipeline=self._pipeline, kafka=self._kafka, prefill=0, decode=0, auto=self._workers,
+            gateway=self._port,
+            environment={**ENVIRONMENT, **SETTINGS, **self.settings, "PENSTOCK_TESTING": json.dumps(testing)},
         ).start()  # fmt: skip
 
     @property
@@ -130,6 +165,19 @@ class Region:
         assert self.stack.gateway is not None
         child = self.stack.gateway.child
         return child if child is not None and child.is_alive() else None
+
+    def list_settings(self) -> dict[str, str]:
+        """Return the settings of an operator's commands."""
+        found = self.stack.addresses
+        named = {"KAFKA": found.kafka, "STREAM_URL": found.stream_url, "PIPELINE": found.pipeline}
+        return {f"PENSTOCK_{name}": value for name, value in named.items()} | self.settings
+
+    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run `penstock regions` with these words, as an operator does."""
+        command = [sys.executable, "-m", "penstock.cli.main", "regions", *words]
+        return subprocess.run(
+            command, env={**os.environ, **self.list_settings()}, capture_output=True, text=True, check=False
+        )
 
     def sees(self, peer: "Region") -> bool:
         """Return whether its gateway says that the other region is ready."""
@@ -168,6 +216,7 @@ class RegionClients:
         self.findings = list[Finding]()
         self.accepted = dict[str, int]()
         """Numbers of accepted requests by their ids."""
+        self._reading = set[str]()
         self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(plan.num_in_flight, "client")
         self._futures: list[Future[None]] = [self._pool.submit(self._run) for _ in range(plan.num_in_flight)]
@@ -176,6 +225,11 @@ class RegionClients:
     def is_idle(self) -> bool:
         """Whether all requests that were begun have ended. Raises the exception of a client that failed."""
         return all(future.done() and future.result() is None for future in self._futures)
+
+    def list_reading(self) -> set[str]:
+        """Return the ids of accepted requests that clients have not read to the end."""
+        with self._lock:
+            return set(self._reading)
 
     def stop_sending(self) -> None:
         """Begin no more requests."""
@@ -189,7 +243,7 @@ class RegionClients:
 
     def _ask(self, number: int, chance: random.Random) -> None:
         """Send a request, read all of its stream, and perhaps all of it once more at the other gateway."""
-        body, answer = chance.choice(prepare_asked())
+        body, answer = chance.choice(prepare_asked(self._plan.answer_tokens))
         body = {**body, "prompt_cache_key": name_session(self._plan.seed, number)}
         headers = {"idempotency-key": f"{self._plan.seed}-{number}"} if chance.random() < 0.5 else {}
         reading = Reading("first", answer, chance)
@@ -199,6 +253,8 @@ class RegionClients:
         self._read_on(source, request_id, reading)
         if chance.random() < 0.3:
             self._read_on(EventSource("", silence_s=SILENCE_S), request_id, Reading("second", answer, chance))
+        with self._lock:
+            self._reading.discard(request_id)
 
     def _post(self, source: EventSource, number: int, body: dict[str, Any], reading: Reading) -> str | None:
         """Send a request until it is accepted, and read what comes; return its id.
@@ -229,6 +285,7 @@ class RegionClients:
             if request_id in self.accepted:
                 return request_id
             self.accepted[request_id] = number
+            self._reading.add(request_id)
         home = find_home(request_id, NAMES)
         self.counts["accepted at home" if home == asked.name else "sent on"] += 1
         expected = {"tokens": answer.token_ids, "text": answer.text, "finish": answer.finish_reason}
@@ -264,7 +321,11 @@ class RegionClients:
                 request_id = accepted()
                 reading.since_s = time.monotonic()
                 if event.event == "error":
-                    self.counts[f"stream: {event.body['error']['code']}"] += 1
+                    code = event.body["error"]["code"]
+                    self.counts[f"stream: {code}"] += 1
+                    if code in self._plan.may:
+                        reading.is_over = True
+                        self._history.add_entry(code, id=request_id, reader=reading.name)
                     return
                 if event.data == "[DONE]":
                     reading.is_over = True
@@ -286,6 +347,8 @@ class RegionClients:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        if error is not None:
+            self._plan = replace(self._plan, patience_s=0.0)
         self._pool.shutdown(wait=error is None, cancel_futures=True)
 
 
@@ -367,7 +430,7 @@ class RegionFaults:
             tend(self._regions)
 
 
-def tend(regions: tuple[Region, Region]) -> None:
+def tend(regions: Sequence[Region]) -> None:
     """Start again what died, and wait for a moment."""
     for region in regions:
         region.stack.restart_dead()
@@ -378,7 +441,7 @@ def run_regions(plan: RegionsRound, directory: Path) -> RegionsOutcome:
     """Run a round. The history stays in the directory. Raises `PenstockError` where the regions do not start."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    prepare_asked()  # takes seconds: not in the middle of it
+    prepare_asked(plan.answer_tokens)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         eu, us = regions = (Region(NAMES[0], directory, plan.workers), Region(NAMES[1], directory, plan.workers))
@@ -387,13 +450,13 @@ def run_regions(plan: RegionsRound, directory: Path) -> RegionsOutcome:
             region.start(peer)
         for region in regions:
             region.stack.wait_until_ready(plan.patience_s)
-        _wait(lambda: eu.sees(us) and us.sees(eu), regions, plan.patience_s)
+        wait_tending(lambda: eu.sees(us) and us.sees(eu), regions, plan.patience_s)
         with RegionClients(plan, regions, history) as clients:
             faults = RegionFaults(plan, regions, history)
             faults.inject(time.monotonic() + plan.seconds)
             clients.stop_sending()
-            _wait(lambda: clients.is_idle, regions, 2 * plan.patience_s)
-        accepted = [found for region in regions for found in _list_sessions(region)]
+            wait_tending(lambda: clients.is_idle, regions, 2 * plan.patience_s)
+        accepted = [found for region in regions for found in list_sessions(region)]
         for region in regions:
             record_topics(region.stack, history)
     found = [*check_history(read_history(path)), *clients.findings, *find_accepted_twice(accepted)]
@@ -412,7 +475,8 @@ def find_accepted_twice(accepted: Iterable[tuple[str, str]]) -> list[Finding]:
     ]
 
 
-def _wait(condition: Callable[[], bool], regions: tuple[Region, Region], patience_s: float) -> None:
+def wait_tending(condition: Callable[[], bool], regions: Sequence[Region], patience_s: float) -> None:
+    """Wait for a condition, and start again what dies meanwhile. Raises `PenstockError`."""
     until_s = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > until_s:
@@ -420,7 +484,7 @@ def _wait(condition: Callable[[], bool], regions: tuple[Region, Region], patienc
         tend(regions)
 
 
-def _list_sessions(region: Region) -> list[tuple[str, str]]:
+def list_sessions(region: Region) -> list[tuple[str, str]]:
     """Return the session and the id of each request that a region accepted."""
     bus, pipeline = connect_bus(region.stack.addresses, BusSettings()), Pipeline(PIPELINE)
     read = [

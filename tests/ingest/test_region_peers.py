@@ -182,6 +182,6 @@ def test_on_redis_streams_the_workers_of_one_model_are_those_that_take_requests(
     load = make_load(token_s=0.001)
     load |= {one: load[one] | {"partitions": []} for one in CLASSES}
     key = DEMO.worker_key("decode", "b").encode()
-    workers = [tell_worker("a", load=load), tell_worker("b", load=load)._replace(key=key)]
+    workers = [tell_worker("a", load=load), (key, *tell_worker("b", load=load)[1:])]
     found = describe_model("demo", DEMO, workers, None, 0.0)
     assert (found.num_workers, found.prompt_token_s) == (1, 0.001)

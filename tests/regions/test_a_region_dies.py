@@ -2,10 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import httpx
 import pytest
@@ -14,18 +14,15 @@ from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.errors import BusUnavailable
 from penstock.ingest.regions.copies import CopyIndex
-from penstock.local.processes import find_free_port
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.regions import choose_home
 from penstock.waiting import wait_until
+from sim.chaos.two_regions import Region
 from sim.events import EventSource
-from sim.forked import ForkedStack
+from sim.mirror_maker import MirroredKafkas
 from tests.commands import Terminal
-from tests.gateways import ENVIRONMENT
-from tests.regions.conftest import CopiedRegions
 from tests.regions.copied import BUS
-from tests.regions.test_copies import SECRET
 
 LIMIT_S = 400.0
 """It ends hangs only."""
@@ -33,45 +30,22 @@ NUM_ANSWERED, NUM_OPEN = 6, 12
 ASKED = {"model": "demo", "prompt": "In the beginning", "seed": 7, "max_tokens": 400, "ignore_eos": True}
 
 
-def start_region(
-    exits: ExitStack, folder: Path, name: str, kafka: str, pipeline: Pipeline, ports: Mapping[str, int]
-) -> ForkedStack:
-    """Start Redis, a worker and a gateway of a region. The worker waits for the other region's gateway."""
-    environment = {**ENVIRONMENT, **list_settings(name, ports)}
-    numbers: dict[str, Any] = {"prefill": 0, "decode": 0, "auto": 1, "gateway": ports[name]}
-    stack = ForkedStack(folder / name, pipeline=pipeline.name, kafka=kafka, environment=environment, **numbers)
-    return exits.enter_context(stack)
-
-
-def list_settings(name: str, ports: Mapping[str, int]) -> dict[str, str]:
-    [peer] = ports.keys() - {name}
-    settings = {"NAME": name, "PEERS": f"{peer}=http://127.0.0.1:{ports[peer]}", "SECRET": SECRET}
-    settings |= {"COPIES": "eu"} if name == "us" else {}
-    return {f"PENSTOCK_REGION_{key}": value for key, value in settings.items()}
-
-
-def kill_region(stack: ForkedStack) -> None:
-    """Kill all processes of a region but Kafka, as a fire would."""
-    for slot in (*stack.workers, stack.gateway):
-        if slot is not None and slot.child is not None:
-            slot.child.kill()
-    assert stack._server is not None
-    stack._server.kill()
-
-
 @pytest.fixture
-def folder(tmp_path: Path, regions: CopiedRegions) -> Iterator[Path]:
+def folder(tmp_path: Path, regions: MirroredKafkas) -> Iterator[Path]:
     yield tmp_path
     regions.eu.start()  # for the next test
 
 
 def test_what_it_accepted_is_answered_by_its_peer_once(
-    regions: CopiedRegions, pipeline: Pipeline, folder: Path, exits: ExitStack, terminal: Terminal
+    regions: MirroredKafkas, pipeline: Pipeline, folder: Path, exits: ExitStack, terminal: Terminal
 ) -> None:
     """A stream goes on with the same bytes, and nothing that was answered is answered again."""
-    ports = {name: find_free_port() for name in ("eu", "us")}
-    us = start_region(exits, folder, "us", regions.us.bootstrap, pipeline, ports)
-    eu = start_region(exits, folder, "eu", regions.eu.bootstrap, pipeline, ports)
+    home = Region("eu", folder, 1, kafka=regions.eu.bootstrap, pipeline=pipeline.name)
+    peer = Region("us", folder, 1, kafka=regions.us.bootstrap, pipeline=pipeline.name, copies="eu")
+    for region, other in ((home, peer), (peer, home)):
+        exits.callback(region.stop)
+        region.start(other)
+    eu, us = home.stack, peer.stack
     for stack in (us, eu):
         stack.wait_until_ready(LIMIT_S)
     with Client(eu.addresses) as client:
@@ -100,17 +74,15 @@ def test_what_it_accepted_is_answered_by_its_peer_once(
         def open_ids() -> set[str]:
             return {one.decode() for one in cast("list[bytes]", index.client.hkeys(open_key))}
 
-        kill_region(eu)
+        home.kill()
         wait_until(is_copied, LIMIT_S, "the copy has what was accepted")
         regions.eu.kill()
         index.take_all()
         left = open_ids()
     assert left <= wanted
 
-    here = {"KAFKA": us.addresses.kafka, "STREAM_URL": us.addresses.stream_url, "PIPELINE": pipeline.name}
-    here = {f"PENSTOCK_{key}": value for key, value in here.items()} | list_settings("us", ports)
     begun_s = time.monotonic()
-    told = terminal("regions", "adopt", "eu", **here)
+    told = terminal("regions", "adopt", "eu", **peer.list_settings())
     assert told.returncode == 0, told.stderr
     with Client(us.addresses) as client:
         for one in left:

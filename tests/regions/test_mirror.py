@@ -16,7 +16,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline, copy_topic
 from penstock.waiting import wait_until
-from tests.regions.conftest import CopiedRegions
+from sim.mirror_maker import MirroredKafkas
 
 COPY_LIMIT_S = 300.0
 """It ends hangs only."""
@@ -66,7 +66,7 @@ class Copied:
 
 
 @pytest.fixture
-def copied(regions: CopiedRegions, pipeline: Pipeline) -> Copied:
+def copied(regions: MirroredKafkas, pipeline: Pipeline) -> Copied:
     addresses = Addresses(kafka=regions.eu.bootstrap, pipeline=pipeline.name)
     connect_bus(addresses, BusSettings(partitions=2, replication=1)).create_topics()
     return Copied(pipeline, regions.eu.bootstrap, regions.us.bootstrap)
