@@ -129,6 +129,7 @@ def test_doctor_says_what_servers_answer_before_it_imports_anything_heavy() -> N
         ({"auto": "loading"}, ["note auto workers 0 ready of 1", "fail workers none is ready for prefill and decode"]),
         ({"prefill": "ready"}, ["ok prefill workers 1 ready of 1", "fail workers none is ready for decode"]),
         ({"endpoint": "ready"}, ["ok endpoint workers 1 ready of 1"]),
+        ({"embed": "ready"}, ["ok embed workers 1 ready of 1"]),
         ({}, ["fail workers none is ready for prefill and decode"]),
     ],
 )

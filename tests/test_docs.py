@@ -18,7 +18,16 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import SETTINGS_CLASSES, BusSettings, list_variables
 from penstock.config.sources import CONFIG_VARIABLE, TESTING_VARIABLE, list_secret_variables
 from penstock.errors import REQUEST_ERRORS
-from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, TokenEvent, Wire, decode_message
+from penstock.messages import (
+    MAX_REQUEST_BYTES,
+    EmbedOptions,
+    Request,
+    Result,
+    Sampling,
+    TokenEvent,
+    Wire,
+    decode_message,
+)
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Record
 from penstock.worker.result import build_result_message
@@ -178,6 +187,7 @@ def test_all_fields_are_listed_with_their_defaults() -> None:
     listed = {row[0].strip("`"): row for row in rows("Field")}
     fields = {field.alias or name: field for name, field in Request.model_fields.items()}
     assert sorted(listed) == sorted([*fields, *Sampling.model_fields])
+    assert [row[0].strip("`") for row in rows("In `embed`")] == list(EmbedOptions.model_fields)
     for name, field in Sampling.model_fields.items():
         default = "from the id" if name == "seed" else f"`{json.dumps(field.default)}`"
         assert listed[name][2] == default

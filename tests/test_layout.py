@@ -144,6 +144,7 @@ def test_settings_are_read_where_programs_begin() -> None:
         ("penstock.worker.loop", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.worker", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
         ("penstock.endpoint_worker.main", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
+        ("penstock.embed_worker.main", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
         ("penstock.prefill_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.decode_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.cli.main", ("torch", "transformers", "numpy")),

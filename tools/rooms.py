@@ -17,7 +17,7 @@ HOUSE = {
     "core": ((GROUND,), ("redis", "grammar"), ("config",), ("telemetry",), ("bus", "record"), ("ops",), ("client",)),
     "kvstore": (("kvstore",),),
     "engine": (("engine",), ("engine_vllm",)),
-    "worker": (("worker",), ("endpoint_worker",)),
+    "worker": (("worker",), ("endpoint_worker", "embed_worker")),
     "decode_worker": (("decode_worker",),),
     "prefill_worker": (("prefill_worker",),),
     "ingest": (("ingest",),),

@@ -96,6 +96,10 @@ class InvalidRequest(RequestError):
     code = "invalid_request"
 
 
+REFUSED_TEXTS = "texts: this pipeline's model generates text; ask a pipeline with an embed worker for vectors or scores"
+"""The words of `InvalidRequest` for texts where no vectors are computed."""
+
+
 class UnsupportedVersion(RequestError):
     """The message's version is not one this build reads."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.errors import SettingsError
-from penstock.names import WorkerKind
+from penstock.names import WHOLE_KINDS, WorkerKind
 
 PREFILL = (
     "prefill.1.polled", "prefill.2.claimed", "prefill.2.taken", "prefill.2.ended", "prefill.3.fetched",
@@ -103,8 +103,11 @@ def failpoint(name: str) -> None:
 
 
 def stage_failpoint(kind: WorkerKind, *names: str) -> None:
-    """Pass a point of the loop that all workers share: the one of its names that begins with this worker's kind."""
+    """Pass a point of the loop that all workers share: the one of its names that begins with this worker's kind. The
+    steps of all kinds that answer requests without stages are those of `endpoint`.
+    """
     if _armed:
+        kind = "endpoint" if kind in WHOLE_KINDS else kind
         for name in names:
             if name.startswith(kind):
                 _pass(name)

@@ -4,9 +4,11 @@
 the token log in Redis and the payloads of its pub/sub channel. `Job`, `Result` and `EndEvent` may have an `ErrorInfo`.
 """
 
+import base64
 import codecs
 import hashlib
 import json
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -63,6 +65,10 @@ MAX_TOKEN_BYTES = 100
 """The longest text of a token beside its log probability; a longer one is left out, as results must fit in a topic."""
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+MAX_TEXTS = 64
+"""The most texts of one request for vectors. A request costs a few milliseconds, a short text about as much."""
+MAX_VECTOR_FLOATS = 2**20
+"""The most numbers in one answer: as base64 they take two thirds of what a topic accepts."""
 MAX_SOURCE_BYTES = 256 * 1024
 """The largest schema, regular expression, grammar or list of choices."""
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice", "tools"]
@@ -257,8 +263,48 @@ class Sampling(Wire):
         return self
 
 
+class EmbedOptions(Wire):
+    """What is computed of a request's texts: a vector of each, or with a `query` one score of each."""
+
+    query: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Each text is scored by how well it answers this one, by the model's own activation."""
+    prompt: Annotated[str, StringConstraints(max_length=256)] | None = None
+    """The name of one of the checkpoint's prompts, which is put before each text. Default: the checkpoint's own; an
+    empty name means none.
+    """
+    dimensions: int | None = Field(default=None, ge=1, lt=2**16)
+    """Only so many leading numbers of each vector, normalised again."""
+    truncate: Literal["start", "end"] | None = None
+    """Where texts are cut that are too long for the model; None: they are refused."""
+    in_result: Literal[False] | None = None
+    """If set, the message in the results topic has no vectors: who asked reads them from the stream's end."""
+
+
+class Vectors(Wire):
+    """What was computed of each text of a request, in their order."""
+
+    size: int = Field(ge=1)
+    """How many numbers each text has: the dimensions of its vector, or 1 for a score."""
+    data: str
+    """All numbers as float32, little-endian, in base64."""
+
+    @classmethod
+    def pack(cls, numbers: bytes, size: int) -> Self:
+        """Return the message of numbers that are float32, little-endian."""
+        return cls(size=size, data=base64.b64encode(numbers).decode())
+
+    def unpack_bytes(self) -> list[bytes]:
+        """Return the numbers of each text, as float32, little-endian."""
+        numbers, step = base64.b64decode(self.data), 4 * self.size
+        return [numbers[start : start + step] for start in range(0, len(numbers), step)]
+
+    def unpack(self) -> list[list[float]]:
+        """Return the numbers of each text."""
+        return [list(struct.unpack(f"<{self.size}f", one)) for one in self.unpack_bytes()]
+
+
 class Request(Wire):
-    """A prompt, as text, chat messages or token ids, and how to answer it."""
+    """A prompt, as text, chat messages or token ids, and how to answer it; or texts to compute vectors of."""
 
     v: Literal[1] = VERSION
     id: RequestId
@@ -271,6 +317,11 @@ class Request(Wire):
     token_ids: list[TokenId] | None = Field(default=None, fail_fast=True)
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template beside `messages`, such as `tools`."""
+    # Not on the wire where they are not set, like `fit_context`.
+    texts: list[str] | None = Field(default=None, max_length=MAX_TEXTS, fail_fast=True)
+    """Texts to compute vectors or scores of, in place of a prompt."""
+    embed: EmbedOptions | None = None
+    """How; only with `texts`."""
     sampling: Sampling = Sampling()
     priority_class: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class if it is given."""
@@ -287,11 +338,16 @@ class Request(Wire):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
-        given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
+        kinds = ("prompt", "messages", "token_ids", "texts")
+        given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}")
+            raise ValueError(
+                f"exactly one of prompt, messages, token_ids and texts must be given, not {given or 'none'}"
+            )
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty")
+        if self.embed is not None and self.texts is None:
+            raise ValueError("embed needs texts")
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("chat_template_kwargs needs messages")
         return self
@@ -500,6 +556,8 @@ class Result(Wire):
     """One for each of `token_ids`, if the request asks for them."""
     prompt_tokens: list[PromptToken] | None = Field(default=None, fail_fast=True)
     """The tokens of the prompt, if the request asks for their log probabilities."""
+    vectors: Vectors | None = None
+    """What was computed of each text, if the request has `texts` and wants it here."""
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
@@ -562,6 +620,9 @@ class EndEvent(Wire):
     pieces: int | None = None
     """The number of events before the end, if an endpoint answered. Each event is a piece of text, with a number made
     of it in place of a token id (`piece_token`). `usage` has the tokens that the endpoint counted."""
+
+    vectors: Vectors | None = None
+    """What was computed of each text of a request that has `texts`."""
 
     @property
     def num_events(self) -> int:

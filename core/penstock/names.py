@@ -4,7 +4,7 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 
 | Topic                    | Written by          | Read by         | Message      |
 |--------------------------|---------------------|-----------------|--------------|
-| `.requests.<class>`      | clients, gateway    | prefill, auto or endpoint workers | `Request` |
+| `.requests.<class>`      | clients, gateway    | prefill, auto, endpoint or embed workers | `Request` |
 | `.jobs.<class>`          | prefill and auto workers | decode and auto workers | `Job` |
 | `.results`               | all workers         | backends        | `Result`     |
 | `.dead`                  | all workers         | operators       | as it came   |
@@ -84,8 +84,12 @@ from penstock.errors import InvalidName
 PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
-WorkerKind = Stage | Literal["auto", "endpoint"]
-"""A worker's part of a request: one of the two stages, both (`auto`), or all of it, by asking an endpoint."""
+WorkerKind = Stage | Literal["auto", "endpoint", "embed"]
+"""A worker's part of a request: one of the two stages, both (`auto`), or all of it: by asking an endpoint, or as it
+computes vectors (`embed`), for which there is no decode.
+"""
+WHOLE_KINDS: tuple[WorkerKind, ...] = ("endpoint", "embed")
+"""The kinds that answer requests without stages: nothing is handed off, and no other kind serves their pipeline."""
 Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
@@ -121,6 +125,17 @@ def find_shared_topic(topic: str) -> str:
 def find_stages(kind: WorkerKind) -> tuple[Stage, ...]:
     """Return the stages whose work a kind of worker does."""
     return (kind,) if kind in STAGES else STAGES
+
+
+def may_serve_together(kind: WorkerKind, other: WorkerKind) -> bool:
+    """Return whether workers of two kinds may serve one pipeline: else one would answer what is the other's."""
+    return kind == other or not {kind, other} & {*WHOLE_KINDS}
+
+
+def describe_kind(kind: WorkerKind) -> str:
+    """Return what a kind of worker does, where workers of another kind cannot serve its pipeline too."""
+    does: dict[WorkerKind, str] = {"endpoint": "asks servers for the answers", "embed": "computes vectors or scores"}
+    return does.get(kind, "has an engine of its own for text")
 
 
 MAX_ID_CHARS = 128

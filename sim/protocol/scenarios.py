@@ -19,6 +19,7 @@ class Scenario(NamedTuple):
 
 
 ONE_STAYS, BOTH_STAY = Rules(stays=(True, False)), Rules(stays=(True, True))
+VECTORS = BOTH_STAY._replace(last=0)
 QUICK = {
     "nothing happens": Scenario(Budget()),
     "crashes": Scenario(Budget(crashes=2)),
@@ -98,6 +99,13 @@ QUICK = {
     "commits are forgotten, in two steps": Scenario(Budget(forgets=1, doubts=1), Rules(two_steps=True)),
     "commits are forgotten, both stay": Scenario(Budget(forgets=1, pauses=1), BOTH_STAY),
     "commits are forgotten, produced twice": Scenario(Budget(forgets=1), requests=2),
+    # Requests for vectors: their end is all that is written.
+    "without tokens": Scenario(Budget(crashes=2), VECTORS),
+    "without tokens, with a pause": Scenario(Budget(crashes=1, pauses=1), VECTORS),
+    "without tokens, with a rebalance": Scenario(Budget(crashes=1, moves=1), VECTORS),
+    "without tokens, produced twice": Scenario(Budget(crashes=1), VECTORS, requests=2),
+    "without tokens, cancelled or failing": Scenario(Budget(cancels=1, fails=1), VECTORS),
+    "without tokens, Redis empty": Scenario(Budget(losses=1, crashes=1), VECTORS),
     "deleted": Scenario(Budget(deletes=1, crashes=1)),
     "deleted, without room": Scenario(Budget(deletes=1, waits=1), BOTH_STAY),
     "deleted, produced twice": Scenario(Budget(deletes=1, moves=1), requests=2),

@@ -8,12 +8,13 @@ import pytest
 
 from penstock.config.addresses import Addresses
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
-from penstock.endpoint_worker.main import check_only_kind, find_model
+from penstock.endpoint_worker.main import find_model
 from penstock.errors import SettingsError
 from penstock.local.processes import find_free_port, start_child
-from penstock.names import Pipeline
+from penstock.names import Pipeline, WorkerKind
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import StopSignal
+from penstock.worker.process import check_only_kind
 from sim.endpoint import MODEL, CountingEndpoint
 from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
@@ -31,12 +32,19 @@ def test_the_model_is_that_of_the_first_endpoint_that_answers(addresses: Address
 
 
 @pytest.mark.proof
-def test_one_pipeline_has_one_kind_of_workers(addresses: Addresses) -> None:
-    check_only_kind(addresses)
-    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "prefill", "p0", 60.0)
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [("prefill", ("endpoint", "embed")), ("endpoint", ("auto", "decode", "embed")), ("embed", ("auto", "endpoint"))],
+)
+def test_one_pipeline_has_one_kind_of_workers(
+    addresses: Addresses, kind: WorkerKind, others: tuple[WorkerKind, ...]
+) -> None:
+    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), kind, "first", 60.0)
     beat.write_beat()
-    with pytest.raises(SettingsError, match="p0"):
-        check_only_kind(addresses)
+    check_only_kind(addresses, kind)
+    for other in others:
+        with pytest.raises(SettingsError, match="first"):
+            check_only_kind(addresses, other)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from penstock.grammar.tools import ENDPOINT_TEMPLATE, THINK_CLOSE, THINK_OPEN, C
 from penstock.ingest.openai.chat import CHAT as CHAT_ENDPOINT
 from penstock.ingest.openai.endpoint import AnswerForm, build_request, use_response_template
 from penstock.messages import Request, Sampling, now_s
+from penstock.worker.whole_role import check_addressee
 
 NEVER_SENT = {"logprobs", "prompt_logprobs", "special_text", "tell_stop"}
 """Fields of `Sampling` that are refused, or for chats alone, and those that are about the answer."""
@@ -24,7 +25,8 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": 
 
 def ask(prompt: str | None = "Say", text: str = "", num_pieces: int = 0, **fields: Any) -> dict[str, Any]:
     request = make_request(prompt, cast("RequestFields", fields))
-    check_request(request, "interactive", "served")
+    check_addressee(request, "interactive", "served")
+    check_request(request)
     body: dict[str, Any] = json.loads(build_question(request, "theirs", text, num_pieces).body)
     return body
 
@@ -61,7 +63,8 @@ def test_no_field_of_a_request_is_forgotten() -> None:
     assert {name for fields, _ in SENT for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
     sent = {"model", "prompt", "messages", "token_ids", "chat_template_kwargs", "sampling"}
     about_the_pipeline = {"v", "id", "priority_class", "tenant", "weight", "session", "deadline", "retain_s"}
-    assert sent | about_the_pipeline == Request.model_fields.keys()
+    refused = {"texts", "embed"}
+    assert sent | about_the_pipeline | refused == Request.model_fields.keys()
 
 
 @pytest.mark.proof
@@ -121,7 +124,7 @@ def test_a_chats_tools_and_what_is_said_of_them_reach_the_endpoint(given: dict[s
     form = use_response_template(CHAT_ENDPOINT, body, requests, ENDPOINT_TEMPLATE)
     assert form == AnswerForm(ENDPOINT_TEMPLATE, "held")
     request = build_request(requests[0])
-    check_request(request, "interactive", "served")
+    check_request(request)
     asked = json.loads(build_question(request, "theirs").body)
     assert {name: asked[name] for name in asked.keys() - ask(None, messages=CHAT).keys()} == {"tools": tools, **sent}
 
@@ -138,8 +141,13 @@ def test_another_class_or_model_is_refused() -> None:
         ask(priority_class="batch")
     with pytest.raises(UnknownModel):
         ask(model="another")
-    check_request(make_request("x", {"priority_class": "batch"}), "batch", "any")
+    check_addressee(make_request("x", {"priority_class": "batch"}), "batch", "any")
     assert ask(model="served")["model"] == "theirs"
+
+
+def test_texts_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="ask a pipeline with an embed worker"):
+        ask(None, texts=["x"])
 
 
 def test_a_chat_goes_as_it_is() -> None:

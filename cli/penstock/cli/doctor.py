@@ -33,7 +33,7 @@ from penstock.errors import (
 from penstock.findings import Finding, State
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
-from penstock.names import STAGES, Pipeline, find_stages
+from penstock.names import STAGES, WHOLE_KINDS, Pipeline, find_stages
 from penstock.ops.access import explain_refusal
 from penstock.ops.copies import check_kafka_copies, check_redis_copies, read_kafka_copies
 from penstock.ops.eviction import find_policy
@@ -372,7 +372,9 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
         workers = read_worker_status(addresses)
     except redis.RedisError:
         return
-    asks = load_settings(EngineSettings).kind == "openai" or any(worker["stage"] == "endpoint" for worker in workers)
+    kinds = {worker["stage"] for worker in workers} & set(WHOLE_KINDS)
+    if load_settings(EngineSettings).kind == "openai":
+        kinds.add("endpoint")
     served: set[str] = set()
     for kind in sorted({worker["stage"] for worker in workers}):
         states = [worker["state"] for worker in workers if worker["stage"] == kind]
@@ -380,7 +382,7 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
             served.update((kind, *find_stages(kind)))
         found = f"{states.count('ready')} ready of {len(states)}"
         yield Finding("ok" if "ready" in states else "note", f"{kind} workers", found)
-    lacking = [stage for stage in (("endpoint",) if asks else STAGES) if stage not in served]
+    lacking = [stage for stage in (sorted(kinds) or STAGES) if stage not in served]
     if lacking:
         kind = "auto" if len(lacking) > 1 else lacking[0]
         found = f"none is ready for {' and '.join(lacking)}"

@@ -58,7 +58,7 @@ EXAMPLES = (
     "penstock kv stats",
     "penstock kv evict --tier disk --older-than 7d", "penstock plan --trace trace.jsonl --ttft-s 2",
     "penstock autoscale --workers 1..6", "penstock worker auto", "penstock worker prefill",
-    "penstock worker decode --next-name", "penstock worker endpoint",
+    "penstock worker decode --next-name", "penstock worker endpoint", "penstock worker embed",
     "penstock gateway --host 0.0.0.0 --port 8080", "penstock topics create", "penstock topics record trace.jsonl",
     "penstock regions list", "penstock regions adopt eu", "penstock regions join --force",
     "penstock regions give-back eu",

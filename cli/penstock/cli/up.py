@@ -25,6 +25,7 @@ from penstock.cli.up_checks import describe_workers, find_obstacles, list_runnin
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.config.sources import variable_name
+from penstock.embed_worker.checkpoint import is_for_embedding
 from penstock.endpoint_worker.endpoints import parse_urls
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
@@ -182,16 +183,16 @@ def follow_load(stack: Stack, bounds: Bounds | None) -> Iterator[Callable[[], li
         service.close()
 
 
-def choose_workers(counts: Mapping[str, int | None], endpoint_source: str) -> dict[str, int]:
+def choose_workers(counts: Mapping[str, int | None], endpoint_source: str, embed_source: str = "") -> dict[str, int]:
     """Return how many workers of each kind to start: the numbers that are given, else one that does all.
 
-    Raise `SettingsError` if a number is given where one worker asks servers instead.
+    Raise `SettingsError` if a number is given where one worker asks servers, or computes vectors, instead.
     """
     given = {kind: count for kind, count in counts.items() if count is not None}
     for kind, count in given.items():
-        if endpoint_source:
-            raise SettingsError(f"--{kind} {count} has no effect with {endpoint_source}: leave one of them out")
-    usual = {"endpoint": 1} if endpoint_source else {"auto": 1}
+        if source := endpoint_source or embed_source:
+            raise SettingsError(f"--{kind} {count} has no effect with {source}: leave one of them out")
+    usual = {"endpoint": 1} if endpoint_source else {"embed": 1} if embed_source else {"auto": 1}
     return dict.fromkeys(counts, 0) | (given or usual)
 
 
@@ -257,13 +258,18 @@ def up(
     endpoint_source = find_endpoint_source(url, engine_kind)
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
     num_auto, bounds = parse_auto(auto)
-    workers = choose_workers({"prefill": prefill, "decode": decode, "auto": num_auto}, endpoint_source)
+    engine = load_engine_settings(model, served_name, endpoint_source)
+    is_embedding = not endpoint_source and engine.model != "demo" and is_for_embedding(engine.model)
+    workers = choose_workers(
+        {"prefill": prefill, "decode": decode, "auto": num_auto},
+        endpoint_source,
+        f"{engine.model}, of which one worker computes vectors or scores" if is_embedding else "",
+    )
     if bounds is not None and (prefill or decode):
         raise SettingsError(f"--auto {auto} decides on `auto` workers alone: leave --prefill and --decode out")
-    engine = load_engine_settings(model, served_name, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
-    asks_endpoints = bool(endpoint_source)
-    kv_environment, refused = ({}, []) if asks_endpoints else build_kv_environment(given.pipeline, data, console)
+    asks_endpoints, has_kv = bool(endpoint_source), not (endpoint_source or is_embedding)
+    kv_environment, refused = build_kv_environment(given.pipeline, data, console) if has_kv else ({}, [])
     environment = build_endpoint_environment(url or []) if asks_endpoints else kv_environment
     stack = Stack(
         directory,
@@ -284,7 +290,7 @@ def up(
     console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
     if redis and (running := list_running_workers(stack.addresses)):
         console.print(f"workers that run already, and that these join: {describe_workers(running)}")
-    shared_memory = nullcontext() if asks_endpoints else free_shared_memory(stack.addresses.pipeline)
+    shared_memory = free_shared_memory(stack.addresses.pipeline) if has_kv else nullcontext()
     with explain_server_errors(stack.addresses), shared_memory, stack:
         wait_until_ready(stack, console, stop)
         if not stop:
@@ -310,11 +316,14 @@ def print_hints(stack: Stack, console: Console, kv_directory: str = "") -> None:
     """Print what can be done now, as commands that work from another shell."""
     model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
     console.print(f"Penstock is up: {f'{model}, ' if model else ''}pipeline {stack.addresses.pipeline}")
-    generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
-    console.print(f"Try: {generate}    (Ctrl-C stops)")
+    is_embedding = any(worker.stage == "embed" for worker in stack.workers)
+    if not is_embedding:
+        generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
+        console.print(f"Try: {generate}    (Ctrl-C stops)")
     if kv_directory and kv_directory != load_settings(KVSettings).disk_dir:
         command = format_shell_command(stack.addresses, "penstock kv stats")
         console.print(f"KV blocks: {DISK_DIR_VARIABLE}={shlex.quote(kv_directory)} {command}")
     if stack.gateway is not None:
-        console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")
+        if not is_embedding:
+            console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")
         console.print(f"Programs: base URL {stack.gateway_url}/v1, model {model!r}. The page: {stack.gateway_url}/")

@@ -6,6 +6,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
@@ -14,10 +15,12 @@ from penstock.cli.error_lines import START_KAFKA, format_address, is_kafka_silen
 from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
+from penstock.embed_worker.checkpoint import open_checkpoint
 from penstock.engine.weights.files import check_model_here
 from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary
+from penstock.names import describe_kind, may_serve_together
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
 from penstock.own_servers import TAKEN_BY_CLIENT, describe_port_problem
@@ -118,12 +121,17 @@ def _find_model_problems(stack: Stack, settings: EngineSettings) -> Iterator[str
     """Find what is wrong with the model and its libraries, where workers compute by themselves."""
     if all(worker.stage == "endpoint" for worker in stack.workers):
         return
-    needed = ("torch", "transformers", "numpy", "xxhash", *(["vllm"] if settings.kind == "vllm" else []))
+    embeds = any(worker.stage == "embed" for worker in stack.workers)
+    more = "sentence_transformers" if embeds else "vllm" if settings.kind == "vllm" else ""
+    needed = ("torch", "transformers", "numpy", "xxhash", *([more] if more else []))
     if missing := [name for name in needed if find_spec(name) is None]:
-        extra = "vllm" if missing == ["vllm"] else "'penstock[worker]'"
+        extra = "vllm" if missing == ["vllm"] else f"'penstock[worker{',embeddings' if embeds else ''}]'"
         yield f"workers need {', '.join(missing)}: pip install {extra}"
     try:
-        check_model_here(settings.model, cache=settings.find_cache_directory())
+        if not embeds:
+            check_model_here(settings.model, cache=settings.find_cache_directory())
+        elif Path(settings.model).expanduser().is_dir():  # the worker downloads another one, and checks it then
+            open_checkpoint(settings.model)
     except ModelLoadError as error:
         yield f"cannot load model {settings.model!r}: {error}"
 
@@ -171,12 +179,13 @@ def find_worker_problems(stack: Stack, running: Sequence[Mapping[str, Any]], set
     read_from = {bool(worker["kafka"]) for worker in running if "kafka" in worker}
     if read_from and bool(addresses.kafka) not in read_from:  # two addresses of Kafka may be one cluster
         yield describe_bus_mismatch(running, addresses)
-    asks = any(worker.stage == "endpoint" for worker in stack.workers)
-    others = [worker for worker in running if (worker["stage"] == "endpoint") != asks]
+    kinds = {worker.stage for worker in stack.workers}
+    others = [one for one in running if not all(may_serve_together(kind, one["stage"]) for kind in kinds)]
     if others and stack.workers:
-        kind = "have an engine of their own" if asks else "ask servers for the answers"
-        yield f"the pipeline {addresses.pipeline} has workers that {kind}, {describe_workers(others)}: {advice}"
+        does = describe_kind(others[0]["stage"])
+        yield f"the pipeline {addresses.pipeline} has a worker that {does}, {describe_workers(others)}: {advice}"
         return
+    asks = "endpoint" in kinds
     name = settings.find_served_name()
     others = [worker for worker in running if worker.get("model") not in (None, name)]
     if others and stack.workers and not asks:

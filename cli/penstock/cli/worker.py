@@ -1,4 +1,4 @@
-"""`penstock worker auto | prefill | decode | endpoint`: one worker process."""
+"""`penstock worker auto | prefill | decode | endpoint | embed`: one worker process."""
 
 from typing import Annotated
 
@@ -40,3 +40,11 @@ def run_endpoint(next_name: NextName = False) -> None:
     from penstock.endpoint_worker.main import run_endpoint_worker
 
     run_endpoint_worker(next_name=next_name)
+
+
+@app.command("embed")
+def run_embed(next_name: NextName = False) -> None:
+    """Turn requests that have texts into vectors, or into scores by a reranker."""
+    from penstock.embed_worker.main import run_embed_worker
+
+    run_embed_worker(next_name=next_name)

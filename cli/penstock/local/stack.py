@@ -103,11 +103,12 @@ class Stack:
         decode: int = 1,
         auto: int = 0,
         endpoint: int = 0,
+        embed: int = 0,
         gateway: int | None = None,
         most: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefill`, `decode`, `auto` and `endpoint` are numbers of workers; `most`: there may be so many by `resize`.
+        """`prefill`, `decode`, `auto`, `endpoint` and `embed` are numbers of workers; `most`: there may be so many.
 
         `port` is the server's, `gateway` the gateway's. Without `gateway` none is started.
         """
@@ -125,7 +126,9 @@ class Stack:
             BATCH_STORE_VARIABLE, os.environ.get(BATCH_STORE_VARIABLE) or str(directory / "files")
         )
         self._own_memory: StackMemory | None = None
-        numbers: dict[WorkerKind, int] = {"auto": auto, "prefill": prefill, "decode": decode, "endpoint": endpoint}
+        numbers: dict[WorkerKind, int] = {
+            "auto": auto, "prefill": prefill, "decode": decode, "endpoint": endpoint, "embed": embed,
+        }  # fmt: skip
         self.workers = list[WorkerSlot]()
         for stage, number in numbers.items():
             first = len(self.workers)

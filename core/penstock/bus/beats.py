@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.bus.placement import JobLoad, WorkerBeat
-from penstock.names import CLASSES, WORKERS_KEY, Pipeline
+from penstock.names import CLASSES, WHOLE_KINDS, WORKERS_KEY, Pipeline
 from penstock.redis.client import redis_client
 from penstock.redis.scripts import load_script
 from penstock.worker_speed import WorkerSpeed
@@ -26,7 +26,7 @@ class BeatReader:
         self._redis = redis_client(url)
         self._pipeline = pipeline
         self._prefixes = tuple(
-            pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto", "endpoint", "decode")
+            pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto", *WHOLE_KINDS, "decode")
         )
 
     def read_beats(self) -> list[WorkerBeat]:

@@ -136,12 +136,15 @@ USER_OPENING = _open_part("user")
 def _list_parts(request: Request) -> Iterable[tuple[bytes, str | list[int]]]:
     if request.messages is not None:
         return [(_open_part(message.role), message.content) for message in request.messages]
+    if request.texts is not None:
+        return [(b"", text) for text in request.texts]
     return [(b"", request.prompt if request.token_ids is None else request.token_ids)]  # type: ignore[list-item]
 
 
 def count_prompt_chars(request: Request) -> int:
     """Return the length of a prompt in characters, as its chain has it; 0 for token ids."""
-    return len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
+    contents = [message.content for message in request.messages or ()]
+    return sum(map(len, (request.prompt or "", *contents, *(request.texts or ()))))
 
 
 @dataclass(frozen=True)

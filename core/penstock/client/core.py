@@ -35,6 +35,7 @@ from penstock.errors import (
 from penstock.grammar.spec import from_response_format
 from penstock.messages import (
     ChatMessage,
+    EmbedOptions,
     EncodedRequest,
     EndEvent,
     FinishReason,
@@ -47,6 +48,7 @@ from penstock.messages import (
     TokenEvent,
     ToolCall,
     Usage,
+    Vectors,
     translate_validation_errors,
 )
 from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
@@ -79,6 +81,8 @@ class RequestFields(TypedDict, total=False):
     messages: Sequence[ChatMessage | dict[str, Any]] | None
     token_ids: Sequence[int] | None
     chat_template_kwargs: Mapping[str, Any] | None
+    texts: Sequence[str] | None
+    embed: EmbedOptions | Mapping[str, Any] | None
     id: str | None
     model: str | None
     tenant: str
@@ -130,6 +134,8 @@ class Answer:
     """The text that each of `token_ids` added. The end event adds the rest of the text, which was held back."""
     stop: str | None = None
     """The stop string that ended it, if asked for."""
+    vectors: Vectors | None = None
+    """What was computed of each text, if the request has `texts`."""
 
 
 class BaseClient(ABC):
@@ -202,7 +208,7 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
 def _to_plain(value: Any) -> Any:
     """Return an argument as a value that JSON has, or as a part of a message. Raises `TypeError`."""
     match value:
-        case None | str() | int() | float() | ChatMessage() | ToolCall() | GrammarSpec():
+        case None | str() | int() | float() | ChatMessage() | ToolCall() | GrammarSpec() | EmbedOptions():
             return value
         case Mapping():
             return {key: _to_plain(one) for key, one in value.items()}
@@ -287,6 +293,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
         prompt_tokens=next((event.prompt_tokens or [] for event in tokens if isinstance(event, TokenEvent)), []),
         token_texts=[event.text for event in tokens],
         stop=end.stop,
+        vectors=end.vectors,
     )
 
 

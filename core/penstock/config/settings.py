@@ -289,6 +289,16 @@ class EndpointSettings(Settings):
     with `answer_interrupted`. Where a choice is not possible for an answer, the next one of these applies."""
 
 
+class EmbedSettings(Settings):
+    """Vectors of texts, where `embed` workers compute them."""
+
+    prefix = "PENSTOCK_EMBED_"
+
+    prompt: str = Field(default="", max_length=256)
+    """The name of the checkpoint's prompt that is put before texts whose request names none. Empty: the checkpoint's
+    own default, if it has one."""
+
+
 class WorkerSettings(Settings):
     """One worker process."""
 
@@ -555,9 +565,8 @@ class FaultSettings(Settings):
 
 
 SETTINGS_CLASSES: tuple[type[Settings], ...] = (
-    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, StaySettings,
-    TraceSettings, TelemetrySettings,
-    AdmissionSettings, GuardSettings,
+    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, EmbedSettings, WorkerSettings,
+    StaySettings, TraceSettings, TelemetrySettings, AdmissionSettings, GuardSettings,
     GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, SloSettings, RegionSettings, FaultSettings,
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, find_stages
+from penstock.names import CLASSES, WHOLE_KINDS, find_stages
 from penstock.ops.account import Prices, TodaysAccount
 from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
@@ -136,7 +136,7 @@ def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
     """Return latencies and rates of the last minute, over all workers."""
     recent = [(worker["stage"], worker["recent"]) for worker in workers if "recent" in worker]
     minutes, paces = [one["minute"] for _, one in recent], [one["per_s"] for _, one in recent]
-    prefill = [one["minute"] for kind, one in recent if "prefill" in find_stages(kind) and kind != "endpoint"]
+    prefill = [one["minute"] for kind, one in recent if "prefill" in find_stages(kind) and kind not in WHOLE_KINDS]
     return {
         "tiers": build_tiers_json(prefill),
         "ttft_s": _sum_percentiles(minutes, "ttft", catalog.FIRST_TOKEN_BOUNDS),

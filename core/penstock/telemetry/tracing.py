@@ -37,7 +37,7 @@ tracer = trace.get_tracer("penstock")
 
 PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE = "penstock.pipeline", "penstock.request.id"
 """Attributes of every span of a request."""
-Operation = Literal["chat", "text_completion"]
+Operation = Literal["chat", "text_completion", "embeddings"]
 OPERATION_ATTRIBUTE = "gen_ai.operation.name"
 _REQUEST_CONTEXT_KEY = create_key("penstock")
 SCOPE = InstrumentationScope("penstock")
@@ -142,6 +142,8 @@ def inject_headers(context: Context | None = None) -> dict[str, str]:
 
 def get_operation(request: Request | None) -> Operation:
     """Return `gen_ai.operation.name` of a request."""
+    if request is not None and request.texts is not None:
+        return "embeddings"
     return "chat" if request is not None and request.messages is not None else "text_completion"
 
 

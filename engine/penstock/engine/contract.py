@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from penstock.errors import Cancelled, RequestError
-from penstock.messages import EndEvent, FinishReason, Logprobs, Usage
+from penstock.messages import EndEvent, FinishReason, Logprobs, Usage, Vectors
 from penstock.names import PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
 
@@ -171,6 +171,8 @@ class Outcome:
     """The tokens that a server has counted that was asked, if it tells."""
     stop: str | None = None
     """The stop string that ended the answer, if that server tells."""
+    vectors: Vectors | None = None
+    """What was computed of the request's texts, if it has any."""
     end_event: EndEvent | None = None
     """The log's end, once this worker has written it."""
 

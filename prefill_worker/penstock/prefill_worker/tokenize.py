@@ -6,7 +6,7 @@ from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
 from penstock.engine.text.chat_template import ChatTokenizer
 from penstock.engine.text.marked_text import strip_marks
-from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
+from penstock.errors import REFUSED_TEXTS, InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
 
 MAX_START_TOKENS = 64
@@ -30,6 +30,8 @@ class PromptTokenizer:
         """
         if request.model not in (None, self._name, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
+        if request.texts is not None:
+            raise InvalidRequest(REFUSED_TEXTS)
         if request.token_ids is not None:
             token_ids = self._check_token_ids(request)
         elif request.prompt is not None:

@@ -2,14 +2,12 @@
 
 import logging
 
-from penstock.config.addresses import Addresses
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.reply import list_models
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.errors import SettingsError
 from penstock.grammar.tools import ENDPOINT_TEMPLATE
-from penstock.ops.status import read_worker_status
 from penstock.redis.client import backoff_pauses
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import StopSignal
@@ -24,7 +22,6 @@ def run_endpoint_worker(*, next_name: bool = False) -> None:
     settings = process.settings.endpoint
     endpoints = Endpoints(parse_urls(settings.urls, settings.max_requests))
     with process:
-        check_only_kind(process.addresses)
         model = settings.model or find_model(endpoints, settings.key, process.beat, process.stop)
         if model is None:
             return
@@ -35,18 +32,6 @@ def run_endpoint_worker(*, next_name: bool = False) -> None:
         engine = EndpointEngine(endpoints, asked, process.settings.record, metrics.count_retry)
         log.info("worker %s sends requests to %s", process.name, ", ".join(one.url for one in endpoints.all))
         process.serve(EndpointRole(process.pipeline, name, engine), metrics, response_template=ENDPOINT_TEMPLATE)
-
-
-def check_only_kind(addresses: Addresses) -> None:
-    """Raise `SettingsError` while prefill or decode workers serve the pipeline: one of the two kinds would answer what
-    is the other's.
-    """
-    others = [worker["name"] for worker in read_worker_status(addresses) if worker["stage"] != "endpoint"]
-    if others:
-        raise SettingsError(
-            f"the pipeline {addresses.pipeline} has workers with an engine of their own ({', '.join(others)}): "
-            "stop them, or choose another PENSTOCK_PIPELINE"
-        )
 
 
 def find_model(endpoints: Endpoints, key: str, beat: Heartbeat, stop: StopSignal) -> str | None:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.endpoint_worker.answer import ToldAnswer
-from penstock.errors import AnswerInterrupted, InvalidRequest, UnknownModel
+from penstock.errors import REFUSED_TEXTS, AnswerInterrupted, InvalidRequest
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.messages import ChatMessage, GrammarSpec, Request, Sampling
-from penstock.names import PriorityClass
 
 OPEN_MAX_TOKENS = 2**31 - 1
 """With `fit_context`, the limit of an answer that may be as long as there is room."""
@@ -38,13 +37,11 @@ class Question(NamedTuple):
     """Whether the answer must continue the last turn of a chat, which not every server can do."""
 
 
-def check_request(request: Request, priority_class: PriorityClass, model: str) -> None:
-    """Raise `InvalidRequest` for a request that no endpoint could answer, and `UnknownModel` for another model."""
+def check_request(request: Request) -> None:
+    """Raise `InvalidRequest` for a request that no endpoint could answer."""
     sampling, variables = request.sampling, request.chat_template_kwargs or {}
-    if request.priority_class not in (None, priority_class):
-        raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {priority_class!r}")
-    if request.model not in (None, model):
-        raise UnknownModel(f"this pipeline serves {model!r}, not {request.model!r}")
+    if request.texts is not None:
+        raise InvalidRequest(REFUSED_TEXTS)
     is_chat, has_tools = request.messages is not None, bool(variables.get("tools"))
     refused = {
         "prompt_logprobs": (sampling.prompt_logprobs is not None, "leave it out"),

@@ -24,6 +24,7 @@ from penstock.failpoints import stage_failpoint
 from penstock.names import (
     CLASSES,
     STAGES,
+    WHOLE_KINDS,
     Pipeline,
     PriorityClass,
     Stage,
@@ -99,10 +100,11 @@ class Intake:
         """Return how many more requests of each class to take.
 
         It is counted as requests come and go, where a class has no capacity, and every few turns: the engine looks at
-        all its sequences for it. The capacity of endpoints changes with their health too, and is counted each turn.
+        all its sequences for it. Kinds without stages count it each turn, as it changes with endpoints' health, and
+        with each batch of texts.
         """
         ids = [*self._running, *(delivery.position for delivery in self.reader.pending_deliveries())]
-        is_current = self._num_capacity_turns and ids == self._counted_ids and self._role.kind != "endpoint"
+        is_current = self._num_capacity_turns and ids == self._counted_ids and self._role.kind not in WHOLE_KINDS
         if is_current and all(self._load.capacities.values()):
             self._num_capacity_turns -= 1
         else:

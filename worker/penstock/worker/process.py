@@ -1,6 +1,7 @@
 """The process of a worker, whatever its kind: its settings, name, heartbeat and telemetry, and the loop that it runs.
 
-`main.py` of `prefill_worker/`, `decode_worker/` and `endpoint_worker/` say what a worker of their kind is made of.
+`main.py` of `prefill_worker/`, `decode_worker/`, `endpoint_worker/` and `embed_worker/` say what a worker of their kind
+is made of.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from penstock.bytecode import keep_bytecode
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
+    EmbedSettings,
     EndpointSettings,
     EngineSettings,
     FaultSettings,
@@ -36,9 +38,10 @@ from penstock.engine.contract import InferenceEngine
 from penstock.engine.weights.files import check_model_here
 from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
 from penstock.garbage import freeze_loaded_objects
-from penstock.names import Pipeline, WorkerKind
+from penstock.names import WHOLE_KINDS, Pipeline, WorkerKind, describe_kind, may_serve_together
 from penstock.ops.access import check_access, check_redis_access
 from penstock.ops.eviction import watch_eviction
+from penstock.ops.status import read_worker_status
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
 from penstock.redis.servers import store_server_lists
@@ -61,6 +64,7 @@ class ProcessSettings(NamedTuple):
 
     worker: WorkerSettings
     endpoint: EndpointSettings
+    embed: EmbedSettings
     engine: EngineSettings
     kv: KVSettings
     bus: BusSettings
@@ -97,15 +101,17 @@ class WorkerProcess:
 
     def __enter__(self) -> Self:
         """Check that host and servers allow what a worker of this kind does, take the name, and begin heartbeat and
-        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken` or `ServerEvicts`.
+        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken`, `ServerEvicts` or `SettingsError`.
         """
+        has_kv = self.kind not in WHOLE_KINDS
         if self.kind != "endpoint":
             keep_bytecode(self.settings.engine.find_cache_directory())
+        if has_kv:
             self._fit_tiers()
         settings, addresses = self.settings, self.addresses
         failpoints.arm(settings.faults.failpoints)
         pin_to_cores(settings.worker.cores)
-        check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
+        check_access(addresses, self.kind, kv=has_kv and settings.kv.redis_mb > 0)
         store_server_lists(addresses.stream_url, self.pipeline)
         wait_until_joined(addresses, settings.region, self.pipeline)
         worker = settings.worker
@@ -116,6 +122,7 @@ class WorkerProcess:
             )
             self.name = self.beat.take_name(next_free=self._next_name)
             stack.enter_context(self.beat)
+            check_only_kind(addresses, self.kind)
             telemetry = open_telemetry(
                 f"penstock-{self.kind}",
                 addresses,
@@ -138,6 +145,13 @@ class WorkerProcess:
     def stop(self) -> StopSignal:
         """SIGTERM or SIGINT, from its first use on. Before that there is nothing to finish or hand back."""
         return StopSignal().install()
+
+    def keep_records_for(self, most_s: float) -> None:
+        """Keep the records of requests that ended for so long at most, unless the operator says for how long."""
+        record = self.settings.record
+        if "keep_s" not in record.model_fields_set:
+            shorter = record.model_copy(update={"keep_s": min(record.keep_s, most_s)})
+            self.settings = self.settings._replace(record=shorter)
 
     def open_engine(self, *, only_prompts: bool = False) -> InferenceEngine:
         """Load the model, of which a stage may need the prompts' part only, and open the KV store.
@@ -247,10 +261,23 @@ class WorkerProcess:
         log.info("%s has left", self.name)
 
 
+def check_only_kind(addresses: Addresses, kind: WorkerKind) -> None:
+    """Raise `SettingsError` while workers serve the pipeline that a worker of this kind cannot be beside: one of them
+    would answer what is the other's.
+    """
+    others = [one for one in read_worker_status(addresses) if not may_serve_together(kind, one["stage"])]
+    if others:
+        names = ", ".join(f"{one['name']}, which {describe_kind(one['stage'])}" for one in others)
+        raise SettingsError(
+            f"the pipeline {addresses.pipeline} has other workers ({names}): stop them, or choose another "
+            "PENSTOCK_PIPELINE"
+        )
+
+
 @contextlib.contextmanager
-def require_libraries() -> Iterator[None]:
+def require_libraries(extra: str = "worker") -> Iterator[None]:
     """A block that imports the libraries of models. Raise `DependencyMissing` where they are not installed."""
     try:
         yield
     except ImportError as error:
-        raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
+        raise DependencyMissing(f"a worker needs pip install 'penstock[{extra}]' ({error})") from None

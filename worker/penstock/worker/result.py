@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.errors import InternalError
-from penstock.messages import EndEvent, ErrorInfo, Job, Result, TokenEvent
+from penstock.messages import EndEvent, ErrorInfo, Job, Request, Result, TokenEvent
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.worker.failure import UNWRITABLE, make_dead_letters
@@ -24,7 +24,8 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     """
     end = None if task.outcome is None else task.outcome.end_event
     events: Iterable[TokenEvent | EndEvent] = task.claim.log if end is None else [*task.log_events, end]
-    result = build_result(job, model, events)
+    options = task.message.embed if isinstance(task.message, Request) else None
+    result = build_result(job, model, events, with_vectors=options is None or options.in_result is None)
     if result is None:
         return None
     headers = task.account_headers | tracing.inject_headers(task.parent_context)
@@ -35,7 +36,9 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     return StageOutput(outputs, dead, {})
 
 
-def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
+def build_result(
+    job: Job, model: str, log: Iterable[TokenEvent | EndEvent], *, with_vectors: bool = True
+) -> Result | None:
     """Return the result of a finished log; None when the log has no end."""
     token_ids, texts, logprobs, prompt_tokens = [], [], [], None
     for event in log:
@@ -56,6 +59,7 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
                 token_ids=token_ids if event.pieces is None else [],
                 logprobs=None if job.sampling.logprobs is None else logprobs,
                 prompt_tokens=prompt_tokens,
+                vectors=event.vectors if with_vectors else None,
                 usage=event.usage,
                 timings=event.timings,
                 error=event.error,

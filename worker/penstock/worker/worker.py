@@ -1,16 +1,17 @@
 """The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
-One loop serves three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role reads
-messages, hands requests to its engine, and builds what is written and published of them. A worker that serves both
-stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message to its
-settlement. The intake (`intake.py`) polls, identifies and claims messages; the loop opens the requests that it returns.
+One loop serves four roles (`role.py` in `prefill_worker/`, `decode_worker/`, `endpoint_worker/` and `embed_worker/`): a
+role reads messages, hands requests to its engine, and builds what is written and published of them. A worker that
+serves both stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message
+to its settlement. The intake (`intake.py`) polls, identifies and claims messages; the loop opens the requests that it
+returns.
 The work of other threads (blocks loaded and stored, messages read, deliveries settled) comes back as events that the
 loop collects: it alone touches tasks, record, session and metrics. The loop knows an engine by its contract
 (`TokenSource` in `penstock.engine.contract`): the engine moves the blocks' bytes itself.
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's. A request that
-is decoded where it was read goes from 4 to 7, and has no 5 and 6. An endpoint worker's are those of decode, with the
-claim of a request in place of a job's:
+is decoded where it was read goes from 4 to 7, and has no 5 and 6. The steps of endpoint and embed workers are
+those of decode, with the claim of a request in place of a job's:
 
     1, 6  claim     poll messages while there is capacity; those of a stage are claimed in one round trip: epoch+1 in
                     Redis, a job is bound if nothing is, and the log of what was begun is read. Then each message is
@@ -583,7 +584,7 @@ class Worker:
         if task is self.running.get(task.id):
             task.outcome = outcome
             if not task.is_in_flight:  # else once its last tokens are in the log
-                self._end_tasks(task)
+                self._end_with(task, outcome)
 
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""

@@ -41,11 +41,14 @@ def check_description(directory: Path) -> None:
     transformers makes a configuration only of what passes here: for some counts it makes lists of as many entries.
     """
     config = check_config_file(directory)
-    _check_tokenizer(directory, config["model_type"])
+    check_tokenizer(directory, config["model_type"])
 
 
-def check_config_file(directory: Path) -> dict[str, Any]:
-    """Return what config.json says. Raises `ModelLoadError` as `check_description` does for that file."""
+def check_config_file(directory: Path, *, generates: bool = True) -> dict[str, Any]:
+    """Return what config.json says. Raises `ModelLoadError` as `check_description` does for that file.
+
+    Unless it `generates` text, a model of any type that transformers has will do.
+    """
     path = directory / "config.json"
     if (directory / "adapter_config.json").is_file() and not path.is_file():
         raise ModelLoadError(f"{directory} has an adapter (LoRA) alone: merge it into its base model, and serve that")
@@ -61,7 +64,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         _check_values(path, config)
     except RecursionError:
         raise build_damage_error(f"{path} is nested too deep for a configuration") from None
-    _check_type(path, config)
+    _check_type(path, config, generates=generates)
     return config
 
 
@@ -108,10 +111,12 @@ def _is_count(name: str) -> bool:
     return bool(_COUNTS.search(name)) and not _SIZES.search(name)
 
 
-def _check_type(path: Path, config: dict[str, Any]) -> None:
-    """Raise `ModelLoadError` for a type of model that transformers does not have, or that generates no text here."""
+def _check_type(path: Path, config: dict[str, Any], *, generates: bool) -> None:
+    """Raise `ModelLoadError` for a type of model that transformers does not have, or that is to generate text and
+    generates none here.
+    """
     names, model_type = config.get("architectures"), config["model_type"]
-    if isinstance(names, list) and names and all(map(_OTHER_TASKS.search, map(str, names))):
+    if generates and isinstance(names, list) and names and all(map(_OTHER_TASKS.search, map(str, names))):
         raise ModelLoadError(
             f"{path} is of {names[0]}, which generates no text: use a model for causal language modelling, such as one "
             "whose architecture is called ...ForCausalLM"
@@ -125,6 +130,8 @@ def _check_type(path: Path, config: dict[str, Any]) -> None:
             f"transformers knows no model_type {model_type[:60]!r}, which {path} has{own}: use a model of a type that "
             "docs/models.md has"
         )
+    if not generates:
+        return
     types = parse_tables(registry.get("modeling_auto.py", ""))
     text = types.get("CAUSAL_LM", set()) | types.get("IMAGE_TEXT_TO_TEXT", set())
     translates = model_type in types.get("SEQ_TO_SEQ_CAUSAL_LM", set()) - text
@@ -160,7 +167,7 @@ def _find_transformers() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent
 
 
-def _check_tokenizer(directory: Path, model_type: str) -> None:
+def check_tokenizer(directory: Path, model_type: str) -> None:
     """Raise `ModelLoadError` where there is no tokenizer, or one that is none or is code."""
     if not any(_TOKENIZER_FILE.search(file.name) for file in directory.iterdir()):
         raise build_tokenizer_error(directory, "no tokenizer.json, no tokenizer.model, no vocabulary")

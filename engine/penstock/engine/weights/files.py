@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.gguf.gguf_model import check_gguf, describe_gguf, find_description
-from penstock.engine.weights.file_checks import check_config_file, check_description, check_weights
+from penstock.engine.weights.file_checks import check_config_file, check_description, check_tokenizer, check_weights
 from penstock.errors import ModelLoadError, ModelUnavailable, build_damage_error, choose_load_error
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
@@ -74,6 +74,47 @@ def check_model_here(name: str, report: Progress | None = None, cache: Path | No
     directory = directory or _download_model(name, report or ignore_progress)
     check_description(directory)
     find_weight_files(directory)
+
+
+@_explain_unreadable_files()
+def find_whole_model(name: str, report: Progress | None = None) -> Path:
+    """Return the directory of a model with its folders of modules, which models that generate text do without.
+
+    With `report` it is downloaded from the hub if there is none on disk. Raises `ModelLoadError`.
+    """
+    directory = _find_directory(name)
+    return directory or _download_model(name, report or ignore_progress, with_folders=True)
+
+
+@_explain_unreadable_files()
+def check_whole_model(directory: Path) -> dict[str, Any]:
+    """Return what config.json says of a model that need not generate text. Raises `ModelLoadError` where the files show
+    that it cannot be loaded.
+    """
+    config = check_config_file(directory, generates=False)
+    check_tokenizer(directory, config["model_type"])
+    for file in find_weight_files(directory):
+        if file.suffix != ".safetensors":
+            raise ModelLoadError(f"{file} is for models that generate text: use a checkpoint with safetensors")
+    return config
+
+
+@_explain_unreadable_files()
+def list_model_files(name: str) -> set[str]:
+    """Return the names of a model's files, on disk or else on the hub. Raises `ModelLoadError`."""
+    if _find_gguf(name) is not None:
+        return set()
+    directory = _find_directory(name)
+    if directory is None:
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+        config = try_to_load_from_cache(name, "config.json")
+        if not isinstance(config, str):
+            with _explain_hub_errors():
+                found = HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return {file.rfilename for file in found.siblings or []}
+        directory = Path(config).parent
+    return {file.name for file in directory.iterdir()}
 
 
 def _find_gguf(name: str) -> Path | None:
@@ -167,7 +208,7 @@ def _check_hub(name: str) -> None:
     check_config_file(Path(config).parent)
 
 
-def _download_model(name: str, report: Progress) -> Path:
+def _download_model(name: str, report: Progress, *, with_folders: bool = False) -> Path:
     """Return the directory of a model of the hub, for which a process asks once. Raises `ModelLoadError`.
 
     Where the hub does not answer in time, what is in its cache is taken as it is.
@@ -188,8 +229,10 @@ def _download_model(name: str, report: Progress) -> Path:
         with _explain_hub_errors():
             if not isinstance(try_to_load_from_cache(name, "config.json"), str):
                 _check_hub(name)
-                check_config_file(Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"])))
-            path = _downloaded[name] = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+                described = Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"]))
+                check_config_file(described, generates=not with_folders)
+            ignored = ["onnx/*", "openvino/*"] if with_folders else ["*/*"]
+            path = _downloaded[name] = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
     finally:
         get_session().event_hooks = hooks
     report("downloading", 1.0)

@@ -1,0 +1,77 @@
+"""A pipeline of embed workers in this process, with a tiny model."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.config.addresses import Addresses
+from penstock.config.settings import EngineSettings
+from penstock.embed_worker.checkpoint import open_checkpoint
+from penstock.embed_worker.engine import EmbedEngine
+from penstock.embed_worker.model import EmbedModel
+from penstock.embed_worker.role import EmbedRole
+from penstock.names import Pipeline
+from penstock.worker.worker import Worker
+from tests.embed.checkpoints import write_checkpoint, write_reranker
+from tests.endpoint.conftest import EndpointPipeline
+
+MODEL = "tiny"
+
+
+@cache
+def open_model(directory: Path) -> EmbedModel:
+    return EmbedModel(open_checkpoint(str(directory)), EngineSettings(model=str(directory), threads=1))
+
+
+class EmbedPipeline(EndpointPipeline):
+    """A pipeline whose embed workers a test turns."""
+
+    def add_embed_worker(self, model: EmbedModel, number: int = 0) -> Worker:
+        member = self.bus.join_group("embed", f"embed-{number}")
+        role = EmbedRole(self.pipeline, MODEL, model, EmbedEngine(model))
+        worker = Worker(role, self.pipeline, f"embed-{number}", self.make_record(), member)
+        self.workers.append(worker)
+        return worker
+
+
+MakeEmbedPipeline = Callable[[str], EmbedPipeline]
+
+
+@pytest.fixture
+def make_pipeline(
+    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, exits: ExitStack
+) -> MakeEmbedPipeline:
+    """Makes the pipeline on `embedded`, `kafka`, or `memory`."""
+
+    def make(bus: str) -> EmbedPipeline:
+        addresses = None
+        if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
+            monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
+        if bus != "memory":
+            kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
+            addresses = Addresses(pipeline=pipeline.name, stream_url=request.getfixturevalue("redis_url"), kafka=kafka)
+        return exits.enter_context(closing(EmbedPipeline(pipeline, addresses)))
+
+    return make
+
+
+@pytest.fixture
+def line(make_pipeline: MakeEmbedPipeline) -> EmbedPipeline:
+    """The pipeline on doubles of the servers."""
+    return make_pipeline("memory")
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> EmbedModel:
+    """A model for vectors, with prompts, of which vectors may be cut to 16 or 32."""
+    prompts = {"query": "bar fern ", "document": "dune "}
+    return open_model(write_checkpoint(tmp_path_factory.mktemp("bert"), prompts=prompts, matryoshka_dims=[16, 32]))
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> EmbedModel:
+    """A model for scores."""
+    return open_model(write_reranker(tmp_path_factory.mktemp("reranker")))

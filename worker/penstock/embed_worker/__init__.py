@@ -1,0 +1,1 @@
+"""Computes vectors and scores of texts."""
