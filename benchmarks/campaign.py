@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from benchmarks.common import Arguments, describe_machine, run_benchmark
 from sim.scenes import SCENES
 from sim.world.flaws import FLAWS
+from sim.world.regions.scene import REGIONS_LEVEL
 from sim.world.servers import LEVELS
 from tools.mutants import ROOMS, read_list
 from tools.rooms import HOUSE
@@ -47,6 +48,8 @@ WORLD_S, FLAW_SEEDS, RESIZE_S = 60, 400, 0.5
 REQUESTS_OF_A_SEED = 20
 """Of the world."""
 RESIZED = "starts and stops"
+REGION_REQUESTS = 30
+"""As how many requests of other levels one of two regions counts, in the share of the time that a level gets."""
 """The world at a drawn level, whose workers are started and stopped all the time, down to none."""
 MAIN_PARTS = ("world", "kills", "unlike")
 PYTHON = sys.executable
@@ -203,8 +206,9 @@ def _read_world(seed: int, output: str, status: int) -> Told:
 
 
 def _make_world(figures: Figures) -> list[Task]:
-    """Play the levels with the fewest requests, one on each core."""
-    levels = sorted([*LEVELS, RESIZED], key=lambda level: figures.count("world", "requests", level))
+    """Play the levels with the fewest requests, one on each core. One of regions counts as many."""
+    weights = dict.fromkeys([*LEVELS, RESIZED], 1) | {REGIONS_LEVEL: REGION_REQUESTS}
+    levels = sorted(weights, key=lambda level: weights[level] * figures.count("world", "requests", level))
 
     def make(level: str) -> Task:
         seed = figures.find_next_seed("world", level)

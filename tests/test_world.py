@@ -1,6 +1,7 @@
 """The simulated world: nothing is lost, doubled or wrong in some seeds, a seed repeats, and a planted flaw is found."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -119,16 +120,25 @@ def test_a_run_that_is_told_to_end_ends_with_its_process_of_scenes(tmp_path: Pat
     wait_for(is_gone, "their process is gone")
 
 
+def test_nothing_is_lost_or_seen_otherwise_when_a_region_dies_and_is_adopted(run_world: RunWorld) -> None:
+    told = run_world("--seed", "6", "--requests", "5", "--level", "regions", "--history")
+    assert ", 0 findings," in told, told
+    events = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert [one["how"] for one in events if one["what"] == "region lost"][:1] == ["dies"]
+    assert [one["order"] for one in events if one["what"] == "order done"][:1] == ["adopt"]
+
+
 def test_nothing_is_found_over_redis_streams(run_world: RunWorld) -> None:
     told = run_world("--seed", "1", "--seeds", "2", "--requests", "12", "--level", "streams")
     assert "24 requests" in told, told
     assert ", 0 findings," in told, told
 
 
-@pytest.mark.parametrize("level", ["fast", "kafka"])
+@pytest.mark.parametrize("level", ["fast", "kafka", "regions"])
 def test_a_seed_repeats(run_world: RunWorld, level: str) -> None:
     rates = [] if level != "fast" else ["--rate", "gateways=0.5", "--rate", "kill_s=2"]
-    first, second = (run_world("--seed", "5", "--requests", "15", "--level", level, *rates) for _ in range(2))
+    requests = "15" if level != "regions" else "4"
+    first, second = (run_world("--seed", "5", "--requests", requests, "--level", level, *rates) for _ in range(2))
     histories = [[line for line in told.splitlines() if line.startswith("seed 5:")] for told in (first, second)]
     assert len(histories[0]) == 1, first
     assert histories[0] == histories[1], "the same history"

@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from penstock.testing.engine import load_tokenizer
+from sim.world.regions.scene import REGIONS_LEVEL, RegionScene, draw_plan
 from sim.world.scene import Plan, Scene, Verdict, shorten_plan
 from sim.world.servers import LEVELS
 
@@ -26,6 +27,8 @@ SCENES_OF_A_PROCESS = 50
 runs to its end first, in the product's `finally`s.
 """
 
+REGION_SCENES_OF_A_PROCESS = 10
+"""The same of two regions, whose gateways take more memory."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 """The exit status after one of these signals."""
@@ -55,9 +58,11 @@ def run_scene(plan: Plan, *, shorten: bool) -> tuple[Verdict, float]:
     """Return the verdict of a plan's run, or of the shortest one that finds something as well, and the processor's time
     that it took.
     """
-    begun_s, verdict = time.process_time(), Scene(plan).run()
+    make_scene = RegionScene if plan.level == REGIONS_LEVEL else Scene
+    begun_s, verdict = time.process_time(), make_scene(plan).run()
     if verdict.findings and shorten:
-        verdict = Scene(shorten_plan(plan, lambda what: print(f"    still found {what}", flush=True))).run()
+        short = shorten_plan(plan, make_scene, lambda what: print(f"    still found {what}", flush=True))
+        verdict = make_scene(short).run()
     return verdict, time.process_time() - begun_s
 
 
@@ -67,7 +72,9 @@ def main(*words: str) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--level", default="", choices=["", *LEVELS], help="one for all seeds; else drawn by the seed")
+    parser.add_argument(
+        "--level", default="", choices=["", *LEVELS, REGIONS_LEVEL], help="one for all seeds; else drawn by the seed"
+    )
     parser.add_argument("--until-found", action="store_true", help="end with the first seed that finds something")
     parser.add_argument(
         "--max-s", type=float, default=1e9, help="begin no new seed after so many seconds of the processor"
@@ -116,10 +123,11 @@ def run_seeds(given: argparse.Namespace, tally: Tally) -> None:
             raise KeyboardInterrupt
         if tally.processor_s > given.max_s or (given.until_found and tally.findings):
             break
-        plan = Plan.draw(seed, given.requests, given.level)
+        is_regions = given.level == REGIONS_LEVEL
+        plan = (draw_plan if is_regions else Plan.draw)(seed, given.requests, given.level)
         rates = {name: float(value) for name, _, value in (rate.partition("=") for rate in given.rate)}
         plan = replace(plan, rates=replace(plan.rates, **rates))
-        if (seed - given.seed) % SCENES_OF_A_PROCESS == 0:
+        if (seed - given.seed) % (REGION_SCENES_OF_A_PROCESS if is_regions else SCENES_OF_A_PROCESS) == 0:
             exits.close()
             context = multiprocessing.get_context("fork")
             process = exits.enter_context(ProcessPoolExecutor(1, context, bind_to_parent))

@@ -22,7 +22,10 @@ from tools.rooms import HOUSE
 
 WORKER, RECORD, BUS = "worker/penstock/worker", "core/penstock/record", "core/penstock/bus"
 ENDPOINT, INGEST = "worker/penstock/endpoint_worker", "ingest/penstock/ingest"
-FOLDERS = (*HOUSE, "sim")
+REGIONS = f"{INGEST}/regions"
+FOLDERS = (*HOUSE, "docker", "sim")
+LOST = ("region_s=5", "gateways=0", "task_s=0", "stays=0", "cancel=0", "deadlines=0")
+"""The region is lost again and again, and requests go to its topics."""
 
 
 @dataclass(frozen=True)
@@ -412,6 +415,52 @@ FLAWS = (
         "the meters start at the beginning again", f"{INGEST}/leased_reader.py",
         "stored: Any = self.client.hgetall(key)", "stored: Any = {}",
     ),
+    Flaw(
+        "the mark of an adoption is dropped when all is published", f"{REGIONS}/adopting.py",
+        "client.hset(ADOPTED_REGIONS_KEY, region, mark.encode())  # 7", "client.hdel(ADOPTED_REGIONS_KEY, region)  # 7",
+        "regions", LOST,
+    ),
+    Flaw(
+        "an id that is adopted is not noted", f"{REGIONS}/adopting.py",
+        "noted.hset(taken_key, mapping={one.id: one.place for one in batch})", "pass", "regions", LOST,
+    ),
+    Flaw(
+        "the index of a copy forgets requests", f"{INGEST}/lua/index_copy.lua",
+        "redis.call('HSETNX', KEYS[2], id, place)", "", "regions", LOST,
+    ),
+    Flaw(
+        "the index of a copy forgets results", f"{INGEST}/lua/index_copy.lua",
+        "redis.call('HDEL', KEYS[2], id)\n", "\n", "regions", LOST,
+    ),
+    Flaw(
+        "a home that is back settles before it has heard", "worker/penstock/worker/joining.py",
+        "while not client.exists(REGION_JOINED_KEY):", "while False:", "regions", LOST,
+    ),
+    Flaw(
+        "what a peer has adopted is not ended at home", f"{REGIONS}/returning.py",
+        "await self._end_ids(name, pipeline, ids)  # 2", "pass", "regions", LOST,
+    ),
+    Flaw(
+        "results of aborted transactions are copied", "docker/mirror/eu-us.properties",
+        "eu->us.consumer.isolation.level = read_committed", "eu->us.consumer.isolation.level = read_uncommitted",
+        "regions", (*LOST, "crash=0.01", "kill_s=5"),
+    ),
+    Flaw(
+        "topics of a tenant that stays are copied", "docker/mirror/eu-us.properties",
+        "eu->us.topics = penstock\\\\.[A-Za-z0-9_-]+\\\\.(requests\\\\.(interactive|batch)|results)\n"
+        "eu->us.topics.exclude = .*\\\\.t-[0-9a-f]+",
+        "eu->us.topics = penstock\\\\..*\neu->us.topics.exclude = none", "regions", ("stays=0.5",),
+    ),
+    Flaw(
+        "a request that another region may have accepted goes elsewhere", f"{REGIONS}/forward.py",
+        "except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:", "except httpx2.HTTPError as error:",
+        "regions", ("gateways=1",),
+    ),
+    Flaw(
+        "each region is the home of a key", f"{INGEST}/gateway/elsewhere.py",
+        "choose_home(caller.tenant, key, keepers) if keepers else self._peers.own", "self._peers.own", "regions",
+        ("gateways=1",),
+    ),
 )  # fmt: skip
 
 
@@ -428,7 +477,7 @@ def find_flaw(flaw: Flaw, root: Path, seeds: int, seconds: float = 1e9) -> tuple
         if source.count(flaw.before) != 1:
             raise SystemExit(f"{flaw.name}: its place is {source.count(flaw.before)} times in {flaw.file}")
         path.write_text(source.replace(flaw.before, flaw.after))
-        paths = [folder, *(str(Path(folder) / name) for name in FOLDERS[:-1])]
+        paths = [folder, *(str(Path(folder) / name) for name in HOUSE)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
         begun_s = time.monotonic()
         command = [sys.executable, "-m", "sim.world", "--seeds", str(seeds), "--until-found", "--max-s", str(seconds)]

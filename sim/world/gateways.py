@@ -123,21 +123,22 @@ class Connection:
 
     def read_start(self, timeout_s: float) -> tuple[int, dict[str, str]] | None:
         """Return the status and the headers of the answer; None where none came in time."""
-        message = self._read(timeout_s)
+        message = self.read_message(timeout_s)
         if message is None:
             return None
         return int(message["status"]), {name.decode(): value.decode() for name, value in message["headers"]}
 
     def read_chunks(self, timeout_s: float) -> Iterator[bytes | None]:
         """Yield the body as it comes, then None where the connection was lost, or was silent for so long."""
-        while (message := self._read(timeout_s)) is not None:
+        while (message := self.read_message(timeout_s)) is not None:
             if body := message.get("body", b""):
                 yield body
             if not message.get("more_body", False):
                 return
         yield None
 
-    def _read(self, timeout_s: float) -> dict[str, Any] | None:
+    def read_message(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next message; None where the connection was lost, or was silent for so long."""
         with contextlib.suppress(Exception):
             message: dict[str, Any] | None = self.messages.get(timeout=timeout_s)
             return message
@@ -158,13 +159,11 @@ class Gateways:
     """The gateways of a scene."""
 
     def __init__(
-        self, servers: MemoryServers, note_failure: Callable[[Process, BaseException], None],
-        on_left: Callable[[Place], None],
-    ) -> None:  # fmt: skip
+        self, servers: Any, note_failure: Callable[[Process, BaseException], None], on_left: Callable[[Place], None]
+    ) -> None:
         """`on_left` is called when a gateway that was told to stop has ended."""
         self._servers, self._world = servers, servers.world
         self._note_failure, self._on_left = note_failure, on_left
-        self._settings = load_group(GatewayProcessSettings)
         self.places: list[Place] = []
         self.running: dict[Place, RunningGateway] = {}
 
@@ -184,10 +183,14 @@ class Gateways:
             (AsyncTokenLog, lambda *_: LinkedLog(self._make_record())),
         ]
 
+    def load_settings(self, place: Place) -> GatewayProcessSettings:
+        """Return the settings of a gateway."""
+        return load_group(GatewayProcessSettings)
+
     def _link(self, server: str) -> Link:
         """Return the way to a server from the process that runs."""
         assert self._world.current is not None
-        link = self._servers.ways.find_link(self._world.current.process.name, server)
+        link: Link | None = self._servers.ways.find_link(self._world.current.process.name, server)
         assert link is not None, "the judge connects with nothing"
         return link
 
@@ -219,7 +222,7 @@ class Gateways:
     async def _serve(self, place: Place, process: Process, loop: WorldLoop) -> None:
         stopped = asyncio.Event()
         place.stop = lambda: loop.call_soon_threadsafe(stopped.set)  # type: ignore[assignment]
-        app = create_app(self._settings, self._servers.find_addresses(place.name))
+        app = create_app(self.load_settings(place), self._servers.find_addresses(place.name))
         async with app.router.lifespan_context(app):
             self.running[place] = running = RunningGateway(app, loop, process)
             await stopped.wait()
@@ -243,7 +246,7 @@ class Gateways:
             connection.messages.put(None)
 
     def connect(
-        self, place: Place, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+        self, place: Place, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", query: bytes = b""
     ) -> Connection | None:
         """Send a request to a gateway; return None where none answers there."""
         running = self.running.get(place)
@@ -254,7 +257,7 @@ class Gateways:
         sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
         scope = make_scope(
             method, path, [(name.encode(), value.encode()) for name, value in (sent | dict(headers)).items()]
-        )
+        ) | {"query_string": query}
         running.loop.call_soon_threadsafe(
             lambda: running.loop.create_task(self._answer(running, connection, scope, body))
         )

@@ -17,7 +17,7 @@ from sim.world.ways import Place
 PATIENCE_S = 60.0
 """How long a client waits for the next bytes before it tries another gateway."""
 PAUSES_S = (0.2, 2.0)
-PASSING_CODES = ("unavailable", "gateway_stopping", "timeout", "overloaded", "model_not_found")
+PASSING_CODES = ("unavailable", "gateway_stopping", "timeout", "overloaded", "model_not_found", "region_away")
 """Errors after which a client tries again."""
 
 
@@ -112,7 +112,7 @@ class HttpClient:
             self._rest()
 
     def _is_passing(self, status: int, content: bytes) -> bool:
-        return status in (404, 429, 503) and read_error(content) in PASSING_CODES
+        return status in (404, 429, 503, 504) and read_error(content) in PASSING_CODES
 
     def _connect(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Connection | None:
         return self.gateways.connect(self.chance.choice(self.gateways.places), method, path, headers, body)

@@ -150,8 +150,10 @@ class KafkaBroker:
 
     def write_entries(
         self, writer: str, first: int, entries: Sequence[tuple[Partition, Entry]], owner: OwnerKey | None = None
-    ) -> None:
-        """Write messages. Those that an idempotent writer sends again are known by their number, from `first` on."""
+    ) -> int:
+        """Write messages, those without a time at that of now, and return the offset of the last. Those that an
+        idempotent writer sends again are known by their number, from `first` on.
+        """
         self._check_space()
         transaction = None
         if owner is not None:
@@ -160,12 +162,13 @@ class KafkaBroker:
         for partition, entry in entries[max(0, known) :]:
             if transaction is not None:
                 transaction.partitions.add(partition)
-            stamp = int(1000 * (EPOCH_S + self._world.now_s))
+            stamp = entry.timestamp_ms or int(1000 * (EPOCH_S + self._world.now_s))
             written = Entry(entry.value, entry.key, entry.headers, stamp, transaction, self._epoch)
             self.logs[partition].append(written)
         if writer:
             self._written[writer] = max(self._written.get(writer, 0), first + len(entries))
         self.changed.notify_all()
+        return len(self.logs[entries[-1][0]]) - 1
 
     def delete_records(self, partition: Partition, begin: int) -> list[Entry]:
         """Delete what is before an offset, as retention does. Return the messages of these."""

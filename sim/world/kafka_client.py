@@ -12,7 +12,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.offsets import Partition
 from penstock.errors import BusUnavailable
@@ -57,13 +58,17 @@ class Client:
     def list_topics(self, topic: str | None = None, timeout: float = TIMEOUT_S) -> SimpleNamespace:
         """Return the partitions of a topic, or of all, each with a leader."""
         counts = self._ask(lambda: dict(self._broker.topics), timeout)
-        return SimpleNamespace(
-            topics={
-                name: SimpleNamespace(partitions={number: SimpleNamespace(leader=0) for number in range(count)})
-                for name, count in counts.items()
-                if topic in {None, name}
-            }
-        )
+        found = {
+            name: SimpleNamespace(
+                topic=name, error=None, partitions={number: SimpleNamespace(leader=0) for number in range(count)}
+            )
+            for name, count in counts.items()
+            if topic in {None, name}
+        }
+        if topic is not None and topic not in found:
+            unknown = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
+            found[topic] = SimpleNamespace(topic=topic, error=unknown, partitions={})
+        return SimpleNamespace(topics=found, brokers={0: None}, cluster_id="world")
 
 
 class Positions:
@@ -89,6 +94,11 @@ class Positions:
         for place in places:
             self.positions[place.topic, place.partition] = max(0, place.offset)
             self.ends.pop((place.topic, place.partition), None)
+
+    def incremental_unassign(self, places: list[TopicPartition]) -> None:
+        """Read these partitions no more."""
+        for place in places:
+            self.positions.pop((place.topic, place.partition), None)
 
     def pause(self, places: list[TopicPartition]) -> None:
         """Do not return messages of partitions."""
@@ -183,6 +193,13 @@ class WorldConsumer(Client, Positions):
                 return found
             with self._broker.changed:
                 self._broker.changed.wait(min(FETCH_WAIT_S, left_s))
+
+    def consume(self, num_messages: int, timeout: float) -> list[Message]:
+        """Return the messages that are there, up to a number; the time is for the first."""
+        found = list[Message]()
+        while len(found) < num_messages and (message := self.poll(0.0 if found else timeout)) is not None:
+            found.append(message)
+        return found
 
     def _serve_answers(self) -> None:
         while self._answers and self._on_commit is not None:
@@ -321,18 +338,20 @@ class WorldProducer(Client):
             entry, key, report = self._queue.get()
             words = self._writer, self._num_written, [entry], key
             try:
-                self._ask(partial(self._broker.write_entries, *words), self._limit_s)
+                offset = self._ask(partial(self._broker.write_entries, *words), self._limit_s)
                 self._num_written += 1
-                self._report(report, None, entry[0])
+                self._report(report, None, entry[0], offset)
             except KafkaException as error:
                 # Whether it was written is not known: what follows must not be taken for it.
                 self._writer, self._num_written = self._writer and self._broker.make_name(), 0
                 is_late = error.args[0].code() == KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
                 self._report(report, KafkaError(KafkaError._MSG_TIMED_OUT) if is_late else error.args[0])  # noqa: SLF001
 
-    def _report(self, report: Report, error: KafkaError | None, partition: Partition = ("", 0)) -> None:
+    def _report(
+        self, report: Report, error: KafkaError | None, partition: Partition = ("", 0), offset: int = -1
+    ) -> None:
         self._num_open -= 1
-        self._reports.append((report, error, make_message(partition, len(self._broker.logs.get(partition, [])), None)))
+        self._reports.append((report, error, make_message(partition, offset, None)))
         self._has_reports.notify_all()
 
     def poll(self, timeout: float) -> int:
@@ -396,12 +415,37 @@ class WorldProducer(Client):
 
 
 class WorldAdmin(Client):
-    """`confluent_kafka.admin.AdminClient`, as far as it tells topics' ids."""
+    """`confluent_kafka.admin.AdminClient`, as far as it tells topics' ids and partitions, and where logs end."""
 
     def describe_topics(self, topics: Any, request_timeout: float) -> dict[str, SimpleNamespace]:
-        """Return a topic's id, which is its name here."""
-        self._ask(lambda: None, request_timeout)
-        return {name: SimpleNamespace(result=lambda _, name=name: SimpleNamespace(topic_id=name)) for name in topics}
+        """Return a topic's id, which is its name here, and its partitions."""
+        counts = self._ask(lambda: dict(self._broker.topics), request_timeout)
+
+        def describe(name: str) -> SimpleNamespace:
+            partitions = [SimpleNamespace(id=number) for number in range(counts.get(name, 0))]
+            return make_result(SimpleNamespace(topic_id=name, partitions=partitions))
+
+        return {name: describe(name) for name in topics}
+
+    def list_offsets(
+        self, wanted: Mapping[TopicPartition, OffsetSpec], isolation_level: IsolationLevel, request_timeout: float
+    ) -> dict[TopicPartition, SimpleNamespace]:
+        """Return where logs begin or end."""
+        broker, level = self._broker, IsolationLevel.READ_COMMITTED
+
+        def find(place: TopicPartition, what: OffsetSpec) -> int:
+            one = place.topic, place.partition
+            if isinstance(what, type(OffsetSpec.earliest())):  # type: ignore[no-untyped-call]
+                return broker.begins[one]
+            return broker.find_stable_end(one) if isolation_level == level else len(broker.logs[one])
+
+        found = self._ask(lambda: {place: find(place, what) for place, what in wanted.items()}, request_timeout)
+        return {place: make_result(SimpleNamespace(offset=offset)) for place, offset in found.items()}
+
+
+def make_result(value: object) -> SimpleNamespace:
+    """Return a future that has its result."""
+    return SimpleNamespace(result=lambda _: value)
 
 
 def make_message(partition: Partition, offset: int, entry: Entry | None, error: KafkaError | None = None) -> Message:

@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 import random
+import secrets
 import sys
 import threading
 import time
@@ -229,11 +230,12 @@ class Doubles:
         self.secrets = types.SimpleNamespace(
             token_hex=lambda size: self.chance.getrandbits(8 * size).to_bytes(size, "big").hex(),
             randbelow=self.chance.randrange,
+            compare_digest=secrets.compare_digest,
         )
         self.uuid = types.SimpleNamespace(uuid4=lambda: uuid.UUID(int=self.chance.getrandbits(128), version=4))
         self._by_id: dict[int, Any] = {
             id(time): self.time, id(threading): self.threading, id(sys.modules["queue"]): self.queue,
-            id(random): self.random, id(sys.modules["secrets"]): self.secrets, id(uuid): self.uuid,
+            id(random): self.random, id(secrets): self.secrets, id(uuid): self.uuid,
             id(ThreadPoolExecutor): self._bind(SimPool), id(time.monotonic): self.read_monotonic,
             id(time.time): self.read_wall_clock, id(threading.Thread): self.threading.Thread,
             id(wait): self.wait_for_futures,

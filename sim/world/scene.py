@@ -225,6 +225,12 @@ class Rates:
     """The share of requests on Kafka whose tenant has topics of its own."""
     resize_s: float = 0.0
     """The mean time until there are to be other workers, perhaps none; 0 if the same ones stay."""
+    region_s: float = 0.0
+    """The mean time until a region dies, is stopped or cut off."""
+    copy_s: float = 0.0
+    """The mean time by which copies of a region are late."""
+    task_s: float = 0.0
+    """The mean time until the copying task dies, and is away for a while; 0 if it never does."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -291,6 +297,9 @@ class Verdict:
 class Scene:
     """A pipeline of the world."""
 
+    told: Mapping[str, Any] = MappingProxyType({})
+    """What all workers' heartbeats tell beside the model."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan, self.seed, self.rates = plan, plan.seed, plan.rates
         if plan.level != "fast":  # gateways and endpoints are at no other level
@@ -324,23 +333,7 @@ class Scene:
         """Run the scene to its end, and judge it."""
         load_tokenizer()
         with contextlib.ExitStack() as stack:
-            self.ways = Ways(self.world, self.chance, self.rates.loss, self.rates.delay_s)
-            self.ways.pass_point = self._pass_call
-            servers = LEVELS[self.plan.level](self.world, self.pipeline, self.ways)
-            self.servers: Servers = servers
-            self.memory: MemoryServers | None = servers if self.plan.level == "fast" else None
-            stack.enter_context(self.doubles.install(SIMULATED, self.servers.list_doubles()))
-            stack.enter_context(self.doubles.install_server_clock("fakeredis."))
-            self.servers.start()
-            if self.rates.stays and isinstance(servers, KafkaServers):
-                servers.create_own_topics(STAYING)
-            self.gateways: Gateways | None = None
-            if self.memory is not None:
-                self.gateways = Gateways(self.memory, self._note_failure, self._start_again)
-                self.endpoints = EndpointServers(self.world, self.chance, self.rates.endpoint)
-                others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
-                stack.enter_context(self.doubles.install(SIMULATED, others))
-                stack.enter_context(mock.patch.object(ObjectStorage, "open", self.memory.open_objects))
+            self._start_servers(stack)
             stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
             for limit, value in SMALL_LIMITS.items():
                 stack.enter_context(mock.patch.object(backpressure, limit, value))
@@ -348,13 +341,30 @@ class Scene:
             stack.callback(failpoints.disarm)
             return self._run()
 
-    def _run(self) -> Verdict:
-        for point in failpoints.POINTS:
-            failpoints.arm_action(point, partial(self._pass_failpoint, point))
-        chance = random.Random(f"{self.seed}/size")
+    def _start_servers(self, stack: contextlib.ExitStack) -> None:
+        """Start the servers, and let the product use them until the stack is closed."""
+        self.ways = Ways(self.world, self.chance, self.rates.loss, self.rates.delay_s)
+        self.ways.pass_point = self._pass_call
+        servers = LEVELS[self.plan.level](self.world, self.pipeline, self.ways)
+        self.servers: Servers = servers
+        self.memory: MemoryServers | None = servers if self.plan.level == "fast" else None
+        stack.enter_context(self.doubles.install(SIMULATED, self.servers.list_doubles()))
+        stack.enter_context(self.doubles.install_server_clock("fakeredis."))
+        self.servers.start()
+        if self.rates.stays and isinstance(servers, KafkaServers):
+            servers.create_own_topics(STAYING)
+        self.gateways: Gateways | None = None
+        if self.memory is not None:
+            self.gateways = Gateways(self.memory, self._note_failure, self._start_again)
+            self.endpoints = EndpointServers(self.world, self.chance, self.rates.endpoint)
+            others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
+            stack.enter_context(self.doubles.install(SIMULATED, others))
+            stack.enter_context(mock.patch.object(ObjectStorage, "open", self.memory.open_objects))
+
+    def _add_places(self, chance: random.Random) -> None:
+        """Add the processes to `places`."""
         readers: dict[float, Sequence[WorkerKind]] = {0.0: STAGES, 1.0: ("auto",)}
         kinds = ("endpoint",) if self.rates.endpoint else readers.get(self.rates.autos, ("auto", *STAGES))
-        self.places = self.ways.places
         self.places += [
             Place(f"{stage}-{number}", self._start_worker, stage)
             for stage in kinds
@@ -362,6 +372,13 @@ class Scene:
         ]
         if self.gateways is not None and self.rates.gateways and not self.rates.endpoint:
             self.places += [self.gateways.add_place(f"gateway-{number}") for number in range(chance.randint(1, 2))]
+
+    def _run(self) -> Verdict:
+        for point in failpoints.POINTS:
+            failpoints.arm_action(point, partial(self._pass_failpoint, point))
+        chance = random.Random(f"{self.seed}/size")
+        self.places = self.ways.places
+        self._add_places(chance)
         self.num_clients_left = len(self.plan.clients)
         for number in self.plan.clients:
             self.world.start_thread(self.world.outside, f"client-{number}", partial(self._run_client, number))
@@ -373,18 +390,10 @@ class Scene:
             self._repeat_mishap(self.rates.freeze_s, partial(self._freeze, place))
             if place.stage is not None:
                 self._repeat_mishap(self.rates.rebalance_s, partial(self.servers.rebalance, place.stage, place.name))
-        self._repeat_mishap(self.rates.pause_s, self._pause_server)
-        self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
-        self._repeat_mishap(self.rates.full_s, self._fill_redis)
-        self._repeat_mishap(self.rates.forget_s, self._forget_request)
-        self._repeat_mishap(self.rates.away_s, partial(self._kill_workers, {*STAGES, "auto", "endpoint"}))
-        self._repeat_mishap(self.rates.gone_s, partial(self._kill_workers, {"decode"}))
-        self._repeat_mishap(self.rates.delete_s, self._delete_messages)
-        self._repeat_mishap(self.rates.resize_s, self._resize)
+        self._start_mishaps()
         end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
-        self.ways.is_calm = True
-        self._let_run(self.places)
+        self._end_mishaps()
         is_over = self.world.run(self._is_all_answered, CALM_S + POISON_S * len(self.poison))
         if is_over:
             is_over = self.world.run(self._is_all_settled, CALM_S)
@@ -394,6 +403,29 @@ class Scene:
             self._watch_idle()
         self._record_topics()
         self._record_logs()
+        findings = self._judge()
+        failures = self.failures + self.servers.list_breaches()
+        findings += [Finding("failed", "", text) for text in failures]
+        counts = (len(self.accepted), self.num_kills, self.num_starts_and_stops)
+        return Verdict(findings, *counts, self.world.now_s, self.history)
+
+    def _start_mishaps(self) -> None:
+        """Let all that happens to the servers, and to many processes at once, happen again and again."""
+        self._repeat_mishap(self.rates.pause_s, self._pause_server)
+        self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
+        self._repeat_mishap(self.rates.full_s, self._fill_redis)
+        self._repeat_mishap(self.rates.forget_s, self._forget_request)
+        self._repeat_mishap(self.rates.away_s, partial(self._kill_workers, {*STAGES, "auto", "endpoint"}))
+        self._repeat_mishap(self.rates.gone_s, partial(self._kill_workers, {"decode"}))
+        self._repeat_mishap(self.rates.delete_s, self._delete_messages)
+        self._repeat_mishap(self.rates.resize_s, self._resize)
+
+    def _end_mishaps(self) -> None:
+        self.ways.is_calm = True
+        self._let_run(self.places)
+
+    def _judge(self) -> list[Finding]:
+        """Return which promises the history breaks."""
         findings = check_history(self.history)
         # A message that is no job has no name but its text: written twice, it is answered twice.
         findings = [one for one in findings if not (one.kind == "duplicated" and one.id.startswith("hostile"))]
@@ -404,10 +436,7 @@ class Scene:
         # Who is killed in the moment after they were told in its log counts them nowhere.
         if not self.num_kills and len(lost) > self.servers.count_lost():
             self.failures.append(f"deleted, and not told: {sorted(lost)}")
-        failures = self.failures + self.servers.list_breaches()
-        findings += [Finding("failed", "", text) for text in failures]
-        counts = (len(self.accepted), self.num_kills, self.num_starts_and_stops)
-        return Verdict(findings, *counts, self.world.now_s, self.history)
+        return findings
 
     def _note(self, entry: Entry) -> None:
         """Add to the history what happens now."""
@@ -459,7 +488,7 @@ class Scene:
         with contextlib.suppress(NameTaken, redis.RedisError):
             beat.take_name()
             with beat:
-                beat.update_status(model=role.model_name)
+                beat.update_status(model=role.model_name, **self.told)
                 Reconnector(make_worker, lambda: self.servers.ask(name), beat).run_until_stopped(stop, 2.0)
         self._note({"what": "left", "worker": name})
         self._start_again(place)
@@ -703,7 +732,7 @@ class Scene:
             self._note({"what": "forgotten", "id": name})
 
     def _pause_server(self) -> None:
-        self.ways.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
+        self.ways.pauses[self.chance.choice(list(self.ways.pauses))] = self.world.now_s + self.chance.uniform(0.1, 15.0)
 
     def _cut_way(self, place: Place) -> None:
         most_s = self.chance.choice(CUT_S)
@@ -964,13 +993,13 @@ def _quiet_logs() -> Any:
         logging.disable(before)
 
 
-def shorten_plan(plan: Plan, tell: Callable[[str], object]) -> Plan:
+def shorten_plan(plan: Plan, make_scene: Callable[[Plan], Scene], tell: Callable[[str], object]) -> Plan:
     """Return a plan that finds something as well, with as few mishaps and clients as can be left out one by one."""
     best = plan
 
     def try_plan(tried: Plan, what: str) -> bool:
         nonlocal best
-        if not Scene(tried).run().findings:
+        if not make_scene(tried).run().findings:
             return False
         best = tried
         tell(what)

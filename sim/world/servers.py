@@ -52,6 +52,8 @@ class Servers(ABC):
     """The bus as the judge reads it."""
     record: Record
     """The record as the judge reads it."""
+    judge = JUDGE
+    """Who asks from outside of the world."""
 
     def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
         self.world, self.pipeline, self.ways = world, pipeline, ways
@@ -113,7 +115,7 @@ class Servers(ABC):
         return sum(map(int, self._ask_redis().hvals(self.pipeline.lost_key)))
 
     def _ask_redis(self) -> Any:
-        return redis_client(_make_url(JUDGE, "redis"))
+        return redis_client(_make_url(self.judge, "redis"))
 
     @abstractmethod
     def list_left(self) -> list[str]:
@@ -132,12 +134,12 @@ class MemoryServers(Servers):
         super().start()
         self.bus: MemoryBus = MemoryBus(self.pipeline)
         self.records = WorldRecords(self.world)
-        self.keys: Any = redis_client(_make_url(JUDGE, "redis"))
+        self.keys: Any = redis_client(_make_url(self.judge, "redis"))
         """All keys but the records, as the judge asks for them."""
         self.objects = MemoryStore()
         """What gateways keep of files and batches."""
         self.bus.create_topics()
-        self.record = WorldRecord(self.records, RecordSettings(), self._find(JUDGE, "redis"))
+        self.record = WorldRecord(self.records, RecordSettings(), self._find(self.judge, "redis"))
 
     def _find(self, who: str, server: str) -> Link:
         found = self.ways.find_link(who, server)
@@ -192,8 +194,8 @@ class StreamsServers(Servers):
     def start(self) -> None:
         """Create the topics."""
         super().start()
-        self.record = self.open_record(JUDGE, RecordSettings())
-        bus = self._open_bus(JUDGE)
+        self.record = self.open_record(self.judge, RecordSettings())
+        bus = self._open_bus(self.judge)
         bus.create_topics()
         self.bus: ReadBus = bus
 
@@ -255,7 +257,7 @@ class KafkaServers(StreamsServers):
     def start(self) -> None:
         """Create the topics."""
         Servers.start(self)
-        self.record = self.open_record(JUDGE, RecordSettings())
+        self.record = self.open_record(self.judge, RecordSettings())
         count = BusSettings().partitions
         self._broker = KafkaBroker(self.world, dict.fromkeys(self.pipeline.all_topics(), count))
         self._broker.full_until_s = lambda: self.ways.full_until_s

@@ -11,7 +11,7 @@ from sim.world.runtime import Process, World
 PRODUCERS = ("producer-0", "producer-1")
 """Who sends the clients' requests, each with what it knows of the workers."""
 JUDGE = "judge"
-"""Who asks the servers from outside of the world."""
+"""What the names end with of who asks the servers from outside of the world."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Ways:
 
         Clients reach Redis always; where producers do not, they know no heartbeats.
         """
-        if who == JUDGE:
+        if who.endswith(JUDGE):
             return None
         place = next((place for place in self.places if place.name == who), None)
         is_beat = who in PRODUCERS and server == "redis"
