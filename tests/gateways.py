@@ -1,6 +1,7 @@
 """Gateways as processes, pipelines whose workers a test plays, and a reader of server-sent events."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,25 @@ class ScriptedPipeline:
     def finish(self, request_id: str, count: int = 3, ending: EndEvent | None = None) -> None:
         """Answer the request with so many tokens."""
         self.record.finish_request(self.write(request_id, count), ending or end())
+
+    @contextmanager
+    def answer_texts(self, compute: Callable[[Request], EndEvent]) -> Iterator[list[Request]]:
+        """Answer requests of both classes as they come, on a thread; yield those that were answered."""
+        answered, leaving = list[Request](), threading.Event()
+
+        def answer() -> None:
+            while not leaving.wait(0.01):
+                for request in [*self.read_requests(), *self.read_requests("batch")][len(answered) :]:
+                    self.record.finish_request(decode(self.record, request.id), compute(request))
+                    answered.append(request)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield answered
+        finally:
+            leaving.set()
+            thread.join()
 
     def forget(self, request_id: str) -> None:
         """Let Redis lose all that it has of a request that has ended."""

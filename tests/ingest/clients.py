@@ -38,6 +38,25 @@ def strip_versions(script: str) -> str:
     return script.replace(line[1], json.dumps(names))
 
 
+def run_script(script: Path, *args: str) -> str:
+    """Run a script in its own environment, which has been installed, and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [
+        UV,
+        "run",
+        "--offline",
+        "--quiet",
+        "--python",
+        sys.executable,
+        "--script",
+        str(find_place(script)),
+        *args,
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 def write_newest(place: Path) -> None:
     """Write the copies, and install the newest SDKs."""
     shutil.rmtree(place, ignore_errors=True)

@@ -129,7 +129,7 @@ def batch(request: pytest.FixtureRequest, tmp_path: Path, objects: ObjectStorage
 
 URLS = {
     GatewayBatch: "'/v1/chat/completions'",
-    CommandBatch: "'/v1/chat/completions' or '/v1/completions' or '/v1/responses'",
+    CommandBatch: "'/v1/chat/completions' or '/v1/completions' or '/v1/responses' or '/v1/embeddings'",
 }
 
 

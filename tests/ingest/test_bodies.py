@@ -203,6 +203,8 @@ TURNS = [
             {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "7"}]},
         ]}),
+        ("embeddings", {"input": ["a", "é"] * 40, "dimensions": 7, "prompt_name": "query", "service_tier": "flex"}),
+        ("rerank", {"query": "q", "documents": ["a", {"text": "é"}]}),
     ],
 )  # fmt: skip
 def test_the_request_of_a_body_is_the_one_that_its_arguments_make(path: str, body: dict[str, Any]) -> None:

@@ -10,27 +10,29 @@ import httpx
 import openai
 import pytest
 from openai.types import completion_create_params as completions
+from openai.types import embedding_create_params as embeddings
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
 from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.ignored import IGNORED_FIELDS, IGNORED_HEADER, strip_ignored_fields
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
+from penstock.ingest.openai import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, ApiEndpoint, make_stream_meta
 from penstock.ingest.openai.responses import make_unfinished_response
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TURN = {"role": "user", "content": "hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-OPTIONS: dict[str, Any] = {"model": "demo", "stream": True}
+OPTIONS: dict[str, Any] = {"model": "demo"}
+STREAMED = {"stream": True, "stream_options": {}}
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hi", "stream_options": {}},
-    "/v1/chat/completions": {"messages": [TURN, {"role": "assistant", "tool_calls": [CALL]}], "stream_options": {}},
+    "/v1/completions": {"prompt": "hi", **STREAMED},
+    "/v1/chat/completions": {"messages": [TURN, {"role": "assistant", "tool_calls": [CALL]}], **STREAMED},
     "/v1/responses": {
         "input": [
             TURN, {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
             {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "g"}]},
         ],
-        "reasoning": {}, "stream_options": {}, "text": {},
+        "reasoning": {}, **STREAMED, "text": {},
         "tools": [
             {"type": "function"} | FUNCTION,
             {"type": "namespace", "name": "n", "tools": [{"type": "function"} | FUNCTION]},
@@ -54,6 +56,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "thinking": {"type": "disabled"},
         "output_config": {},
     },
+    "/v1/embeddings": {"input": "hi"}, "/v2/embed": {"texts": ["hi"]}, "/v2/rerank": {"query": "q", "documents": ["d"]},
 }  # fmt: skip
 """Bodies that have all places of which the list speaks."""
 VALUES = {"max_tool_calls": 3, "metadata": {"a": "b"}}
@@ -117,7 +120,7 @@ def list_fields(endpoint: ApiEndpoint[Any], place: str = "") -> Iterator[str]:
     ("endpoint", "params"),
     [
         (CHAT, chats.CompletionCreateParamsBase), (COMPLETIONS, completions.CompletionCreateParamsBase),
-        (RESPONSES, responses.ResponseCreateParamsBase),
+        (RESPONSES, responses.ResponseCreateParamsBase), (EMBEDDINGS, embeddings.EmbeddingCreateParams),
     ],
 )  # fmt: skip
 def test_each_parameter_of_the_sdk_has_an_effect_or_is_ignored_or_refused(

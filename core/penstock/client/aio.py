@@ -10,8 +10,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
+from itertools import chain
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing
@@ -32,12 +33,15 @@ from penstock.client.core import (
     build_answer,
     check_conflict,
     end_span,
+    join_vectors,
     make_request,
     prepare_message,
     raise_on_error,
     read_stream,
+    split_texts,
+    unpack_floats,
 )
-from penstock.errors import BusUnavailable, RequestLost
+from penstock.errors import BusUnavailable, PenstockError, RequestLost
 from penstock.messages import EncodedRequest, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
@@ -189,6 +193,22 @@ class AsyncClient(BaseClient):
         """Return the whole answer once it is complete. Raises as `stream` does."""
         return build_answer(request_id, [event async for event in self.stream(request_id, timeout_s=timeout_s)])
 
+    async def embed(
+        self,
+        texts: Sequence[str],
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        truncate: Literal["start", "end"] | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[list[float]]:
+        """Return a vector of each text, as `Client.embed`."""
+        options = {"prompt": prompt, "dimensions": dimensions, "truncate": truncate}
+        return await self._compute(texts, options, timeout_s)
+
+    async def score(self, query: str, texts: Sequence[str], timeout_s: float = 60.0) -> list[float]:
+        """Return how well each text answers a query, as `Client.score`."""
+        return [score for (score,) in await self._compute(texts, {"query": query}, timeout_s)]
+
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end. Returns False when it has ended already. Raises `BusUnavailable`."""
         with translate_outages():
@@ -229,6 +249,21 @@ class AsyncClient(BaseClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _compute(self, texts: Sequence[str], options: Mapping[str, Any], timeout_s: float) -> list[list[float]]:
+        parts, ids = split_texts(texts), list[str]()
+        try:
+            for part in parts:
+                own = [texts[place] for place in part]
+                ids.append(await self.submit(texts=own, embed={**options, "in_result": False}))
+            answers = [await self.result(request_id, timeout_s) for request_id in ids]
+        except PenstockError:
+            with suppress(BusUnavailable):
+                for request_id in ids:
+                    await self.cancel(request_id)
+            raise
+        places = [*chain.from_iterable(parts)]
+        return [[*unpack_floats(one)] for one in join_vectors(places, answers, is_score="query" in options)]
 
     async def _run_step(self, step: StreamQuestion, request_id: str, mailbox: AsyncMailbox) -> object:
         """Do what `read_stream` asks for, and return the reply."""

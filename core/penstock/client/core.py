@@ -4,6 +4,7 @@
 answer the questions of `read_stream`: take from the live channel, read the log, read the record.
 """
 
+import struct
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from penstock.errors import (
     IdConflict,
     InvalidName,
     InvalidRequest,
+    ModelError,
     RequestLost,
     SettingsError,
     StreamDiverged,
@@ -34,6 +36,7 @@ from penstock.errors import (
 )
 from penstock.grammar.spec import from_response_format
 from penstock.messages import (
+    MAX_TEXTS,
     ChatMessage,
     EmbedOptions,
     EncodedRequest,
@@ -68,6 +71,8 @@ MAX_SILENCE_S = 15.0
 """The longest time without a live event after which the log is read, as live events may be lost."""
 FIRST_SILENCE_S = 1.0
 """The first such time. Each next one is twice as long, so that a stream that waits for its worker costs little."""
+MAX_PART_BYTES = 2**20
+"""The most bytes of the texts of one request of several; a longer text is alone. Workers take turns at less."""
 MAX_LOG_READ_EVENTS = 128
 """Events that one read of a log returns at most."""
 
@@ -276,6 +281,49 @@ def raise_on_error(events: Sequence[Event]) -> Iterator[Event]:
         if isinstance(event, EndEvent) and event.error is not None:
             raise event.error.to_exception()
         yield event
+
+
+def split_texts(texts: Sequence[str]) -> list[list[int]]:
+    """Return the places of texts in groups, each for one request: of like length, the longest first, at most
+    `MAX_TEXTS` and `MAX_PART_BYTES` together. A longer text is alone.
+
+    Raises `InvalidRequest` for what is not a sequence of texts.
+    """
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("texts must be a sequence of strings")
+    sizes = [len(text.encode(errors="replace")) for text in texts]
+    parts, num_bytes = list[list[int]](), 0
+    for place in sorted(range(len(texts)), key=sizes.__getitem__, reverse=True):
+        if not parts or len(parts[-1]) == MAX_TEXTS or num_bytes + sizes[place] > MAX_PART_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(place)
+        num_bytes += sizes[place]
+    return parts
+
+
+def join_vectors(places: Sequence[int], answers: Sequence[Answer], *, is_score: bool = False) -> list[bytes]:
+    """Return the numbers of each text, as float32, little-endian, in the order of the texts; one number where it
+    `is_score`. The answers have the texts at `places`, one after the other. Raises `ModelError` where that is not so.
+    """
+    found = [one for answer in answers if answer.vectors is not None for one in _unpack_vectors(answer.vectors)]
+    size = 4 if is_score else next(map(len, found), 0)
+    if len(found) != len(places) or any(len(one) != size for one in found):
+        what = "score" if is_score else "vector"
+        raise ModelError(f"the answers do not have one {what} of each text: do all workers serve the same model?")
+    return [one for _, one in sorted(zip(places, found, strict=True), key=lambda pair: pair[0])]
+
+
+def _unpack_vectors(vectors: Vectors) -> list[bytes]:
+    try:
+        return vectors.unpack_bytes()
+    except ValueError:
+        raise ModelError("an answer's vectors are not base64") from None
+
+
+def unpack_floats(numbers: bytes) -> tuple[float, ...]:
+    """Return numbers that are float32, little-endian."""
+    return struct.unpack(f"<{len(numbers) // 4}f", numbers)
 
 
 def build_answer(request_id: str, events: Sequence[Event]) -> Answer:

@@ -8,10 +8,11 @@
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from penstock.bus.connect import connect_bus
 from penstock.client.core import (
@@ -29,12 +30,15 @@ from penstock.client.core import (
     build_answer,
     check_conflict,
     end_span,
+    join_vectors,
     make_request,
     prepare_message,
     raise_on_error,
     read_stream,
+    split_texts,
+    unpack_floats,
 )
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, PenstockError
 from penstock.messages import encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
@@ -104,6 +108,26 @@ class Client(BaseClient):
         """Return the whole answer once it is complete. Raises as `stream` does."""
         return build_answer(request_id, list(self.stream(request_id, timeout_s=timeout_s)))
 
+    def embed(
+        self,
+        texts: Sequence[str],
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        truncate: Literal["start", "end"] | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[list[float]]:
+        """Return a vector of each text, which workers of kind `embed` compute. `EmbedOptions` has what the arguments
+        mean. Several requests are submitted where the texts are many. The first error ends the others, and is raised.
+
+        Raises as `submit` and `stream`; `ModelError` also where the answers are not vectors of these texts.
+        """
+        options = {"prompt": prompt, "dimensions": dimensions, "truncate": truncate}
+        return self._compute(texts, options, timeout_s)
+
+    def score(self, query: str, texts: Sequence[str], timeout_s: float = 60.0) -> list[float]:
+        """Return how well each text answers a query, as the model's own scores. Raises as `embed`."""
+        return [score for (score,) in self._compute(texts, {"query": query}, timeout_s)]
+
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end. Returns False when it has ended already. Raises `BusUnavailable`."""
         with translate_outages():
@@ -141,6 +165,20 @@ class Client(BaseClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _compute(self, texts: Sequence[str], options: Mapping[str, Any], timeout_s: float) -> list[list[float]]:
+        parts, ids = split_texts(texts), list[str]()
+        try:
+            for part in parts:
+                ids.append(self.submit(texts=[texts[place] for place in part], embed={**options, "in_result": False}))
+            answers = [self.result(request_id, timeout_s) for request_id in ids]
+        except PenstockError:
+            with suppress(BusUnavailable):
+                for request_id in ids:
+                    self.cancel(request_id)
+            raise
+        places = [*chain.from_iterable(parts)]
+        return [[*unpack_floats(one)] for one in join_vectors(places, answers, is_score="query" in options)]
 
     def _read_stream(
         self, request_id: str, reader: StreamReader, timeout_s: float, *, begins_with_log: bool

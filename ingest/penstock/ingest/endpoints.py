@@ -7,10 +7,14 @@ from pydantic import BaseModel
 
 from penstock.ingest import openai
 from penstock.ingest.anthropic.messages import MESSAGES
+from penstock.ingest.cohere.embed import COHERE_EMBED
+from penstock.ingest.cohere.rerank import RERANKS, SCORE
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import ApiEndpoint
 
-ENDPOINTS: Mapping[str, ApiEndpoint[Any]] = {**openai.ENDPOINTS, MESSAGES.path: MESSAGES}
+ENDPOINTS: Mapping[str, ApiEndpoint[Any]] = {
+    **openai.ENDPOINTS, MESSAGES.path: MESSAGES, COHERE_EMBED.path: COHERE_EMBED, **RERANKS, SCORE.path: SCORE,
+}  # fmt: skip
 """All endpoints, by path. Batches have those of OpenAI alone."""
 
 

@@ -108,6 +108,10 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         # Nothing is cut from the turns: a prompt that is too long is refused.
         "truncation": "openai 3.54",
     },
+    "/v1/embeddings": {"user": "openai 3.54"},
+    # It says which requests Cohere's servers answer first.
+    "/v2/embed": {"priority": "cohere 7.3"},
+    "/v2/rerank": {"priority": "cohere 7.3"},
     "/v1/messages": {
         # Every prompt's KV is looked for, and kept.
         "cache_control": "anthropic 2.12",

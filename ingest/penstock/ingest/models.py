@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import redis.asyncio
@@ -17,11 +17,14 @@ import redis.asyncio
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError, unknown_model_error
 from penstock.ingest.openai.answer_parser import import_response_parser
+from penstock.ingest.openai.endpoint import Task
 from penstock.names import MODELS_KEY, WORKERS_KEY, pipeline_of_worker
 from penstock.redis.client import translate_outages
 
 MODELS_TTL_S = 1.0
 """How long what was read is used."""
+CARD_FIELDS = ("task", "dimensions", "matryoshka", "pooling", "prompts", "default_prompt")
+"""What workers say of a model that computes vectors or scores."""
 Beat = dict[str, Any]
 """A heartbeat, or the fields of one by which a model is noted."""
 
@@ -40,6 +43,13 @@ class ServedModel:
     """The most tokens of prompt and answer that all its workers accept; None: not reported."""
     response_template: dict[str, Any] | None = None
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
+    card: Beat = field(default_factory=dict)
+    """What its workers say of the vectors or scores that it computes; empty if it generates text."""
+
+    @property
+    def task(self) -> Task:
+        """What it does."""
+        return cast("Task", self.card.get("task", "generate"))
 
     @property
     def note(self) -> Beat:
@@ -50,6 +60,7 @@ class ServedModel:
             "since": self.since_s,
             "max_model_len": self.max_model_len,
             "response_template": self.response_template,
+            **self.card,
         }
 
 
@@ -129,7 +140,8 @@ class ServedModels:
             noted = notes.get(_name_field(pipeline, name), beat)
             source, since_s = beat.get("model_source") or name, min(float(beat["since"]), float(noted["since"]))
             for asked in {name, *({source} - names)}:
-                served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s))
+                card = {told: beat[told] for told in CARD_FIELDS if beat.get(told) is not None}
+                served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, card=card))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
                     lengths = [

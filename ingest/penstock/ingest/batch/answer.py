@@ -325,7 +325,7 @@ def apply_terms(args: SubmitArgs, batch: RowTerms) -> SubmitArgs:
     """Apply a batch's terms to a row's request. Raises `ApiError` 403 for a limit above the tenant's."""
     max_tokens = batch.max_request_tokens
     cap_open_answers([args], max_tokens)
-    if max_tokens is not None and args["max_tokens"] > max_tokens:
+    if max_tokens is not None and args.get("max_tokens", 0) > max_tokens:
         message = f"One request may ask for {max_tokens:,} tokens."
         raise ApiError(403, message, param="max_tokens", code="max_tokens_exceeded")
     fixed = SubmitArgs(tenant=batch.tenant, weight=batch.weight, priority_class="batch")

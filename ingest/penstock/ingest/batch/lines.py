@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.ingest.batch.shapes import LineError
+from penstock.ingest.openai.embeddings import EMBEDDINGS
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.messages import MAX_REQUEST_BYTES, Sampling, Usage
 
@@ -129,17 +130,25 @@ def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> BatchRow:
 
 def estimate_row_tokens(row: BatchRow, line: bytes) -> int:
     """Estimate the tokens of a request, prompt and output, from its length and its limit."""
+    if row.url == EMBEDDINGS.path:
+        return len(line) // CHARS_PER_TOKEN
     limits = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
     max_tokens = next((one for one in limits if isinstance(one, int) and one > 0), Sampling().max_tokens)
     count = row.body.get("n")
     return len(line) // CHARS_PER_TOKEN + max_tokens * (count if isinstance(count, int) and count > 1 else 1)
 
 
+def count_inputs(row: BatchRow) -> int:
+    """Return how many texts a request for vectors has; 0 for other requests."""
+    found = row.body.get("input") if row.url == EMBEDDINGS.path else []
+    return len(found) if isinstance(found, list) else 1
+
+
 async def check_lines(
     lines: AsyncIterator[tuple[int, bytes]], urls: tuple[str, ...], max_lines: int
 ) -> tuple[int, list[LineError]]:
     """Return how many requests a file has, and the errors because of which it is refused."""
-    total, errors, seen = 0, list[LineError](), set[bytes]()
+    total, num_inputs, errors, seen = 0, 0, list[LineError](), set[bytes]()
     try:
         async for number, line in lines:
             total += 1
@@ -151,6 +160,11 @@ async def check_lines(
             except InvalidLine as found:
                 errors.append(found.error)
             else:
+                num_inputs += count_inputs(row)
+                if num_inputs > max_lines:
+                    message = f"A batch may have {max_lines:,} inputs of embeddings in all its requests."
+                    errors.append(LineError(code="too_many_inputs", message=message, line=number))
+                    break
                 digest = hashlib.blake2b(row.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
                 if digest in seen:
                     message = f"The custom_id {row.custom_id[:64]!r} was used before in this file."

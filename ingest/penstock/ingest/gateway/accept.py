@@ -23,7 +23,7 @@ the same in their places, and 409 `id_conflict` where it does not.
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -43,13 +43,15 @@ from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import FULL_WAIT_S, Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai.body import Body
+from penstock.ingest.models import ServedModel
+from penstock.ingest.openai.body import ModelBody
 from penstock.ingest.openai.endpoint import (
     AnswerForm,
     ApiEndpoint,
     EarlierTurns,
     StreamMeta,
     SubmitArgs,
+    Task,
     build_request,
     cap_open_answers,
     hash_answer_fields,
@@ -57,10 +59,20 @@ from penstock.ingest.openai.endpoint import (
     name_loosened,
     use_response_template,
 )
+from penstock.ingest.openai.texts import TextsEndpoint
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.streaming.answers import settle_after_end
 from penstock.ingest.tenants import Caller
-from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, EncodedRequest, RequestId, Usage, encode_request, now_s
+from penstock.messages import (
+    MAX_REQUEST_BYTES,
+    ChatMessage,
+    EmbedOptions,
+    EncodedRequest,
+    RequestId,
+    Usage,
+    encode_request,
+    now_s,
+)
 from penstock.names import Pipeline
 from penstock.regions import add_home
 
@@ -121,7 +133,7 @@ async def accept_request(
     caller: Caller,
     headers: RequestHeaders,
     endpoint: ApiEndpoint[Any],
-    body: Body,
+    body: ModelBody,
     arrived_s: float,
     input_items: list[dict[str, Any]] | None = None,
     earlier_turns: EarlierTurns | None = None,
@@ -141,7 +153,10 @@ async def accept_request(
     chain = None if input_items is None else request_id
     if earlier_turns is not None:
         chain = earlier_turns.first_id
+    check_task(endpoint, served)
     made = endpoint.make_requests(body, request_id)
+    if isinstance(endpoint, TextsEndpoint):
+        endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
     names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
     submit_args = [_complete_args(args, caller, headers, chain, retain_s) for args in made]
     form = use_response_template(endpoint, body, submit_args, served.response_template)
@@ -192,6 +207,21 @@ async def accept_request(
     return Accepted(meta, ticket, ignored)
 
 
+_PATHS: Mapping[Task, str] = {
+    "generate": "generates text: send chats to /v1/chat/completions",
+    "embed": "computes vectors: send texts to /v1/embeddings",
+    "score": "scores texts by a query: send both to /v1/rerank",
+}
+"""What models do, and where they are asked for it."""
+
+
+def check_task(endpoint: ApiEndpoint[Any], served: ServedModel) -> None:
+    """Raise `ApiError` 400 if a model does not do what an endpoint asks of it."""
+    if served.task != endpoint.task:
+        message = f"The model {served.name!r} {_PATHS[served.task]}. /v1/models lists the 'task' of each model."
+        raise ApiError(400, message, param="model", code="wrong_task")
+
+
 def _complete_args(
     args: SubmitArgs, caller: Caller, headers: RequestHeaders, chain: str | None, retain_s: int | None
 ) -> SubmitArgs:
@@ -223,7 +253,7 @@ def measure_prompts(submit_args: Sequence[SubmitArgs]) -> PromptSize:
     """
     known, num_bytes, num_tokens = dict[int, PromptSize](), 0, 0
     for args in submit_args:
-        shared = id(args.get("token_ids") or args.get("messages") or args.get("prompt"))
+        shared = id(args.get("token_ids") or args.get("messages") or args.get("prompt") or args.get("texts"))
         if shared not in known:
             known[shared] = _measure_prompt(args)
         num_bytes, num_tokens = num_bytes + known[shared].num_bytes, num_tokens + known[shared].num_tokens
@@ -246,7 +276,7 @@ def _measure_prompt(args: SubmitArgs) -> PromptSize:
 
 
 async def _check_grammar(
-    gateway: Gateway, endpoint: ApiEndpoint[Any], body: Body, submit_args: Sequence[SubmitArgs], form: AnswerForm
+    gateway: Gateway, endpoint: ApiEndpoint[Any], body: ModelBody, submit_args: Sequence[SubmitArgs], form: AnswerForm
 ) -> list[str]:
     """Have the answer's grammar checked, and loosened where it may be. Return how what was left out is named.
 
@@ -286,14 +316,14 @@ async def _admit_request(
     num_prompt_tokens: int,
     headers: RequestHeaders,
 ) -> Ticket:
-    limited = [args["max_tokens"] for args in submit_args if "fit_context" not in args]
+    limited = [args.get("max_tokens", 0) for args in submit_args if "fit_context" not in args]
     try:
         return await gateway.admission.admit(
             caller,
             Pipeline(meta.pipeline),
             submit_args[0].get("priority_class", "interactive"),
             num_prompt_tokens + sum(limited),
-            max_output=sum(args["max_tokens"] for args in submit_args),
+            max_output=sum(args.get("max_tokens", 0) for args in submit_args),
             num_open=len(submit_args) - len(limited),
             max_wait_s=headers.x_penstock_reject_if_busy,
         )
@@ -305,6 +335,10 @@ async def _admit_request(
 
 def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
     yield args.get("prompt") or ""
+    options = args.get("embed")
+    query = (options.query if isinstance(options, EmbedOptions) else None) or ""
+    for text in args.get("texts") or ():
+        yield query + text
     for message in args.get("messages") or ():
         turn = message.model_dump() if isinstance(message, ChatMessage) else message
         yield turn["content"]

@@ -226,9 +226,11 @@ def _describe_request(path: str, fields: Any, caller: Caller) -> RegionAsk:
     """Return what the choice of a region needs to know of a body. Raises `PenstockError` for one that is refused."""
     endpoint = ENDPOINTS[path]
     body = endpoint.parse_body(fields)
-    args = endpoint.make_requests(body, "x")[0]
+    made = endpoint.make_requests(body, "x")
+    args = made[0]
     args["tenant"] = caller.tenant
-    num_tokens, links = measure_prompts([args]).num_tokens, chain_prompt(build_request(args)).links
+    measured = made if "texts" in args else [args]  # choices share their prompt
+    num_tokens, links = measure_prompts(measured).num_tokens, chain_prompt(build_request(args)).links
     return RegionAsk(body.model, args.get("priority_class", "interactive"), num_tokens, links)
 
 

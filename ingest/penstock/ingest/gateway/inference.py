@@ -20,15 +20,17 @@ from penstock.ingest.http.metrics import ACCEPTED_KEY, ARRIVAL_KEY, REGION_KEY, 
 from penstock.ingest.ignored import IGNORED_HEADER, strip_ignored_fields
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai.body import read_json
-from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, Task
 from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.openai.texts import TextsEndpoint
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.ingest.retention import find_retention
 from penstock.ingest.streaming.answers import (
     EVENT_STREAM_CONTENT,
     make_event_stream,
     read_answers,
+    read_parts,
     settle_after_end,
     settle_request,
 )
@@ -63,9 +65,9 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         if ticket is None:
             await gateway.unread.note_reader(meta)
         response: Response
-        if isinstance(body, ResponseBody) and body.background and not body.stream:
+        if isinstance(body, ResponseBody) and body.background and not body.wants_stream:
             response = await _answer_in_background(gateway, meta, ticket)
-        elif body.stream:
+        elif body.wants_stream:
             resume_point = ResumePoint(len(meta.request_ids))
             is_cancelled = headers.x_penstock_cancel_on_disconnect
             response = make_event_stream(gateway, meta, resume_point, ticket, cancel_on_leaving=is_cancelled)
@@ -83,7 +85,7 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         endpoint.path,
         create,
         methods=["POST"],
-        name=endpoint.path.rpartition("/v1/")[2].replace("/", "_"),
+        name=endpoint.path.removeprefix("/v1").strip("/").replace("/", "_"),
         summary=(endpoint.body_model.__doc__ or "").partition("\n")[0],
         response_model=None,
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
@@ -133,7 +135,8 @@ async def _answer_whole(
 ) -> Response:
     """Return the whole answer. If the client leaves before, the request goes on unless its headers say otherwise."""
     try:
-        answers = await run_unless_gone(request, read_answers(gateway, meta))
+        reading = read_parts if isinstance(endpoint, TextsEndpoint) else read_answers
+        answers = await run_unless_gone(request, reading(gateway, meta))
     except RequestError:
         if ticket is not None:
             gateway.run_later(settle_after_end(gateway, meta, ticket))
@@ -149,7 +152,11 @@ async def _answer_whole(
         return Response(status_code=CLIENT_GONE_STATUS)
     await settle_request(gateway, meta, ticket, sum_usage(answer.usage for answer in answers))
     answer_headers = {"x-request-id": meta.id, "location": f"/v1/streams/{meta.id}"}
-    return Response(endpoint.make_answer(meta, answers).model_dump_json(), 200, answer_headers, "application/json")
+    if isinstance(endpoint, TextsEndpoint):  # thousands of vectors take a second
+        answer = await asyncio.to_thread(lambda: endpoint.make_answer(meta, answers).model_dump_json())
+    else:
+        answer = endpoint.make_answer(meta, answers).model_dump_json()
+    return Response(answer, 200, answer_headers, "application/json")
 
 
 async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -182,6 +189,18 @@ class Model(BaseModel):
     """Whether calls and reasoning can be told from its text, so that tools may be offered to it."""
     own: bool = True
     """Whether workers of the gateway's own pipeline serve it."""
+    task: Task = "generate"
+    """What it does: `embed` computes vectors of texts, `score` scores them by a query."""
+    dimensions: int | None = None
+    """How many numbers a vector has."""
+    matryoshka: list[int] | None = None
+    """To how many numbers vectors may be cut; empty: to any."""
+    pooling: str | None = None
+    """How a text's vector is made of those of its tokens."""
+    prompts: dict[str, str] | None = None
+    """The prompts that may be put before each text, by their names."""
+    default_prompt: str | None = None
+    """The name of the prompt of texts for which none is named; empty: none."""
 
 
 class ModelList(BaseModel):
@@ -198,6 +217,7 @@ def _describe_model(gateway: Gateway, served: ServedModel) -> Model:
         max_model_len=served.max_model_len,
         supports_tools=served.response_template is not None,
         own=served.pipeline == gateway.addresses.pipeline,
+        **served.card,
     )
 
 

@@ -5,16 +5,18 @@ from typing import Any
 
 from penstock.ingest.openai.chat import CHAT
 from penstock.ingest.openai.completions import COMPLETIONS
+from penstock.ingest.openai.embeddings import EMBEDDINGS
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.responses import RESPONSES
 
-ENDPOINTS: Mapping[str, ApiEndpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
+ENDPOINTS: Mapping[str, ApiEndpoint[Any]] = {one.path: one for one in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)}
 """All of OpenAI's endpoints, by path."""
 
 
 __all__ = [
     "CHAT",
     "COMPLETIONS",
+    "EMBEDDINGS",
     "ENDPOINTS",
     "RESPONSES",
     "ApiEndpoint",

@@ -143,11 +143,41 @@ def hash_session(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-class Body(StrictModel):
-    """The fields that all endpoints have."""
+class ModelBody(StrictModel):
+    """What the bodies of all endpoints have, those of vectors and scores too."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     """One of those that `/v1/models` lists."""
+
+    @property
+    def num_choices(self) -> int:
+        """How many requests of the pipeline are needed."""
+        return 1
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the answer is sent in pieces."""
+        return False
+
+    def hold_calls(self, template: Mapping[str, Any]) -> ConstrainedCalls | None:
+        """Return what holds answers with calls, by the model's response template; None where they are free.
+
+        Raises `InvalidRequest` if the model's calls cannot be held, and `ApiError` 400.
+        """
+        return None
+
+    def find_grammar(self) -> tuple[str, GrammarSpec] | None:
+        """Return the parameter that has the answer's grammar, and the grammar. Raises `ApiError` 400."""
+        return None
+
+    def dump_options(self) -> dict[str, Any]:
+        """Return what the making of the answer needs of this body: all but its prompt."""
+        return self.model_dump(mode="json", exclude_unset=True, exclude={"messages", "prompt", "input"})
+
+
+class Body(ModelBody):
+    """The fields that all endpoints have which generate text."""
+
     stream: bool | None = None
     """Send the answer in pieces, as server-sent events."""
     stream_options: Annotated[StreamOptions | None, AfterValidator(_check_is_streamed)] = None
@@ -211,16 +241,9 @@ class Body(StrictModel):
     """A grammar in Lark's form that the answer must match."""
 
     @property
-    def num_choices(self) -> int:
-        """How many requests of the pipeline are needed."""
-        return 1
-
-    def hold_calls(self, template: Mapping[str, Any]) -> ConstrainedCalls | None:
-        """Return what holds answers with calls, by the model's response template; None where they are free.
-
-        Raises `InvalidRequest` if the model's calls cannot be held, and `ApiError` 400.
-        """
-        return None
+    def wants_stream(self) -> bool:
+        """Whether the answer is sent in pieces."""
+        return bool(self.stream)
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that is given. They raise `InvalidRequest`."""

@@ -12,7 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,14 +21,16 @@ from penstock.errors import InvalidRequest
 from penstock.grammar.tools import ENDPOINT_TEMPLATE, ConstrainedCalls, leave_schemas
 from penstock.ingest.errors import ApiError, ErrorBody
 from penstock.ingest.openai.answer_parser import CallsForm
-from penstock.ingest.openai.body import Body, invalid_value, parse_body, unsupported_value
+from penstock.ingest.openai.body import Body, ModelBody, invalid_value, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, ChatMessage, EndEvent, FunctionCall, Request, TokenEvent, ToolCall
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=ModelBody)
+Task = Literal["generate", "embed", "score"]
+"""What a model does: it generates text, or computes a vector of each text, or scores texts by a query."""
 NO_TOKEN_LIMIT = 2**31 - 1
 """As a limit of tokens: more than any context has."""
-PROMPT_FIELDS = ("prompt", "messages", "token_ids", "chat_template_kwargs")
+PROMPT_FIELDS = ("prompt", "messages", "token_ids", "chat_template_kwargs", "texts", "embed")
 """The fields of `SubmitArgs` that have the prompt."""
 
 
@@ -137,6 +139,8 @@ class ApiEndpoint(ABC, Generic[B]):
     """The model of the body of an error."""
     tool_schema = "tools.*.function.parameters"
     """Where bodies have the schemas of tools."""
+    task: Task = "generate"
+    """What it asks of a model."""
     parses_answers = False
     """Whether it tells calls and reasoning from the text, where the model has a response template."""
 
@@ -198,7 +202,7 @@ def make_stream_meta(
         model=body.model,
         created=int(time.time()),
         request_ids=make_request_ids(request_id, body.num_choices),
-        options=body.model_dump(mode="json", exclude_unset=True, exclude={"messages", "prompt", "input"}),
+        options=body.dump_options(),
         body_hash=body_hash,
         pipeline=pipeline,
         tenant=tenant,
@@ -241,7 +245,7 @@ def use_response_template(
         grammar = None if held is None else held.make_spec()
     except InvalidRequest as error:
         raise invalid_value("tools", str(error)) from None
-    if grammar is not None and body.ignore_eos:
+    if grammar is not None and getattr(body, "ignore_eos", None):
         raise invalid_value(
             "ignore_eos", "it cannot be used where calls follow a grammar: after its end nothing follows"
         )
@@ -254,7 +258,7 @@ def use_response_template(
     return AnswerForm(template, "held" if held.answer is None else "or_json", held.loose_names)
 
 
-def _hold_calls(body: Body, template: Mapping[str, Any]) -> ConstrainedCalls | None:
+def _hold_calls(body: ModelBody, template: Mapping[str, Any]) -> ConstrainedCalls | None:
     """Return what holds a body's answers with calls. An endpoint has the schemas of tools with its question."""
     held = body.hold_calls(template)
     if template != ENDPOINT_TEMPLATE or held is None:

@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.client.core import Answer, Event, build_answer, raise_on_error
-from penstock.errors import BusUnavailable, PenstockError
+from penstock.errors import BusUnavailable, Cancelled, PenstockError, RequestError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.batch.answer import gather_answers
 from penstock.ingest.http.metrics import STREAM_KEY, GatewayMetrics
@@ -99,6 +99,30 @@ async def read_answers(streams: Streams, meta: StreamMeta) -> list[Answer]:
             for request_id, updates in zip(meta.request_ids, streams.read_events(meta), strict=True)
         ]
     )
+
+
+async def read_parts(streams: Streams, meta: StreamMeta) -> list[Answer]:
+    """Return as `read_answers`, and cancel the other requests at the first error: an answer needs all of them.
+
+    Where an earlier reader has cancelled requests, the error of another one is raised, as it was there.
+    """
+    pairs = zip(meta.request_ids, streams.read_events(meta), strict=True)
+    tasks = [asyncio.create_task(_read_answer(request_id, updates)) for request_id, updates in pairs]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        if any(isinstance(error, RequestError) and not isinstance(error, Cancelled) for error in failed):
+            with suppress(BusUnavailable):
+                await streams.cancel_requests(meta)
+        elif failed:
+            await asyncio.wait(tasks)
+            failed = [error for task in tasks if (error := task.exception()) is not None]
+        if failed:
+            raise min(failed, key=lambda error: isinstance(error, Cancelled))
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _read_answer(request_id: str, updates: AsyncGenerator[list[Event], None]) -> Answer:

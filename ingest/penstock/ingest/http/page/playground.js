@@ -33,7 +33,8 @@ export class Playground {
 
   /** Fill the list of models, and say why nothing can be sent while there is none. Throws as `ask`. */
   async findModels() {
-    const { data } = await askJson("/v1/models");
+    const { data: listed } = await askJson("/v1/models");
+    const data = listed.filter(({ task }) => (task ?? "generate") === "generate"); // the others answer no chat
     const others = data.filter(({ own: isOwn }) => isOwn === false);
     const own = data.filter((model) => !others.includes(model));
     const none = others.length ? "No worker of this pipeline serves a model yet; one of another pipeline may be chosen."

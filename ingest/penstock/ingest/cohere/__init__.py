@@ -1,0 +1,1 @@
+"""Cohere's endpoints for vectors and for ranking, and vLLM's for scores, as data. No I/O."""
