@@ -67,6 +67,7 @@ def test_what_stays_is_in_its_tenants_topics_alone(run_world: RunWorld) -> None:
     "words",
     [
         pytest.param("--seed 77770020 --requests 31", id="a bug ends a line of a batch"),
+        pytest.param("--seed 5 --level regions --rate gateways=1", id="an outage while a gateway asks who answers"),
         pytest.param("--seed 20002959 --level streams", id="a long prompt behind one whose reading never ends"),
         pytest.param(
             "--seed 5055 --rate bug=0.02 --rate gateways=0.6 --rate batches=0.3 --rate endpoint=0",

@@ -443,7 +443,7 @@ FLAWS = (
     Flaw(
         "results of aborted transactions are copied", "docker/mirror/eu-us.properties",
         "eu->us.consumer.isolation.level = read_committed", "eu->us.consumer.isolation.level = read_uncommitted",
-        "regions", (*LOST, "crash=0.01", "kill_s=5"),
+        "regions", (*LOST, "stall=0.1", "crash=0.02", "kill_s=0"),
     ),
     Flaw(
         "topics of a tenant that stays are copied", "docker/mirror/eu-us.properties",

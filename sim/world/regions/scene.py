@@ -19,7 +19,7 @@ import redis
 from penstock.bus.contract import Publisher
 from penstock.client.core import StreamReader, prepare_message
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.errors import AdoptionRefused, BusUnavailable
+from penstock.errors import AdoptionRefused, BusUnavailable, StreamDiverged
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.regions.adopting import AdoptionSettings, adopt_region, give_back, read_marks
 from penstock.ingest.regions.returning import JOINED_LASTS_S, LOOK_S
@@ -47,7 +47,7 @@ from sim.world.ways import PRODUCERS, Place
 
 REGIONS_LEVEL = "regions"
 OPERATOR = f"{PEER}-operator"
-LOST_S = (15.0, 60.0)
+LOST_S = (15.0, 40.0)
 """How long a region is lost. What its gateways said of joining is over by then."""
 NOTICED_S = (1.0, 15.0)
 """How long it takes until an operator has it adopted."""
@@ -55,7 +55,7 @@ GIVEN_BACK_S = 400.0
 """How long an operator waits until a region can be given back."""
 SPAN_S = 3.0
 """The time for each client."""
-LOSSES = ("dies", "dies", "dies", "is stopped", "is cut off", "is parted")
+LOSSES = (*["dies"] * 5, "is stopped", "is cut off", "is parted")
 """How `eu` is lost: all of it dies; it stands still; nobody connects to or from it; `us` cannot connect to it."""
 
 
@@ -167,7 +167,8 @@ class RegionScene(Scene):
             self.ways.away_until_s[HOME] = loss.over_s
         for place in self.places:
             if find_region(place.name) == HOME and loss.how == "dies":
-                self._kill(place, "region", lasts_s + self.chance.uniform(0.0, 5.0))
+                # A gateway may be back long after the workers, which wait for it.
+                self._kill(place, "region", lasts_s + self.chance.uniform(0.0, 5.0 if place.stage else 60.0))
             elif find_region(place.name) == HOME and loss.how == "is stopped" and place.process is not None:
                 place.process.stands_until_s = loss.over_s
         if self.chance.random() < 0.8:
@@ -303,6 +304,13 @@ class RegionScene(Scene):
                 events = list(reader.feed_log(records[at].read_log(request.id, reader.log_after)))
             except redis.RedisError:
                 events, at = [], 1 - at
+            except StreamDiverged as error:
+                if at:
+                    told = {"reader": "first", "error": type(error).__name__, "story": str(error)}
+                    self._note({"what": "failed", "id": request.id, **told})
+                    return
+                # Its home has given it away before the first token, of which this reader has seen some elsewhere.
+                events, reader, at = [], StreamReader(last), 1
             num_empty = 0 if events else num_empty + 1
             at = 0 if num_empty > 8 and not self.ways.is_away(homes[0]) else at
             for event in events:

@@ -14,6 +14,7 @@ A request that came through two regions is answered here, or refused if only ano
 import asyncio
 import re
 from collections.abc import Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx2
@@ -22,7 +23,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.bus.placement import chain_prompt
-from penstock.errors import PenstockError
+from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.errors import to_api_error
 from penstock.ingest.gateway.accept import MIN_THREAD_BYTES, measure_prompts
@@ -118,10 +119,10 @@ class RegionLayer:
                 return _Target(choose_home(caller.tenant, key, keepers) if keepers else self._peers.own, "key")
             if len(hops) >= MAX_HOPS:
                 return _Target(self._peers.own, "hops")
-            if len(body) < MIN_THREAD_BYTES:
-                ask = _describe_request(path, fields, caller)
-            else:
-                ask = await asyncio.to_thread(_describe_request, path, fields, caller)
+            describe = partial(_describe_request, path, fields, caller)
+            ask = describe() if len(body) < MIN_THREAD_BYTES else await asyncio.to_thread(describe)
+        except BusUnavailable:
+            raise  # where it is answered is not known now
         except PenstockError:
             return here  # its route refuses it, and says why
         return self._choose(ask._replace(allowed=allowed - {hop.region for hop in hops}))
