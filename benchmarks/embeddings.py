@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, draw_boxes, measure_in_turns, print_table
+from benchmarks.embeddings_library import run_library
 from benchmarks.peers.setup import environment_python, is_installed
-from benchmarks.systems import open_stack
+from benchmarks.systems import PipedProcess, open_stack
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import PenstockError
 from penstock.local.processes import find_free_port, start_child
@@ -56,8 +56,9 @@ EmbedAll = Callable[[Sequence[str]], np.ndarray]
 def make_encoder(shape: str, directory: Path) -> str:
     """Write an encoder with random weights, which pools by the mean and normalises. Return where it is."""
     import torch
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel, logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(1)
     config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=MAX_TOKENS, **SHAPES[shape])
     BertModel(config).save_pretrained(directory)
@@ -95,32 +96,16 @@ def draw_texts(seed: int, count: int) -> list[str]:
     return ["".join(chance.choices(words, k=length)) for length in lengths]
 
 
-def run_library(model: str, pipe: Connection) -> None:
-    """Compute the vectors of texts that come through a pipe, with sentence-transformers."""
-    import torch
-    from sentence_transformers import SentenceTransformer
-
-    torch.set_num_threads(NUM_THREADS)
-    loaded = SentenceTransformer(model, device="cpu")
-    while (texts := pipe.recv()) is not None:
-        pipe.send(loaded.encode(texts, batch_size=32, show_progress_bar=False))
-
-
 @contextmanager
 def open_library(model: str) -> Iterator[EmbedAll]:
     """Start sentence-transformers in a process of its own."""
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=run_library, args=(model, there), daemon=True)
-    process.start()
+    process = PipedProcess(get_context("spawn"), run_library, model, NUM_THREADS)
 
     def embed_all(texts: Sequence[str]) -> np.ndarray:
-        here.send(list(texts))
-        return np.asarray(here.recv())
+        return np.asarray(process.ask(list(texts)))
 
     yield embed_all
-    here.send(None)
-    process.join(30)
+    process.close()
 
 
 @contextmanager

@@ -423,7 +423,7 @@ def test_up_whose_data_would_lie_in_a_file_is_refused(tmp_path: Path) -> None:
             ({"model": "demo", "kafka": ""}, False, ""),
             ({"model": "other", "kafka": ""}, False, "workers that serve other, not demo, one on "),
             ({"model": "demo", "kafka": "h:1"}, False, "read from Kafka at h:1, this command sends to Redis Streams"),
-            ({"model": "demo", "kafka": ""}, True, "workers that have an engine of their own, one on "),
+            ({"model": "demo", "kafka": ""}, True, "a worker that has an engine of its own for text, one on "),
         ],
         pytest.mark.proof,
     ),

@@ -1,5 +1,7 @@
 """`penstock up DIRECTORY` with a checkpoint for vectors, as a command."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +34,9 @@ def test_one_command_serves_a_checkpoint_for_vectors(tmp_path: Path) -> None:
         assert (beat["stage"], beat["model"], beat["model_source"]) == ("embed", "tiny", str(directory))
         assert (beat["task"], beat["dimensions"], beat["pooling"], beat["max_model_len"]) == ("embed", 48, "mean", 120)
         assert (beat["prompts"], beat["default_prompt"], beat["matryoshka"]) == ({"query": "bar "}, "query", None)
+        line = next(line for line in log.read_text().splitlines() if line.startswith("Try: curl"))
+        answer = subprocess.run(["sh", "-c", line.removeprefix("Try: ")], capture_output=True, check=True, text=True)
+        assert len(json.loads(answer.stdout)["data"][0]["embedding"]) == 48
         with Client(addresses) as client:
             texts = [draw_text(4), draw_text(9)]
             found = client.result(client.submit(texts=texts), timeout_s=PATIENCE_S).vectors

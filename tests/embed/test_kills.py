@@ -32,10 +32,14 @@ def disarmed() -> Iterator[None]:
     failpoints.disarm()
 
 
-def run_until_death(line: EmbedPipeline, worker: Worker) -> None:
-    with pytest.raises(Died):
-        line.run_until(lambda: False)
-    line.kill(worker)
+def run_until_death(line: EmbedPipeline, worker: Worker, num_results: int) -> bool:
+    """Return whether the worker died before there were so many results."""
+    try:
+        line.run_until_results(num_results)
+    except Died:
+        line.kill(worker)
+        return True
+    return False
 
 
 @pytest.mark.parametrize("bus", ["embedded", "kafka"])
@@ -47,9 +51,12 @@ def test_a_worker_dies_at_each_step(make_pipeline: MakeEmbedPipeline, bert: Embe
         request = line.send(None, texts=texts)
         for armed in filter(None, (BEFORE.get(point), point)):
             failpoints.arm_action(armed, die, passage=1)
-            run_until_death(line, worker)
+            has_died = run_until_death(line, worker, count)
             failpoints.disarm()
-            worker = line.add_embed_worker(bert, count)
+            # A bus that is quick delivers the message again before anybody takes it over: then it is claimed.
+            assert has_died or armed == "endpoint.1.taken"
+            if has_died:
+                worker = line.add_embed_worker(bert, count)
         result = next(one for one in line.run_until_results(count) if one.id == request.id)
         line.run_until(worker.is_settled)
         assert (result.error, result.usage.completion_tokens) == (None, 0)

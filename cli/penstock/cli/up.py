@@ -117,21 +117,25 @@ def choose_gateway_port(given: int | None) -> int | None:
     return (given or load_settings(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
 
 
-def build_curl_body(model: str = "") -> dict[str, object]:
+CURL_PATHS = {"embed": "/v1/embeddings", "score": "/v1/rerank"}
+"""Where models are asked that generate no text, by their task."""
+
+
+def build_curl_body(model: str = "", task: str = "") -> dict[str, object]:
     """Return the body of a request to the gateway, for the model of the settings unless another one is given."""
-    return {
-        "model": model or load_settings(EngineSettings).find_served_name(),
-        "prompt": "In the beginning",
-        "max_tokens": 40,
-        "stream": True,
+    texts: dict[str, dict[str, object]] = {
+        "embed": {"input": ["In the beginning"]},
+        "score": {"query": "What was first?", "documents": ["In the beginning", "At the end"]},
     }
+    asked = texts.get(task, {"prompt": "In the beginning", "max_tokens": 40, "stream": True})
+    return {"model": model or load_settings(EngineSettings).find_served_name()} | asked
 
 
-def format_curl_command(gateway_url: str, model: str = "") -> str:
-    """Return a shell command that sends this body, by no proxy, and prints the stream."""
+def format_curl_command(gateway_url: str, model: str = "", task: str = "") -> str:
+    """Return a shell command that sends this body, by no proxy, and prints the answer."""
     no_proxy = "--noproxy '*' " if getproxies().get("http") else ""
-    url = shlex.quote(f"{gateway_url}/v1/completions")
-    return f"curl -N {no_proxy}{url} -d '{json.dumps(build_curl_body(model))}'"
+    url = shlex.quote(gateway_url + CURL_PATHS.get(task, "/v1/completions"))
+    return f"curl -N {no_proxy}{url} -d '{json.dumps(build_curl_body(model, task))}'"
 
 
 def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> str:
@@ -314,16 +318,15 @@ def wait_until_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
 
 def print_hints(stack: Stack, console: Console, kv_directory: str = "") -> None:
     """Print what can be done now, as commands that work from another shell."""
-    model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
+    served = next((one for one in read_worker_status(stack.addresses) if one.get("model")), {})
+    model, task = str(served.get("model", "")), str(served.get("task", ""))
     console.print(f"Penstock is up: {f'{model}, ' if model else ''}pipeline {stack.addresses.pipeline}")
-    is_embedding = any(worker.stage == "embed" for worker in stack.workers)
-    if not is_embedding:
+    if not task:
         generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
         console.print(f"Try: {generate}    (Ctrl-C stops)")
     if kv_directory and kv_directory != load_settings(KVSettings).disk_dir:
         command = format_shell_command(stack.addresses, "penstock kv stats")
         console.print(f"KV blocks: {DISK_DIR_VARIABLE}={shlex.quote(kv_directory)} {command}")
     if stack.gateway is not None:
-        if not is_embedding:
-            console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")
+        console.print(f"{'Try:' if task else 'Or: '} {format_curl_command(stack.gateway_url, model, task)}")
         console.print(f"Programs: base URL {stack.gateway_url}/v1, model {model!r}. The page: {stack.gateway_url}/")

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from penstock.config.settings import KVSettings
 from penstock.errors import DependencyMissing, KVStoreError
-from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.tiers.contract import Tier, TierEntry, TierUsage
 from penstock.redis.urls import hide_password
 
@@ -91,6 +90,7 @@ def open_tiers(
 
 
 def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[TierLocation]:
+    from penstock.kvstore.arena.arena import Arena
     from penstock.kvstore.arena.file import find_arenas
     from penstock.kvstore.tiers.host import HostTier
 
@@ -105,6 +105,7 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
 
 
 def _open_disk_tiers(settings: KVSettings, tell: Callable[[str], None]) -> Iterator[TierLocation]:
+    from penstock.kvstore.arena.arena import Arena
     from penstock.kvstore.arena.directory import find_slot_files
     from penstock.kvstore.tiers.host import HostTier
 

@@ -8,6 +8,7 @@ and MirrorMaker. What is judged stands in docs/regions.md, "The promise".
 import contextlib
 import random
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -32,7 +33,7 @@ from penstock.messages import (
     encode_request,
     extract_request_id,
 )
-from penstock.names import CLASSES, FINGERPRINTS_KEY, REGION_JOINED_KEY, STAGES, WorkerKind
+from penstock.names import CLASSES, FINGERPRINTS_KEY, REGION_JOINED_KEY, STAGES, WorkerKind, copy_topic
 from penstock.redis.client import redis_client
 from penstock.regions import add_home, find_home
 from penstock.worker.joining import wait_until_joined
@@ -297,26 +298,26 @@ class RegionScene(Scene):
         """Read an answer to its end, at its home, or where that is away or says so at the region that adopted it."""
         homes = [find_home(request.id, REGIONS) or HOME, PEER]
         records = [self.servers.open_record(f"{region}-client-{request.id}", RecordSettings()) for region in homes]
-        reader, last, texts, num_empty, at = StreamReader(), None, "", 0, 0
+        reader, last, texts, num_empty, at, least = StreamReader(), None, "", 0, 0, 0
         cancel_after = chance.randrange(24) if "cancelled" in may else None
         while True:
             try:
                 events = list(reader.feed_log(records[at].read_log(request.id, reader.log_after)))
             except redis.RedisError:
-                events, at = [], 1 - at
+                events, at = [], max(least, 1 - at)
             except StreamDiverged as error:
                 if at:
                     told = {"reader": "first", "error": type(error).__name__, "story": str(error)}
                     self._note({"what": "failed", "id": request.id, **told})
                     return
                 # Its home has given it away before the first token, of which this reader has seen some elsewhere.
-                events, reader, at = [], StreamReader(last), 1
+                events, reader, at, least = [], StreamReader(last), 1, 1
             num_empty = 0 if events else num_empty + 1
-            at = 0 if num_empty > 8 and not self.ways.is_away(homes[0]) else at
+            at = least if num_empty > 8 and not self.ways.is_away(homes[0]) else at
             for event in events:
                 is_end, code = isinstance(event, EndEvent), getattr(getattr(event, "error", None), "code", "")
                 if is_end and code == "answer_interrupted" and at == 0:
-                    reader, at = StreamReader(last), 1
+                    reader, at, least = StreamReader(last), 1, 1
                     break
                 texts += event.text
                 last = event.id if isinstance(event, TokenEvent) else last
@@ -408,7 +409,7 @@ class RegionScene(Scene):
             findings += check_history([*told, *seen])
         answered = {one["id"] for one in self.history if one["what"] == "result"}
         findings += [Finding("lost", one, "it was accepted, and has no result") for one in self.accepted - answered]
-        return findings + self._judge_adoptions(adopted)
+        return findings + self._judge_adoptions(adopted) + self._judge_copies()
 
     def _allow(self, submitted: Entry, where: str, adopted: dict[str, float]) -> Entry:
         """Return what a client sent, with the errors that may end it in a region, or for its readers."""
@@ -441,6 +442,13 @@ class RegionScene(Scene):
                 if topic != results and at_s <= adoption.looked_s and is_open and name not in adopted:
                     findings.append(Finding("lost", name, "it was copied and open, and is not adopted"))
         return findings
+
+    def _judge_copies(self) -> list[Finding]:
+        """Find copies of results that `eu` has not committed, or not as often: they look like answers, and are none."""
+        results, copies = self.pipeline.results_topic, copy_topic(HOME, self.pipeline.results_topic)
+        committed = Counter(one.key for one in self.servers.parts[HOME].bus.read_all(results))
+        copied = Counter(one.key for one in self.servers.parts[PEER].bus.read_all(copies))
+        return [Finding("wrong", key or "", "a copied result was not committed") for key in copied - committed]
 
     def _judge_returned(self, name: str, adoption: Adoption) -> list[Finding]:
         """Find results that `eu` has settled though it had to know that `us` has adopted a request."""

@@ -210,7 +210,7 @@ CallerDep = Annotated[Caller, Depends(find_caller)]
 """The parameter of a route that needs a key: `caller: CallerDep`."""
 
 
-def find_asked(request: Request, x_penstock_peer: Annotated[str, Header()] = "") -> Gateway:
+async def find_asked(request: Request, x_penstock_peer: Annotated[str, Header()] = "") -> Gateway:
     """Return the gateway that a peer asks. Raises `ApiError` 404 for all who do not know `PENSTOCK_REGION_SECRET`."""
     gateway = get_gateway(request)
     if gateway.peers is None or not gateway.is_peer(x_penstock_peer):
