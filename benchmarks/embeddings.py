@@ -196,11 +196,14 @@ def compare_sides(shape: str, given: Arguments, rounds: int, num_texts: int) -> 
             sides[INFINITY] = exits.enter_context(open_infinity(model, Path(folder)))
         some = draw_texts(0, 64)
         wanted = sides[LIBRARY](some)
-        for name, embed_all in sides.items():
+        for name, embed_all in list(sides.items()):
             least = find_least_cosine(embed_all(some), wanted)
             print(f"{shape}, {name}: least cosine to {LIBRARY} {least:.7f}")
+            if least < 0.9999 and name == PIPELINE:
+                raise PenstockError("the pipeline's vectors are others")
             if least < 0.9999:
-                raise PenstockError(f"the vectors of {name} are others")
+                print(f"{name} computes other vectors, and is left out")
+                del sides[name]
 
         def measure(name: str, number: int) -> float:
             texts = draw_texts(1 + number, num_texts)
@@ -214,8 +217,8 @@ def compare_sides(shape: str, given: Arguments, rounds: int, num_texts: int) -> 
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    shapes = given.choose_size({"110m": 256, "22m": 1024}, {"110m": 96, "22m": 384}, {"smoke": 64})
-    rounds, figures, charts = given.choose_size(7, 3, 1), dict[str, float](), dict[str, dict[str, list[float]]]()
+    shapes = given.choose_size({"110m": 256, "22m": 1024}, {"22m": 128}, {"smoke": 64})
+    rounds, figures, charts = given.choose_size(7, 2, 1), dict[str, float](), dict[str, dict[str, list[float]]]()
     for shape, num_texts in shapes.items():
         found = compare_sides(shape, given, rounds, num_texts)
         print_table(found, "texts a second")
