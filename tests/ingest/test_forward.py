@@ -91,11 +91,16 @@ def busy(region: Region, peer: Region) -> Iterator[None]:
     def read_waits() -> list[float]:
         return [one.see(region.name)["models"]["m"]["wait_s"]["interactive"] or 0.0 for one in (region, peer)]
 
+    def can_take_over() -> bool:
+        model = region.see(peer.name)["models"]["m"]
+        return model["wait_s"]["interactive"] is not None and model["coverage"] > 0
+
     if not region.list_ids():
         post(region, PROMPT, **{"idempotency-key": pick_key(region.name)})
     region.tell_speed(100.0 * len(region.list_ids()))
     try:
         wait_for(lambda: min(read_waits()) > 5, "it is known that requests wait")
+        wait_for(can_take_over, "it is known that the peer has room")
         yield
     finally:
         region.tell_speed(FAST)
