@@ -45,7 +45,7 @@ SHAPES = {
 }
 VOCABULARY, MAX_TOKENS = 30_522, 512
 MEDIAN_TOKENS, SIGMA = 100, 0.7
-"""Of the log-normal number of a text's tokens: 128 in the mean."""
+"""A text's number of tokens is log-normal with these two: 128 in the mean."""
 NUM_CLIENTS, NUM_THREADS = 64, 1
 MODEL = "encoder"
 LIBRARY, PIPELINE, INFINITY = "sentence-transformers", "pipeline", "infinity"

@@ -79,7 +79,7 @@ class Extent:
     """Requests of so long do not count: the caches fill."""
     day_s: float
     day_workers: int
-    """Of each region, in the days."""
+    """How many workers each region has in the days."""
     num_seeds: int
     num_processes: int
     loads: Sequence[float] = LOADS

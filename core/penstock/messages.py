@@ -8,7 +8,6 @@ import base64
 import codecs
 import hashlib
 import json
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -264,7 +263,7 @@ class Sampling(Wire):
 
 
 class EmbedOptions(Wire):
-    """What is computed of a request's texts: a vector of each, or with a `query` one score of each."""
+    """Says how a request's texts are computed: to a vector of each, or with a `query` to one score of each."""
 
     query: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Each text is scored by how well it answers this one, by the model's own activation."""
@@ -281,7 +280,7 @@ class EmbedOptions(Wire):
 
 
 class Vectors(Wire):
-    """What was computed of each text of a request, in their order."""
+    """The vectors or scores of a request's texts, in the order of the texts."""
 
     size: int = Field(ge=1)
     """How many numbers each text has: the dimensions of its vector, or 1 for a score."""
@@ -289,18 +288,14 @@ class Vectors(Wire):
     """All numbers as float32, little-endian, in base64."""
 
     @classmethod
-    def pack(cls, numbers: bytes, size: int) -> Self:
+    def pack_floats(cls, numbers: bytes, size: int) -> Self:
         """Return the message of numbers that are float32, little-endian."""
         return cls(size=size, data=base64.b64encode(numbers).decode())
 
-    def unpack_bytes(self) -> list[bytes]:
-        """Return the numbers of each text, as float32, little-endian."""
+    def split_floats(self) -> list[bytes]:
+        """Return the numbers of each text, as float32, little-endian. Raise `ValueError` where they are not base64."""
         numbers, step = base64.b64decode(self.data), 4 * self.size
         return [numbers[start : start + step] for start in range(0, len(numbers), step)]
-
-    def unpack(self) -> list[list[float]]:
-        """Return the numbers of each text."""
-        return [list(struct.unpack(f"<{self.size}f", one)) for one in self.unpack_bytes()]
 
 
 class Request(Wire):
@@ -557,7 +552,7 @@ class Result(Wire):
     prompt_tokens: list[PromptToken] | None = Field(default=None, fail_fast=True)
     """The tokens of the prompt, if the request asks for their log probabilities."""
     vectors: Vectors | None = None
-    """What was computed of each text, if the request has `texts` and wants it here."""
+    """The vectors or scores, if the request has `texts` and wants them here."""
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
@@ -622,7 +617,7 @@ class EndEvent(Wire):
     of it in place of a token id (`piece_token`). `usage` has the tokens that the endpoint counted."""
 
     vectors: Vectors | None = None
-    """What was computed of each text of a request that has `texts`."""
+    """The vectors or scores, if the request has `texts`."""
 
     @property
     def num_events(self) -> int:

@@ -59,9 +59,10 @@ from sim.chaos.two_regions import (
     RegionClients,
     RegionsRound,
     find_accepted_twice,
+    keep_alive,
     list_sessions,
     prepare_asked,
-    tend,
+    restart_dead,
     wait_tending,
 )
 from sim.forked import pause_process, preload_modules
@@ -211,7 +212,7 @@ class Operator:
     def __init__(
         self, plan: AdoptionRound, kafkas: MirroredKafkas, regions: tuple[Region, Region], history: History
     ) -> None:
-        self._plan, self._kafkas, self._regions, self._history = plan, kafkas, regions, history
+        self._plan, self._kafkas, self.regions, self._history = plan, kafkas, regions, history
         self.eu, self.us = regions
         self._chance = random.Random(f"{plan.seed}/operator")
         self.adoptions = list[Adoption]()
@@ -225,7 +226,7 @@ class Operator:
         mishap = mishaps[(self._plan.seed * self._plan.kills + number) % len(mishaps)]
         self._note(mishap)
         self._have_mishap(mishap, number, producers)
-        self.tend(self._chance.uniform(0.5, MAX_UNTIL_KILL_S))
+        keep_alive(self.regions, self._chance.uniform(0.5, MAX_UNTIL_KILL_S))
         producers.send_some(NUM_LAST)
         time.sleep(self._chance.uniform(0.0, 2.0))
         is_stop = number % (KILLS_A_STOP + 1) == KILLS_A_STOP
@@ -240,24 +241,13 @@ class Operator:
         adopted = self._adopt(died_s, was_killed=not is_stop)
         adopted.is_after_fault = mishap in LONG_MISHAPS
         if is_stop:
-            self._tend_peer(max(0.0, died_s + STOPPED_S - now_s()))
+            keep_alive([self.us], max(0.0, died_s + STOPPED_S - now_s()))
             self._continue_home()
         else:
             self._kafkas.eu.start()
             self.eu.return_reachable()
         adopted.home_results = {result.id for result in read_results(self.eu)}
         self._come_back(clients)
-
-    def tend(self, for_s: float) -> None:
-        """Start again what died, for some time."""
-        until_s = time.monotonic() + for_s
-        while time.monotonic() < until_s:
-            tend(self._regions)
-
-    def _tend_peer(self, for_s: float) -> None:
-        until_s = time.monotonic() + for_s
-        while time.monotonic() < until_s:
-            tend([self.us])
 
     def _note(self, kind: str) -> None:
         self.counts[kind] += 1
@@ -277,7 +267,7 @@ class Operator:
             case "no mirror":
                 self._kafkas.mirror.kill()
                 if self._chance.random() < 0.5:  # else `eu` dies meanwhile
-                    self.tend(LONG_FAULT_S)
+                    keep_alive(self.regions, LONG_FAULT_S)
                     self._kafkas.mirror.start()
             case _:
                 ways = {
@@ -285,7 +275,7 @@ class Operator:
                 }.get(mishap, [self.eu.proxy, self.us.proxy, self._kafkas.relay])  # fmt: skip
                 for proxy in ways:
                     proxy.stop_forwarding()
-                self.tend(LONG_FAULT_S)
+                keep_alive(self.regions, LONG_FAULT_S)
                 for proxy in ways:
                     proxy.forward_normally()
 
@@ -348,7 +338,7 @@ class Operator:
         self.adoptions.append(adopted)
         until_s = time.monotonic() + self._plan.patience_s
         while (missing := left - answered) and time.monotonic() < until_s:
-            tend([self.us])
+            restart_dead([self.us])
             answered = {result.id for result in read_results(self.us)}
         adopted.answered_s = time.monotonic() - begun_s
         for one in missing:
@@ -359,11 +349,11 @@ class Operator:
 
     def _come_back(self, clients: RegionClients) -> None:
         """Let the processes of `eu` start, wait until it has joined and readers have what was adopted; give it back."""
-        wait_tending(self._has_joined, self._regions, self._plan.patience_s)
+        wait_tending(self._has_joined, self.regions, self._plan.patience_s)
         self.eu.stack.wait_until_ready(self._plan.patience_s)
-        wait_tending(lambda: self.eu.sees(self.us) and self.us.sees(self.eu), self._regions, self._plan.patience_s)
+        wait_tending(lambda: self.eu.sees(self.us) and self.us.sees(self.eu), self.regions, self._plan.patience_s)
         reading = clients.list_reading()
-        wait_tending(lambda: not reading & clients.list_reading(), self._regions, self._plan.patience_s)
+        wait_tending(lambda: not reading & clients.list_reading(), self.regions, self._plan.patience_s)
         told = self.us.command("give-back", "eu")
         if told.returncode:
             raise PenstockError(f"it is not given back: {told.stderr or told.stdout}")
@@ -421,7 +411,7 @@ def run_adoptions(plan: AdoptionRound, directory: Path) -> AdoptionOutcome:
         with RegionClients(asking, regions, history) as clients, Producers(plan.seed, eu, history) as producers:
             for number in range(plan.kills):
                 operator.play_turn(number, clients, producers)
-            operator.tend(MAX_UNTIL_KILL_S)
+            keep_alive(operator.regions, MAX_UNTIL_KILL_S)
             producers.stop()
             clients.stop_sending()
             wait_tending(lambda: clients.is_idle, regions, 2 * plan.patience_s)
@@ -436,7 +426,7 @@ def run_adoptions(plan: AdoptionRound, directory: Path) -> AdoptionOutcome:
             record_topics(region.stack, history, region=region.name)
         record_results(read_results(eu, add_tenant(Pipeline(PIPELINE).results_topic, STAYS)), history, region="eu")
         leaks = list(find_leaks(us))
-    entries, found, counts = judge(read_history(path), operator.adoptions)
+    entries, found, counts = judge_history(read_history(path), operator.adoptions)
     counts["residency_leaks"] = len(leaks)
     found += [*check_history(entries), *clients.findings, *find_accepted_twice(accepted), *operator.findings, *leaks]
     return AdoptionOutcome(
@@ -477,7 +467,9 @@ def find_leaks(us: Region) -> Iterator[Finding]:
                 yield Finding("leaked", message.key or "", f"a message of {STAYS} is in {topic} of us")
 
 
-def judge(history: Iterable[Entry], adoptions: Iterable[Adoption]) -> tuple[list[Entry], list[Finding], Counter[str]]:
+def judge_history(
+    history: Iterable[Entry], adoptions: Iterable[Adoption]
+) -> tuple[list[Entry], list[Finding], Counter[str]]:
     """Return the history without what the promise allows, what it does not allow of two results, and counts.
 
     Taken out are readers that ended with `answer_interrupted`, and results of `eu` beside one of `us` of the same

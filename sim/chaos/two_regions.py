@@ -135,7 +135,7 @@ class Region:
         self.proxy.__exit__()
 
     def return_reachable(self) -> None:
-        """Let the other region reach it again; what died starts with the next `tend`."""
+        """Let the other region reach it again; what died starts with the next `restart_dead`."""
         self.proxy = self._make_proxy(self.proxy.port)
         self.proxy.__enter__()
 
@@ -396,8 +396,8 @@ class RegionFaults:
                 self._history.add_entry("fault", kind=kind, region=region.name)
                 with self._injected(kind, region):
                     self.counts[kind] += 1
-                    self._tend(FAULT_S)
-                self._tend(QUIET_S)
+                    keep_alive(self._regions, FAULT_S)
+                keep_alive(self._regions, QUIET_S)
 
     @contextlib.contextmanager
     def _injected(self, kind: Fault, region: Region) -> Iterator[None]:
@@ -423,14 +423,15 @@ class RegionFaults:
         region.proxy.delay_replies(0.0)
         region.proxy.forward_normally()
 
-    def _tend(self, for_s: float) -> None:
-        """Start again what died, for some time."""
-        until_s = time.monotonic() + for_s
-        while time.monotonic() < until_s:
-            tend(self._regions)
+
+def keep_alive(regions: Sequence[Region], for_s: float) -> None:
+    """Start again what dies of some regions, for some time."""
+    until_s = time.monotonic() + for_s
+    while time.monotonic() < until_s:
+        restart_dead(regions)
 
 
-def tend(regions: Sequence[Region]) -> None:
+def restart_dead(regions: Sequence[Region]) -> None:
     """Start again what died, and wait for a moment."""
     for region in regions:
         region.stack.restart_dead()
@@ -481,7 +482,7 @@ def wait_tending(condition: Callable[[], bool], regions: Sequence[Region], patie
     while not condition():
         if time.monotonic() > until_s:
             raise PenstockError(f"two regions do not get ready, or their clients are not done, in {patience_s:g} s")
-        tend(regions)
+        restart_dead(regions)
 
 
 def list_sessions(region: Region) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sim.chaos.adopted_region import Adoption, judge
+from sim.chaos.adopted_region import Adoption, judge_history
 from sim.chaos.checker import check_history
 from sim.chaos.two_regions import name_events
 
@@ -19,7 +19,7 @@ def result(region: str, *tokens: int, **more: Any) -> dict[str, Any]:
 def find_kinds(entries: Entries, adoption: Adoption) -> list[str]:
     """Return the kinds of findings in a history about the request `one`."""
     told = {"what": "submitted", "id": "one", "tokens": [7, 8], "text": "", "finish": "length", "may": [], "calls": []}
-    kept, found, _ = judge([told, {"what": "accepted", "id": "one"}, *entries], [adoption])
+    kept, found, _ = judge_history([told, {"what": "accepted", "id": "one"}, *entries], [adoption])
     return [finding.kind for finding in (*found, *check_history(kept))]
 
 

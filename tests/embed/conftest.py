@@ -1,22 +1,22 @@
 """A pipeline of embed workers in this process, with a tiny model."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
-from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings
 from penstock.embed_worker.checkpoint import open_checkpoint
 from penstock.embed_worker.engine import EmbedEngine
 from penstock.embed_worker.model import EmbedModel
 from penstock.embed_worker.role import EmbedRole
-from penstock.names import Pipeline
 from penstock.worker.worker import Worker
 from tests.embed.checkpoints import write_checkpoint, write_reranker
-from tests.endpoint.conftest import EndpointPipeline
+from tests.endpoint.conftest import EndpointPipeline, open_pipeline
+
+__all__ = ["open_pipeline"]
+"""A fixture of the endpoint workers' tests, which pytest finds here."""
 
 MODEL = "tiny"
 
@@ -41,21 +41,9 @@ MakeEmbedPipeline = Callable[[str], EmbedPipeline]
 
 
 @pytest.fixture
-def make_pipeline(
-    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, exits: ExitStack
-) -> MakeEmbedPipeline:
+def make_pipeline(open_pipeline: Callable[[type[EmbedPipeline], str], EmbedPipeline]) -> MakeEmbedPipeline:
     """Makes the pipeline on `embedded`, `kafka`, or `memory`."""
-
-    def make(bus: str) -> EmbedPipeline:
-        addresses = None
-        if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
-            monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
-        if bus != "memory":
-            kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
-            addresses = Addresses(pipeline=pipeline.name, stream_url=request.getfixturevalue("redis_url"), kafka=kafka)
-        return exits.enter_context(closing(EmbedPipeline(pipeline, addresses)))
-
-    return make
+    return partial(open_pipeline, EmbedPipeline)
 
 
 @pytest.fixture

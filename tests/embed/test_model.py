@@ -28,7 +28,7 @@ def measure_cosine(some: Floats, others: Floats) -> float:
 
 
 def compute(model: EmbedModel, texts: list[str], **options: Any) -> Floats:
-    return model.compute(model.read_texts(texts, EmbedOptions(**options)))
+    return model.compute_rows(model.read_texts(texts, EmbedOptions(**options)))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -100,7 +100,7 @@ def test_the_longest_text_is_the_one_that_the_checkpoint_says(tmp_path: Path) ->
     assert model.max_length == 130  # its positions, without the one of padding
     (row,) = model.read_texts([draw_text(200)], EmbedOptions(truncate="end"))
     assert len(row) == 130
-    assert np.isfinite(model.compute([row])).all()
+    assert np.isfinite(model.compute_rows([row])).all()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_last_token_is_the_one_that_the_tokenizer_files_demand(tmp_path: Pat
     whole = AutoModel.from_pretrained(directory).eval()
     with torch.inference_mode():
         last = whole(torch.tensor([rows[0].token_ids])).last_hidden_state[0, -1:]
-    assert measure_cosine(model.compute(rows)[:1], last.numpy()) >= 0.99999
+    assert measure_cosine(model.compute_rows(rows)[:1], last.numpy()) >= 0.99999
 
 
 def test_nothing_is_unpickled_and_no_code_is_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.client.core import build_answer, make_request
+from penstock.client.core import build_answer, make_request, unpack_floats
 from penstock.embed_worker.engine import EmbedEngine, EmbedSequence
 from penstock.embed_worker.model import EmbedModel, Floats, TextRow
 from penstock.errors import REFUSED_TEXTS
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.in_memory
 
 def read_vectors(found: Vectors | None) -> Floats:
     assert found is not None
-    return np.array(found.unpack(), dtype=np.float32)
+    return np.array([unpack_floats(one) for one in found.split_floats()], dtype=np.float32)
 
 
 @pytest.mark.proof
@@ -119,8 +119,8 @@ class FailingModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def compute(self, rows: Sequence[TextRow]) -> Floats:
-        found = self.model.compute(rows)
+    def compute_rows(self, rows: Sequence[TextRow]) -> Floats:
+        found = self.model.compute_rows(rows)
         bad = [index for index, row in enumerate(rows) if row.token_ids == self.bad.token_ids]
         if bad and self.num_failures:
             self.num_failures -= 1
@@ -182,7 +182,7 @@ class CountingModel:
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
 
-    def compute(self, rows: Sequence[TextRow]) -> Floats:
+    def compute_rows(self, rows: Sequence[TextRow]) -> Floats:
         self.batches.append([len(row) for row in rows])
         return np.zeros((len(rows), 2), dtype=np.float32)
 

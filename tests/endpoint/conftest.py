@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -79,24 +80,31 @@ def engine_of(worker: Worker) -> EndpointEngine:
 
 
 MakeEndpointPipeline = Callable[..., EndpointPipeline]
+P = TypeVar("P", bound=EndpointPipeline)
 
 
 @pytest.fixture
-def make_pipeline(
+def open_pipeline(
     request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, exits: ExitStack
-) -> MakeEndpointPipeline:
-    """Makes the pipeline on `embedded`, `kafka`, or `memory`."""
+) -> Callable[[type[P], str], P]:
+    """Opens a kind of pipeline on `embedded`, `kafka`, or `memory`."""
 
-    def make(bus: str) -> EndpointPipeline:
+    def open_kind(kind: type[P], bus: str) -> P:
         addresses = None
         if bus != "kafka":  # only Kafka delivers late: an idle worker may ask often
             monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
         if bus != "memory":
             kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
             addresses = Addresses(pipeline=pipeline.name, stream_url=request.getfixturevalue("redis_url"), kafka=kafka)
-        return exits.enter_context(closing(EndpointPipeline(pipeline, addresses)))
+        return exits.enter_context(closing(kind(pipeline, addresses)))
 
-    return make
+    return open_kind
+
+
+@pytest.fixture
+def make_pipeline(open_pipeline: Callable[[type[EndpointPipeline], str], EndpointPipeline]) -> MakeEndpointPipeline:
+    """Makes the pipeline on `embedded`, `kafka`, or `memory`."""
+    return partial(open_pipeline, EndpointPipeline)
 
 
 @pytest.fixture

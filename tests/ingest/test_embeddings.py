@@ -49,7 +49,7 @@ def compute_score(query: str, text: str) -> float:
 def end(numbers: list[list[float]], num_tokens: int) -> EndEvent:
     packed = b"".join(struct.pack(f"<{len(one)}f", *one) for one in numbers)
     usage = Usage(prompt_tokens=num_tokens)
-    return EndEvent(finish_reason="stop", usage=usage, vectors=Vectors.pack(packed, len(numbers[0])))
+    return EndEvent(finish_reason="stop", usage=usage, vectors=Vectors.pack_floats(packed, len(numbers[0])))
 
 
 def compute(request: Request) -> EndEvent:

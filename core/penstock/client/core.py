@@ -140,7 +140,7 @@ class Answer:
     stop: str | None = None
     """The stop string that ended it, if asked for."""
     vectors: Vectors | None = None
-    """What was computed of each text, if the request has `texts`."""
+    """The vectors or scores, if the request has `texts`."""
 
 
 class BaseClient(ABC):
@@ -316,7 +316,7 @@ def join_vectors(places: Sequence[int], answers: Sequence[Answer], *, is_score: 
 
 def _unpack_vectors(vectors: Vectors) -> list[bytes]:
     try:
-        return vectors.unpack_bytes()
+        return vectors.split_floats()
     except ValueError:
         raise ModelError("an answer's vectors are not base64") from None
 

@@ -12,7 +12,6 @@ and is tried again as often as a request may fail.
 
 import contextlib
 import logging
-import threading
 import time
 import traceback
 from collections import deque
@@ -29,11 +28,10 @@ from penstock.errors import ModelError, OutOfMemory, RequestError, is_failure
 from penstock.messages import EmbedOptions, Logprobs, Usage, Vectors
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.running_mean import RunningMean
+from penstock.worker.whole_engine import EVENT_WAIT_S, WholeEngine
 
 log = logging.getLogger(__name__)
 
-EVENT_WAIT_S = 0.02
-"""Seconds that the loop waits for a batch while it has requests. After that it polls for further ones."""
 MAX_BATCHES_AHEAD = 2
 """Batches with the thread: the one that it computes, and the next, so that it never waits for the loop."""
 NUM_BATCHES_SORTED = 8
@@ -52,7 +50,7 @@ class TextModel(Protocol):
 
     batch_tokens: int
 
-    def compute(self, rows: Sequence[TextRow]) -> Floats:
+    def compute_rows(self, rows: Sequence[TextRow]) -> Floats:
         """Return the numbers of each row."""
 
 
@@ -116,21 +114,20 @@ class _Batch(NamedTuple):
     """The numbers of the rows, and the seconds that they took."""
 
 
-class EmbedEngine:
+class EmbedEngine(WholeEngine):
     """Computes the texts of requests."""
 
     def __init__(
         self, model: TextModel, count_computed: Callable[[PriorityClass, int, int], object] = lambda *_: None
     ) -> None:
         """`count_computed` is called with the class, the tokens and the cached tokens of each request that is done."""
+        super().__init__()
         self._model, self._count_computed = model, count_computed
         self._sequences: dict[str, EmbedSequence] = {}
         self._batches: deque[_Batch] = deque()
-        self._ended: list[Ended] = []
         self._shares: list[StepShare] = []
         self._speed = RunningMean(SPEED_TOKENS)
         """Seconds for each token: the tokens are the weight."""
-        self._wake = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="computing")
 
     @property
@@ -198,27 +195,10 @@ class EmbedEngine:
         """What each row of the batch under way took of the step."""
         return self._shares
 
-    def store_full_blocks(self) -> bool:
-        """Return False: there is no KV here."""
-        return False
-
-    def collect_events(self) -> Iterable[Ended]:
-        """Return the ends of the requests that are computed, or failed."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def is_moving_blocks(self) -> bool:
-        """Return whether ends of answers were not collected yet."""
-        return bool(self._ended)
-
     def wait_for_event(self) -> None:
         """Wait a moment at most for a batch, or for `wake_waiter`."""
         self._wake.wait(EVENT_WAIT_S)
         self._wake.clear()
-
-    def wake_waiter(self) -> None:
-        """End the current wait, or else the next one. Any thread may call this."""
-        self._wake.set()
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat: how many requests wait. Any thread may call it."""
@@ -274,7 +254,7 @@ class EmbedEngine:
     def _compute(self, rows: Sequence[TextRow]) -> tuple[Floats, float]:
         """Return the numbers of each row, and the seconds that they took. The thread calls this."""
         begun_s = time.monotonic()
-        return self._model.compute(rows), time.monotonic() - begun_s
+        return self._model.compute_rows(rows), time.monotonic() - begun_s
 
     # What was computed
 
@@ -302,7 +282,7 @@ class EmbedEngine:
             return
         usage = Usage(prompt_tokens=seq.num_prompt_tokens)
         self._count_computed(seq.priority_class, seq.num_prompt_tokens, 0)
-        self._end(seq, Outcome("stop", usage=usage, vectors=Vectors.pack(cut.tobytes(), cut.shape[1])))
+        self._end(seq, Outcome("stop", usage=usage, vectors=Vectors.pack_floats(cut.tobytes(), cut.shape[1])))
 
     def _handle_failure(self, seqs: Collection[EmbedSequence], rows: Sequence[_Row], error: BaseException) -> None:
         """End the request whose batch failed, or have the requests of a batch computed apart."""

@@ -32,4 +32,4 @@ def run_embed_worker(*, next_name: bool = False) -> None:
         metrics = process.make_metrics(name)
         engine = EmbedEngine(model, metrics.count_prompt)
         role = EmbedRole(process.pipeline, name, model, engine, settings.model)
-        process.serve(role, metrics, model_source=settings.model, **model.describe())
+        process.serve(role, metrics, model_source=settings.model, **model.describe_model())

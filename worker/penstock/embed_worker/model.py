@@ -79,7 +79,7 @@ class EmbedModel:
         if self.default_prompt and self.default_prompt not in self._model.prompts:
             raise ModelLoadError(f"it has no prompt {self.default_prompt!r}: {self._list_prompts()}")
 
-    def describe(self) -> dict[str, Any]:
+    def describe_model(self) -> dict[str, Any]:
         """Return what the heartbeat says of the model beside its names."""
         return {
             "max_model_len": self.max_length,
@@ -165,7 +165,7 @@ class EmbedModel:
     # Computing
 
     @torch.inference_mode()
-    def compute(self, rows: Sequence[TextRow]) -> Floats:
+    def compute_rows(self, rows: Sequence[TextRow]) -> Floats:
         """Return the numbers of each row. Raise what the libraries raise."""
         width = max(map(len, rows))
         fill = self._tokenizer.pad_token_id or 0

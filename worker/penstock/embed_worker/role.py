@@ -59,7 +59,7 @@ class EmbedRole(WholeRole):
         return min(most, self.engine.count_free(priority_class, mean_tokens)) - num_read
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """The names by which callers may ask for the model."""
         return (self.model_name, self._source)
 
@@ -106,8 +106,8 @@ class EmbedRole(WholeRole):
 
     def count_usage(self, task: Task) -> Usage:
         """Return the tokens of the texts, once they are computed."""
-        is_told = task.outcome is not None and task.outcome.usage is not None
-        return task.outcome.usage if is_told else Usage()  # type: ignore[union-attr, return-value]
+        outcome = task.outcome
+        return Usage() if outcome is None or outcome.usage is None else outcome.usage
 
     # For the heartbeat.
 

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +31,10 @@ from penstock.messages import Logprobs, Request, Usage
 from penstock.names import CLASSES, PriorityClass, piece_token
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.worker.failure import confine_error
+from penstock.worker.whole_engine import EVENT_WAIT_S, WholeEngine
 
 log = logging.getLogger(__name__)
 
-EVENT_WAIT_S = 0.02
-"""Seconds that the loop waits for text while it has requests. After that it polls for further ones."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that a leaving worker waits for the threads of its answers."""
 NEVER_ALONE = ("401", "407", "429", "503")
@@ -143,7 +141,7 @@ class SampledPiece:
         return piece_token(self.text)
 
 
-class EndpointEngine:
+class EndpointEngine(WholeEngine):
     """Asks endpoints for the answers of requests."""
 
     def __init__(
@@ -154,6 +152,7 @@ class EndpointEngine:
         count_retry: Callable[[str], None] = lambda code: None,
     ) -> None:
         """`record` says how often a request may fail. `count_retry` is called with the cause of each retry."""
+        super().__init__()
         self.endpoints, self.settings = endpoints, settings
         self._record, self._count_retry = record, count_retry
         self._sequences: dict[str, EndpointSequence] = {}
@@ -162,8 +161,6 @@ class EndpointEngine:
         """Answers that are not wanted any more, whose threads may still run."""
         self._arrived: queue.SimpleQueue[tuple[EndpointReply, ReplyEvent]] = queue.SimpleQueue()
         self._pieces: list[SampledPiece] = []
-        self._ended: list[Ended] = []
-        self._wake = threading.Event()
 
     def count_free(self) -> int:
         """Return how many more requests can be asked for now.
@@ -226,26 +223,9 @@ class EndpointEngine:
         """Nothing: servers compute the answers."""
         return ()
 
-    def store_full_blocks(self) -> bool:
-        """Return False: there is no KV here."""
-        return False
-
-    def collect_events(self) -> Iterable[Ended]:
-        """Return the ends of answers whose text was handed over."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def is_moving_blocks(self) -> bool:
-        """Return whether ends of answers were not collected yet."""
-        return bool(self._ended)
-
     def wait_for_event(self) -> None:
         """Wait a moment at most for text, or for `wake_waiter`."""
         self._wake.wait(EVENT_WAIT_S)
-
-    def wake_waiter(self) -> None:
-        """End the current `wait_for_event`, or else the next one. Any thread may call this."""
-        self._wake.set()
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat: how many requests wait, and why no endpoint can be asked. Any thread may call

@@ -58,7 +58,7 @@ class WholeRole(Role):
         request, outcome = None, None
         try:
             request = decode_message(Request, delivery.value)
-            check_addressee(request, delivery.priority_class, *self.names)
+            check_addressee(request, delivery.priority_class, *self.model_names)
             self.check_request(request)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
@@ -81,7 +81,7 @@ class WholeRole(Role):
         return task
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """The names by which callers may ask for the model."""
         return (self.model_name,)
 

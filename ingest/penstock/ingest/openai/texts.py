@@ -52,7 +52,7 @@ class TextsBody(ModelBody):
         return "interactive"
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def request_parts(self) -> list[Part]:
         """What each request of the pipeline computes."""
         parts, first = list[Part](), 0
         for texts, options in self.list_texts():
@@ -64,12 +64,12 @@ class TextsBody(ModelBody):
     @property
     def num_choices(self) -> int:
         """How many requests of the pipeline are needed."""
-        return len(self.parts)
+        return len(self.request_parts)
 
     def dump_options(self) -> dict[str, Any]:
         """Return all but the texts, and where those of the requests belong."""
         fields = self.model_dump(mode="json", exclude_unset=True, exclude={*self.text_fields})
-        return fields | {"places": [*chain.from_iterable(part.places for part in self.parts)]}
+        return fields | {"places": [*chain.from_iterable(part.places for part in self.request_parts)]}
 
 
 T = TypeVar("T", bound=TextsBody)
@@ -87,7 +87,7 @@ class TextsEndpoint(ApiEndpoint[T]):
             SubmitArgs(
                 id=one, model=body.model, priority_class=body.priority_class, texts=part.texts, embed=part.options
             )
-            for one, part in zip(ids, body.parts, strict=True)
+            for one, part in zip(ids, body.request_parts, strict=True)
         ]
 
     def choose_prompt(self, body: T, requests: Sequence[SubmitArgs], known: Collection[str]) -> None:
