@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.ingest import errors
 from penstock.ingest.errors import ApiError
 from penstock.ingest.models import ServedModels
 from penstock.names import MODELS_KEY, Pipeline
@@ -38,8 +39,11 @@ async def test_a_model_has_the_context_that_all_its_workers_take(
         assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == expected
 
 
-async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redis_url: str, pipeline: Pipeline) -> None:
+async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two directories of one name are two models: each is found by its path."""
+    monkeypatch.setattr(errors, "MAX_NAMED", 10_000)  # other tests' models are served by this Redis as well
     name, other = pipeline.name, Pipeline(f"{pipeline.name}-other")
     for served, source in ((pipeline, f"/a/{name}"), (other, f"/b/{name}")):
         beat(redis_url, served, model=name, model_source=source)
@@ -53,6 +57,13 @@ async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redi
             await models.find_model("nothing")
         assert f"/a/{name}" not in str(unknown.value)
         assert {name, f"/a/{name}", f"/b/{name}"} <= set(await models.read_names() or ())
+
+
+def test_an_unknown_models_error_names_some_and_counts_the_rest() -> None:
+    names = [f"m-{number:02}" for number in range(errors.MAX_NAMED + 3)]
+    assert str(errors.unknown_model_error("x", names)).endswith(f"{names[errors.MAX_NAMED - 1]!r} and 3 more.")
+    assert str(errors.unknown_model_error("x", [*names[:2], names[0]])).endswith("Served here: 'm-00', 'm-01'.")
+    assert str(errors.unknown_model_error("x", ())).endswith("No model is served now.")
 
 
 async def test_the_models_of_the_gateways_own_pipeline_come_first(redis_url: str, pipeline: Pipeline) -> None:
