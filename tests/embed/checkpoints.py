@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
 WORDS = [f"{one}{end}" for one in ("bar", "cold", "dune", "echo", "fern", "gale", "hill") for end in ("", "s", "ing")]
@@ -41,6 +41,10 @@ KINDS = {
     "mpnet": Kind("mpnet", config=BODY | {"pad_token_id": 0}, positions=POSITIONS + 1),
     "distilbert": Kind("distilbert", config=DISTIL),
     "modernbert": Kind("modernbert", config=BODY | {"local_attention": 16, "global_attn_every_n_layers": 2}),
+    "mistral": Kind(
+        "mistral", "lasttoken", DECODER | {"tie_word_embeddings": False, "sliding_window": None},
+        ("<s> $A </s>", "<s> $A </s> $B </s>"), tokenizer={"padding_side": "left"},
+    ),
     "qwen3": Kind(
         "qwen3", "lasttoken", DECODER, ("$A </s>", "$A </s> $B </s>"),
         tokenizer={"tokenizer_class": "Qwen2Tokenizer", "padding_side": "left"},
@@ -85,11 +89,15 @@ def fill_weights(module: torch.nn.Module, seed: int) -> None:
                 weight.add_(0.1 * drawn)
 
 
-def write_checkpoint(directory: Path, name: str = "bert", *, max_length: int = 120, **about: Any) -> Path:
-    """Write a checkpoint for vectors. `about` is what it says of itself, such as prompts."""
+def write_checkpoint(
+    directory: Path, name: str = "bert", *, max_length: int = 120, generates: bool = False, **about: Any
+) -> Path:
+    """Write a checkpoint for vectors, of a model that also `generates` text or not. `about` is what it says of itself,
+    such as prompts.
+    """
     kind = KINDS[name]
     directory.mkdir(parents=True, exist_ok=True)
-    model = AutoModel.from_config(_make_config(kind)).eval()
+    model = (AutoModelForCausalLM if generates else AutoModel).from_config(_make_config(kind)).eval()
     fill_weights(model, 3)
     model.save_pretrained(directory)
     write_tokenizer(directory, kind, max_length)

@@ -11,8 +11,9 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModel
 
 from penstock.config.settings import EngineSettings
-from penstock.embed_worker.checkpoint import is_for_embedding, open_checkpoint
-from penstock.embed_worker.model import EmbedModel, Floats, cut_vectors
+from penstock.embed_worker.model import EmbedModel
+from penstock.engine.vectors import Floats, cut_vectors
+from penstock.engine.weights.modules import is_for_embedding, open_checkpoint
 from penstock.errors import InvalidRequest, ModelLoadError, PromptTooLong, RequestError
 from penstock.messages import EmbedOptions
 from tests.embed.checkpoints import KINDS, draw_text, write_checkpoint, write_json, write_reranker
@@ -97,7 +98,7 @@ def test_long_texts_are_cut_where_the_request_says(bert: EmbedModel, first: str)
 
 def test_the_longest_text_is_the_one_that_the_checkpoint_says(tmp_path: Path) -> None:
     model = open_model(write_checkpoint(tmp_path, "roberta", max_length=500))
-    assert model.max_length == 130  # its positions, without the one of padding
+    assert model.card.max_length == 130  # its positions, without the one of padding
     (row,) = model.read_texts([draw_text(200)], EmbedOptions(truncate="end"))
     assert len(row) == 130
     assert np.isfinite(model.compute_rows([row])).all()

@@ -8,7 +8,8 @@ import pytest
 
 from penstock.client.core import build_answer, make_request, unpack_floats
 from penstock.embed_worker.engine import EmbedEngine, EmbedSequence
-from penstock.embed_worker.model import EmbedModel, Floats, TextRow
+from penstock.embed_worker.model import EmbedModel
+from penstock.engine.vectors import Floats, TextRow
 from penstock.errors import REFUSED_TEXTS
 from penstock.messages import EmbedOptions, EndEvent, Vectors
 from penstock.names import CLASSES, PriorityClass

@@ -10,7 +10,7 @@ from opentelemetry.trace import NonRecordingSpan, Span
 
 from penstock.bus.joined import JoinedMember
 from penstock.config.settings import StaySettings
-from penstock.engine.contract import Loaded, Stored
+from penstock.engine.contract import EngineEvent, Loaded
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.telemetry import tracing
@@ -69,7 +69,7 @@ def note_loaded(worker: Worker) -> list[Loaded]:
     loaded, engine = list[Loaded](), serving_engine(worker)
     collect = engine.collect_events
 
-    def noted() -> Iterator[Loaded | Stored]:
+    def noted() -> Iterator[EngineEvent]:
         for event in collect():
             loaded.extend([event] if isinstance(event, Loaded) else [])
             yield event

@@ -25,8 +25,8 @@ from penstock.cli.up_checks import describe_workers, find_obstacles, list_runnin
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.config.sources import variable_name
-from penstock.embed_worker.checkpoint import is_for_embedding
 from penstock.endpoint_worker.endpoints import parse_urls
+from penstock.engine.weights.modules import find_decoder, is_for_embedding
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.ops.status import read_worker_status
@@ -264,6 +264,7 @@ def up(
     num_auto, bounds = parse_auto(auto)
     engine = load_engine_settings(model, served_name, endpoint_source)
     is_embedding = not endpoint_source and engine.model != "demo" and is_for_embedding(engine.model)
+    is_embedding = is_embedding and find_decoder(Path(engine.model).expanduser()) is None
     workers = choose_workers(
         {"prefill": prefill, "decode": decode, "auto": num_auto},
         endpoint_source,

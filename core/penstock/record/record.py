@@ -29,6 +29,8 @@ FINISH = load_script("penstock.record", "finish")
 HANDED = load_script("penstock.record", "handed")
 RELEASE = load_script("penstock.record", "release")
 RENEW = load_script("penstock.record", "renew")
+KEEP_VECTORS_MS = 300_000
+"""For how long a record with vectors is kept at most, unless the operator says: they are large."""
 
 Args = list[str | int | bytes]
 
@@ -270,7 +272,9 @@ class Record:
             end = end.model_copy(update={"pieces": claim.num_tokens})
         times = end.timings
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
-        return end, self._keep_ms + min(took_ms, self._pending_ms)
+        is_short = end.vectors is not None and "keep_s" not in self._settings.model_fields_set
+        keep_ms = min(self._keep_ms, KEEP_VECTORS_MS) if is_short else self._keep_ms
+        return end, keep_ms + min(took_ms, self._pending_ms)
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
         """Note that jobs are durable, and end the claims, in one round trip. Return for each False if decode has the

@@ -26,6 +26,8 @@ from penstock.worker_speed import WorkerSpeed
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
     from penstock.engine.sequence import Sequence as EngineSequence
+    from penstock.engine.text.texts import TextReader
+    from penstock.engine.vectors import TextRequest
     from penstock.kvstore.block import PromptBlocks
 
 
@@ -45,6 +47,10 @@ class ModelCard(Protocol):
         """The template by which transformers tells calls and reasoning from an answer's text. None if they cannot be
         told.
         """
+
+    @property
+    def text_reader(self) -> "TextReader | None":
+        """Reads texts, if the model computes vectors of them."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -295,6 +301,9 @@ class InferenceEngine(TokenSource, Protocol):
 
         Raises `PromptTooLong` for one that can never run, and `InvalidRequest` for unknown token ids.
         """
+
+    def add_texts(self, request: "TextRequest", tenant: str, weight: float, *, is_suspect: bool = False) -> None:
+        """Compute the vectors of a request's texts; an `Ended` tells that all are there. Raises as `add_request`."""
 
     def lease_request(self, request_id: str, owner: str) -> None:
         """Lease the blocks of a request to a job, those that are stored and those that will be: another worker goes on

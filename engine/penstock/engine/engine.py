@@ -135,6 +135,8 @@ class Engine:
         """Matrix shapes on which the native kernels are slower than torch, as text."""
         self._plan: Plan = []
         """The step that was begun."""
+        self._vectors: list[tuple[Sequence, NDArray[np.float32]]] = []
+        """The vectors that the last step has computed. They are in their sequences once it has succeeded."""
         self.step_shares: list[tuple[Sequence, Stage, float]] = []
         """What each row of the last finished step took of it; all together 1."""
         self._step_begun_s = 0.0
@@ -381,6 +383,7 @@ class Engine:
             return []
         if self.speculates and any(seq.num_output_tokens for seq, _ in plan):
             draft_tokens(plan, self.scheduler, self._usual_step_tokens)
+        self._vectors = []
         before, do_answers_wait = [seq.num_computed_tokens for seq, _ in plan], self._do_answers_wait(plan)
         self.step_shares, expected_s = share_step(self.scheduler.cost, plan)
         try:
@@ -396,6 +399,8 @@ class Engine:
                 self.num_drafted_tokens += len(seq.draft)
                 seq.draft = []
         sampled = self._append_tokens(drawn)
+        for seq, vector in self._vectors:
+            seq.set_vector(vector)
         ended_s = time.perf_counter()
         if expected_s and do_answers_wait:
             self.scheduler.gap_pace.record_step(ended_s - self._last_step_ended_s, expected_s)
@@ -472,7 +477,20 @@ class Engine:
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
         self._collect_prompt_logprobs(batch, logits)
+        self._vectors += self._read_vectors(batch, runner)
         return self._sample(batch, logits)
+
+    def _read_vectors(self, batch: StepBatch, runner: ModelRunner) -> list[tuple[Sequence, NDArray[np.float32]]]:
+        """Return the vectors of the prompts without output that the step has computed. Raises `SequenceFailed`."""
+        found, row = [], 0
+        for seq in batch.sampled_sequences if batch.keeps_hidden else ():
+            if seq.is_pooled:
+                vector: NDArray[np.float32] = runner.hidden[row].float().cpu().numpy()
+                if not np.isfinite(vector).all():
+                    raise SequenceFailed(seq, ModelError(NOT_FINITE))
+                found.append((seq, vector))
+            row += 1 + len(seq.draft)
+        return found
 
     def _write_tails(self, plan: Plan) -> None:
         """Write the partial blocks that sequences were handed over with."""
@@ -519,7 +537,9 @@ class Engine:
         Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.
         Raises `SequenceFailed` if a sequence cannot go on in its grammar, or its logits are no numbers.
         """
-        seqs = batch.sampled_sequences
+        seqs = [seq for seq in batch.sampled_sequences if not seq.is_pooled]
+        if not seqs:
+            return []
         masks = dict(zip(seqs, self._compute_batch_masks(seqs), strict=True))
         params: list[SamplingParams] = []
         rows: list[int] = []

@@ -29,7 +29,7 @@ class State(Enum):
     RUNNING = "running"
     """Admitted: holds blocks for its tokens, and gets more as it grows."""
     DONE = "done"
-    """It has `max_new_tokens` output tokens, or was removed."""
+    """It has `max_new_tokens` output tokens, or its vector, or was removed."""
 
 
 _NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,), State.DONE: ()}
@@ -63,10 +63,14 @@ class Sequence:
     With `num_prompt_logprobs` the log probabilities of the prompt's tokens are collected as it is computed, and of that
     many likeliest tokens at each place. Cached blocks have no logits, so its own are computed even if they are cached.
 
+    An `is_pooled` sequence has no output: it is done once its prompt is computed, and `vector` is what the model's head
+    would read at the last token.
+
     An `is_suspect` sequence may make a step fail: it is computed alone until one of its tokens was sampled.
     """
 
     num_retained_blocks = 0
+    vector: "NDArray[np.float32] | None" = None
 
     def __init__(
         self,
@@ -89,13 +93,14 @@ class Sequence:
         was_handed_off: bool = True,
         retain_s: float = 0.0,
         since_s: float = 0.0,
+        is_pooled: bool = False,
         context: Any = None,
     ) -> None:
         self.id, self.priority_class, self.since_s = id, priority_class, since_s
         self.sampling, self.seed, self.max_new_tokens = sampling, seed, max_new_tokens
         self.tenant, self.weight = tenant, weight
         """The tenant's share of the tokens where tenants compete."""
-        self.is_suspect = is_suspect
+        self.is_suspect, self.is_pooled = is_suspect, is_pooled
         self.grammar = grammar
         self.num_prompt_logprobs = num_prompt_logprobs
         self._blocks, self.lease_owner, self.was_handed_off = blocks, lease_owner, was_handed_off and not lease_owner
@@ -238,6 +243,12 @@ class Sequence:
         self.num_preemptions += 1
         self.num_computed_tokens = 0
         self.block_table = []
+
+    def set_vector(self, vector: NDArray[np.float32]) -> None:
+        """Set the vector of a prompt that is computed. It is done."""
+        assert self.is_pooled
+        self.is_suspect, self.vector = False, vector
+        self.move_to(State.DONE)
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token. The sequence is no longer suspect then, and done if it was the last one allowed."""

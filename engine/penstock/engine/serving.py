@@ -11,15 +11,27 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, StepShare, Stored
+from penstock.engine.contract import (
+    Ended,
+    EngineLimits,
+    Loaded,
+    ModelCard,
+    SampledToken,
+    SequenceProgress,
+    StepShare,
+    Stored,
+)
 from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
 from penstock.engine.sequence import Sequence, State
+from penstock.engine.vectors import TextRequest, normalize
+from penstock.errors import SequenceFailed
 from penstock.kvstore.block import BlockKey, PromptBlocks
 from penstock.kvstore.retention import RetentionChange
 from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
+from penstock.messages import Sampling
 from penstock.names import CLASSES, PriorityClass
 from penstock.worker_speed import WorkerSpeed
 
@@ -126,6 +138,10 @@ class ServingEngine:
         self.core, self.store = core, store
         self._seqs: dict[str, Sequence] = {}
         """By id: the requests that it has, those included whose blocks are being loaded."""
+        self._rows: dict[str, tuple[Sequence, TextRequest, int]] = {}
+        """By id: the prompts of texts that are not computed yet, and of which request they are the how manieth."""
+        self._ended: list[Ended] = []
+        """The ends of requests with texts that were not collected yet."""
         self._transfers = self._make_transfers()
         self._retentions = store.make_retentions(core.num_blocks * store.layout.payload_bytes)
 
@@ -161,7 +177,7 @@ class ServingEngine:
         At most `max_tokens` of each request count.
         """
         classes = CLASSES[: CLASSES.index(priority_class) + 1]
-        seqs = self._seqs.values()
+        seqs = [*self._seqs.values(), *(seq for seq, *_ in self._rows.values())]
         waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.priority_class in classes]
         return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting)
 
@@ -200,8 +216,42 @@ class ServingEngine:
             load.states = StateSearch(blocks, positions, self.core.states.find_start(seq, num_tokens))
         self._transfers.submit_load(load)
 
+    def add_texts(self, request: TextRequest, tenant: str, weight: float, *, is_suspect: bool = False) -> None:
+        """Compute the vectors of a request's texts, each as a prompt without output; an `Ended` tells the end.
+
+        Prefixes of its prompts that are in the pool are not computed again. Nothing is read from the stores and nothing
+        written there: texts are seldom asked for twice, and would take the room of chats. Raises what the core's
+        `check_sequence` raises.
+        """
+        rows = [
+            Sequence(
+                f"{request.id}#{place}",
+                row.token_ids,
+                sampling=Sampling(max_tokens=1),
+                seed=0,
+                max_new_tokens=1,
+                block_keys=[key.hash for key in self.hash_prompt(tenant, row.token_ids).hasher.keys],
+                priority_class=request.priority_class,
+                tenant=tenant,
+                weight=weight,
+                is_suspect=is_suspect,
+                is_pooled=True,
+                context=request,
+            )
+            for place, row in enumerate(request.rows)
+        ]
+        for seq in rows:
+            self.core.check_sequence(seq, 1)
+        for place, seq in enumerate(rows):
+            self._rows[seq.id] = seq, request, place
+            self.core.add_sequence(seq)
+
     def remove_request(self, request_id: str) -> None:
         """Drop a request, and free its blocks. Those that are on their way from the store will be cached."""
+        for row, request, _ in list(self._rows.values()):
+            if request.id == request_id:
+                del self._rows[row.id]
+                self.core.remove_sequence(row)
         if (seq := self._seqs.pop(request_id, None)) is not None:
             self.core.remove_sequence(seq)
 
@@ -289,12 +339,32 @@ class ServingEngine:
 
     def finish_step(self) -> Items[SampledToken]:
         """Finish the step. Returns and raises what the core's `finish_step` does."""
-        return self.core.finish_step()
+        try:
+            sampled = self.core.finish_step()
+        except SequenceFailed as error:
+            if (found := self._rows.get(error.seq.id)) is None:
+                raise
+            raise SequenceFailed(found[1], error.error) from error
+        self._take_vectors()
+        return sampled
+
+    def _take_vectors(self) -> None:
+        """Give requests the vectors of their texts that the step has computed."""
+        for seq, request, place in [one for one in self._rows.values() if one[0].state is State.DONE]:
+            del self._rows[seq.id]
+            self.core.remove_sequence(seq)
+            reader, vector = self.model.text_reader, seq.vector
+            assert vector is not None
+            assert reader is not None
+            request.found[place] = normalize(vector[None])[0] if reader.normalizes else vector
+            request.num_cached_tokens += seq.num_cached_tokens
+            if request.is_done:
+                self._ended.append(Ended(request.context, request.build_outcome()))
 
     @property
     def step_shares(self) -> Items[StepShare]:
         """What each row of the last finished step took of it; all together 1."""
-        return self.core.step_shares
+        return [(_find_request(seq), stage, part) for seq, stage, part in self.core.step_shares]
 
     def store_full_blocks(self) -> bool:
         """Begin to write full blocks that some tier misses, those of answers too, some at once. Returns whether there
@@ -356,11 +426,14 @@ class ServingEngine:
 
     # What becomes of KV
 
-    def collect_events(self) -> Iterator[Loaded | Stored]:
-        """Yield an event for each load that is done, and each store that a job waited for, in the order of their ends.
+    def collect_events(self) -> Iterator[Loaded | Stored | Ended]:
+        """Yield an event for each load that is done, and each store that a job waited for, in the order of their ends,
+        and before these for each request whose texts are computed.
 
         Sequences whose blocks were loaded are in the core then.
         """
+        ended, self._ended = self._ended, []
+        yield from ended
         for operation in self._transfers.collect_finished():
             seq: Sequence = operation.context
             match operation:
@@ -394,7 +467,7 @@ class ServingEngine:
 
     def is_moving_blocks(self) -> bool:
         """Return whether transfers are under way or were not collected yet."""
-        return len(self._transfers) > 0
+        return len(self._transfers) > 0 or bool(self._ended)
 
     def wait_for_event(self) -> None:
         """Wait a moment at most for something to collect, or for `wake_waiter`."""
@@ -442,5 +515,14 @@ class ServingEngine:
         self._transfers = self._make_transfers()
 
     def _drop_requests(self) -> None:
-        for request_id in list(self._seqs):
+        for request_id in [*self._seqs, *{request.id: None for _, request, _ in self._rows.values()}]:
             self.remove_request(request_id)
+        self._ended.clear()
+
+
+def _find_request(seq: SequenceProgress) -> SequenceProgress:
+    """Return the request that a row of a step belongs to."""
+    if isinstance(seq, Sequence) and seq.is_pooled:
+        request: SequenceProgress = seq.context
+        return request
+    return seq

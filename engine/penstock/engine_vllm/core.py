@@ -47,6 +47,8 @@ class VllmModel:
     is_batch_invariant: bool
     has_separate_answer_keys: bool = False
     """vLLM computes prompts and answers with the same weights."""
+    text_reader: None = None
+    """vLLM is asked for no vectors."""
 
 
 class Sampled(NamedTuple):

@@ -48,8 +48,12 @@ class ServedModel:
 
     @property
     def task(self) -> Task:
-        """What it does."""
+        """What it does, as `/v1/models` says it."""
         return cast("Task", self.card.get("task", "generate"))
+
+    def does(self, task: Task) -> bool:
+        """Return whether it does what is asked of it: one that generates text may compute vectors as well."""
+        return task == self.task or (task == "embed" and self.task == "generate" and "dimensions" in self.card)
 
     @property
     def note(self) -> Beat:

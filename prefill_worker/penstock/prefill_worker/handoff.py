@@ -33,8 +33,10 @@ def build_end_event(task: Task) -> EndEvent:
     prompt_tokens = len(task.token_ids) if num_tokens else task.num_prefilled_tokens
     usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.num_cached_tokens, completion_tokens=num_tokens)
     timings = prefill_timings(task, finished=now_s())
-    reason, stop = task.finish_reason, task.find_stop()
-    return EndEvent(finish_reason=reason, stop=stop, usage=usage, timings=timings, error=task.wire_error)
+    reason, stop, vectors = task.finish_reason, task.find_stop(), None if task.outcome is None else task.outcome.vectors
+    return EndEvent(
+        finish_reason=reason, stop=stop, usage=usage, timings=timings, error=task.wire_error, vectors=vectors
+    )  # fmt: skip
 
 
 def build_job(task: Task, fingerprint: str) -> Job:

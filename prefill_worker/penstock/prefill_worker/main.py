@@ -15,6 +15,7 @@ def run_auto_worker(*, next_name: bool = False) -> None:
         name = process.settings.engine.find_served_name()
         stays = StayPolicy(process.settings.stay, process.find_kinds_to_hand_to)
         role = StayingRole(process.pipeline, engine, stays, name, process.name)
+        role.set_default_prompt(process.settings.embed.prompt)
         job_role = DecodeRole(process.pipeline, engine, name)
         job_role.grammars = role.grammars
         process.exits.callback(role.grammars.close)
@@ -31,5 +32,6 @@ def run_prefill_worker(*, next_name: bool = False) -> None:
         watch = LagWatch(process.addresses, process.settings.bus)
         backpressure = process.exits.enter_context(DecodeBackpressure(watch.read_latest))
         role = PrefillRole(process.pipeline, engine, backpressure, process.settings.engine.find_served_name())
+        role.set_default_prompt(process.settings.embed.prompt)
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

@@ -28,10 +28,12 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
-from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
+from penstock.engine.vectors import TextRequest
+from penstock.errors import REFUSED_TEXTS, InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
+    EmbedOptions,
     EndEvent,
     Job,
     Request,
@@ -49,7 +51,7 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.tracing import get_operation
-from penstock.worker.failure import UNWRITABLE, make_dead_letters, to_request_error
+from penstock.worker.failure import UNWRITABLE, is_suspect, make_dead_letters, to_request_error
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_failed_result, build_result_of_log
@@ -87,6 +89,12 @@ class PrefillRole(ModelRole):
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
         super().__init__(pipeline, engine, served_name)
         self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
+
+    def set_default_prompt(self, name: str) -> None:
+        """Let texts whose request names no prompt have this one, if it is not empty. Raises `ModelLoadError`."""
+        if name and self.text_reader is not None:
+            card = replace(self.text_reader.card, default_prompt=name)
+            self.text_reader = replace(self.text_reader, card=card)
 
     # 2. Claim.
 
@@ -127,6 +135,9 @@ class PrefillRole(ModelRole):
         if request.priority_class not in (None, task.priority_class):
             raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {task.priority_class!r}")
         try:
+            if request.texts is not None:
+                task.seq = self._read_texts(task, request)
+                return True
             is_raw = task.claim.is_read_raw
             task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
         except TakesTime:
@@ -140,6 +151,15 @@ class PrefillRole(ModelRole):
         task.read_s = now_s()
         return True
 
+    def _read_texts(self, task: Task, request: Request) -> TextRequest:
+        """Return a request's texts, to be computed. Raises `InvalidRequest` where the model computes no vectors."""
+        self.prompt_reader.check_model(request)
+        if self.text_reader is None:
+            raise InvalidRequest(REFUSED_TEXTS)
+        options, texts = request.embed or EmbedOptions(), request.texts or ()
+        rows = self.text_reader.read_texts(texts, options)
+        return TextRequest(task.id, rows, options, task.priority_class, task)
+
     # 3. Compute.
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
@@ -149,6 +169,11 @@ class PrefillRole(ModelRole):
         """
         request = task.message
         assert isinstance(request, Request)
+        if isinstance(task.seq, TextRequest):
+            self.engine.add_texts(task.seq, task.tenant, request.weight, is_suspect=is_suspect(task.claim))
+            load.mean_prompt_tokens[task.priority_class].add(task.seq.num_prompt_tokens)
+            load.chars_per_token.add(sum(map(len, request.texts or ())), task.seq.num_prompt_tokens)
+            return True
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
@@ -274,6 +299,8 @@ class PrefillRole(ModelRole):
         seq, message = task.seq, task.message
         left = 0 if seq is None else max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
         if message is None:
+            return TaskLoad(task.priority_class, task.is_running, left, 0)
+        if isinstance(seq, TextRequest):
             return TaskLoad(task.priority_class, task.is_running, left, 0)
         num_generated = 0 if task.hands_off else task.claim.num_tokens
         num_left = max(0, message.sampling.max_tokens - num_generated)

@@ -6,7 +6,7 @@ from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
 from penstock.engine.text.chat_template import ChatTokenizer
 from penstock.engine.text.marked_text import strip_marks
-from penstock.errors import REFUSED_TEXTS, InvalidRequest, PromptTooLong, UnknownModel
+from penstock.errors import REFUSED_PROMPTS, InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
 
 MAX_START_TOKENS = 64
@@ -28,10 +28,9 @@ class PromptTokenizer:
         Without `may_wait` a chat whose rendering takes time raises `TakesTime`. Control tokens in texts of a chat are
         read as such if it `is_raw`, as older versions did.
         """
-        if request.model not in (None, self._name, self._model.name):
-            raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
-        if request.texts is not None:
-            raise InvalidRequest(REFUSED_TEXTS)
+        self.check_model(request)
+        if (texts := self._model.text_reader) is not None and not texts.has_head:
+            raise InvalidRequest(REFUSED_PROMPTS)
         if request.token_ids is not None:
             token_ids = self._check_token_ids(request)
         elif request.prompt is not None:
@@ -50,6 +49,11 @@ class PromptTokenizer:
         if len(token_ids) + max_tokens > context:
             raise PromptTooLong(context_exceeded(context, len(token_ids), max_tokens))
         return token_ids
+
+    def check_model(self, request: Request) -> None:
+        """Raise `UnknownModel` for a request to another model."""
+        if request.model not in (None, self._name, self._model.name):
+            raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
 
     def _check_token_ids(self, request: Request) -> list[int]:
         token_ids = list(request.token_ids or ())

@@ -14,15 +14,18 @@ from functools import cache, cached_property
 from random import Random
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
-from penstock.engine.contract import EngineLimits, Loaded, StepShare, Stored
+from penstock.engine.contract import Ended, EngineLimits, Loaded, SequenceProgress, StepShare, Stored
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
+from penstock.engine.text.texts import TextReader
+from penstock.engine.vectors import Floats, TextRequest, VectorCard
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs
-from penstock.names import CLASSES, PriorityClass
+from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
 
 BLOCK_SIZE = 16
@@ -40,8 +43,12 @@ def load_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(str(DEMO_MODEL))
 
 
+VECTOR_SIZE = 8
+"""How many numbers a vector has."""
+
+
 class FormulaModel:
-    """The model as workers see it."""
+    """The model as workers see it. It generates text, and computes vectors."""
 
     name, response_template, fingerprint = "formula", None, "ab" * 32
     eos_token_ids = frozenset([END_TOKEN])
@@ -53,6 +60,12 @@ class FormulaModel:
         return load_tokenizer()
 
     @cached_property
+    def text_reader(self) -> TextReader:
+        """Reads texts to compute vectors of."""
+        card = VectorCard("embed", VECTOR_SIZE, MAX_LENGTH, "lasttoken", {}, "")
+        return TextReader(card, self.tokenizer, normalizes=False, has_head=True, start_ids=(), end_ids=())
+
+    @cached_property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return len(load_tokenizer())
@@ -62,6 +75,12 @@ def compute_token(prompt: Sequence[int], seed: int, position: int) -> int:
     """Return the token of an answer at a position."""
     told = hashlib.blake2b(repr((tuple(prompt), seed, position)).encode(), digest_size=4).digest()
     return 300 + int.from_bytes(told, "little") % 700
+
+
+def compute_vector(token_ids: Sequence[int]) -> Floats:
+    """Return the vector of a text."""
+    told = hashlib.blake2b(repr(tuple(token_ids)).encode(), digest_size=VECTOR_SIZE).digest()
+    return ((np.frombuffer(told, dtype=np.uint8) - 127.5) / 128).astype("<f4")
 
 
 @dataclass(frozen=True)
@@ -92,6 +111,9 @@ class FormulaEngine:
 
     def __post_init__(self) -> None:
         self._seqs: dict[str, EngineSequence] = {}
+        self._texts: dict[str, TextRequest] = {}
+        """By id: requests with texts that are not computed."""
+        self._ended: list[Ended] = []
         self.step_shares: list[StepShare] = []
         self._loading: list[tuple[float, EngineSequence]] = []
         self._storing: list[tuple[float, EngineSequence, Future[float]]] = []
@@ -122,8 +144,13 @@ class FormulaEngine:
         self._seqs[request.id] = request
         self._loading.append((time.monotonic() + self.chance.expovariate(200.0), request))
 
+    def add_texts(self, request: TextRequest, tenant: str, weight: float, *, is_suspect: bool = False) -> None:
+        """Compute the vectors of its texts in the next steps."""
+        self._texts[request.id] = request
+
     def remove_request(self, request_id: str) -> None:
         """Drop a request."""
+        self._texts.pop(request_id, None)
         if (seq := self._seqs.pop(request_id, None)) is not None and seq.state is not State.DONE:
             seq.move_to(State.DONE)
 
@@ -146,7 +173,7 @@ class FormulaEngine:
 
     def has_work(self) -> bool:
         """Return whether there are requests to compute."""
-        return any(seq.state is State.RUNNING for seq in self._seqs.values())
+        return bool(self._texts) or any(seq.state is State.RUNNING for seq in self._seqs.values())
 
     def begin_step(self) -> bool:
         """Let requests wait for which no blocks are left, and return whether there is anything to compute."""
@@ -165,11 +192,14 @@ class FormulaEngine:
     def finish_step(self) -> list[FormulaToken]:
         """Take the time of a step, and return a token of each request."""
         running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
-        self.step_shares = [
-            (seq, "decode" if seq.num_output_tokens else "prefill", 1 / len(running)) for seq in running
+        rows: list[tuple[SequenceProgress, Stage]] = [
+            (seq, "decode" if seq.num_output_tokens else "prefill") for seq in running
         ]
+        rows += [(request, "prefill") for request in self._texts.values()]
+        self.step_shares = [(seq, stage, 1 / len(rows)) for seq, stage in rows]
         time.sleep(self.chance.uniform(*STEP_S))
         self.pass_step()
+        self._compute_texts()
         sampled = []
         for seq in running:
             if self._seqs.get(seq.id) is not seq or seq.state is not State.RUNNING:
@@ -181,12 +211,27 @@ class FormulaEngine:
             sampled.append(FormulaToken(seq, token))
         return sampled
 
+    def _compute_texts(self) -> None:
+        """Compute as many texts of each request as a step has tokens; one at least."""
+        for request in list(self._texts.values()):
+            num_left = MAX_STEP_TOKENS
+            for place in range(len(request.found), len(request.rows)):
+                request.found[place] = compute_vector(request.rows[place].token_ids)
+                num_left -= len(request.rows[place])
+                if num_left <= 0:
+                    break
+            if request.is_done:
+                del self._texts[request.id]
+                self._ended.append(Ended(request.context, request.build_outcome()))
+
     def store_full_blocks(self) -> bool:
         """Return False: there is no KV."""
         return False
 
-    def collect_events(self) -> Iterator[Loaded | Stored]:
+    def collect_events(self) -> Iterator[Loaded | Stored | Ended]:
         """Yield what happened."""
+        ended, self._ended = self._ended, []
+        yield from ended
         now_s = time.monotonic()
         due = [entry for entry in self._loading if entry[0] <= now_s]
         self._loading = [entry for entry in self._loading if entry[0] > now_s]
@@ -202,8 +247,8 @@ class FormulaEngine:
             yield Stored(seq.context, 1, due_s, due_s)
 
     def is_moving_blocks(self) -> bool:
-        """Return whether loads or stores are under way."""
-        return bool(self._loading or self._storing)
+        """Return whether loads or stores are under way, or events were not collected."""
+        return bool(self._loading or self._storing or self._ended)
 
     def wait_for_event(self) -> None:
         """Wait a moment."""
@@ -235,8 +280,9 @@ class FormulaEngine:
 
     def abandon(self) -> None:
         """Drop everything."""
-        for request_id in list(self._seqs):
+        for request_id in [*self._seqs, *self._texts]:
             self.remove_request(request_id)
+        self._ended.clear()
         self._loading, self._storing = [], []
 
 

@@ -15,17 +15,16 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.embed_worker.model import Floats, TextRow, cut_vectors
 from penstock.engine.contract import Ended, Outcome, SampledToken, StepShare
+from penstock.engine.vectors import Floats, TextRequest, TextRow
 from penstock.errors import ModelError, OutOfMemory, RequestError, is_failure
-from penstock.messages import EmbedOptions, Logprobs, Usage, Vectors
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.running_mean import RunningMean
 from penstock.worker.whole_engine import EVENT_WAIT_S, WholeEngine
@@ -55,41 +54,21 @@ class TextModel(Protocol):
 
 
 @dataclass(eq=False)
-class EmbedSequence:
+class EmbedSequence(TextRequest):
     """A request whose texts are computed."""
 
-    id: str
-    rows: Sequence[TextRow]
-    options: EmbedOptions
-    priority_class: PriorityClass
-    context: Any
-    """The caller's, which events return unchanged."""
     is_alone: bool = False
     """Whether it is computed apart from others, as it may make batches fail."""
     waiting: list[int] = field(default_factory=list)
     """The numbers of its rows that are in no batch, by length, the shortest first."""
-    found: dict[int, Floats] = field(default_factory=dict)
-    """What was computed of each row."""
-    num_cached_tokens = num_retained_blocks = 0
-    prompt_logprobs: Sequence[Logprobs] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.add_waiting(*range(len(self.rows)))
-        self.num_prompt_tokens = sum(map(len, self.rows))
 
     def add_waiting(self, *indices: int) -> None:
         """Let rows wait that are in no batch, or not any more."""
         self.waiting = sorted([*self.waiting, *indices], key=lambda index: len(self.rows[index]))
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens of the rows that were computed."""
-        return sum(len(self.rows[index]) for index in list(self.found))
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Tokens of the other rows."""
-        return self.num_prompt_tokens - self.num_computed_tokens
 
     @property
     def is_waiting(self) -> bool:
@@ -117,12 +96,9 @@ class _Batch(NamedTuple):
 class EmbedEngine(WholeEngine):
     """Computes the texts of requests."""
 
-    def __init__(
-        self, model: TextModel, count_computed: Callable[[PriorityClass, int, int], object] = lambda *_: None
-    ) -> None:
-        """`count_computed` is called with the class, the tokens and the cached tokens of each request that is done."""
+    def __init__(self, model: TextModel) -> None:
         super().__init__()
-        self._model, self._count_computed = model, count_computed
+        self._model = model
         self._sequences: dict[str, EmbedSequence] = {}
         self._batches: deque[_Batch] = deque()
         self._shares: list[StepShare] = []
@@ -270,19 +246,8 @@ class EmbedEngine(WholeEngine):
         for one, found in zip(batch.rows, numbers, strict=True):
             one.seq.found[one.place] = found
         for seq in dict.fromkeys(one.seq for one in rows):
-            if len(seq.found) == len(seq.rows):
-                self._finish(seq)
-
-    def _finish(self, seq: EmbedSequence) -> None:
-        """End a request with the numbers of its texts, or with an error where one of these is none."""
-        numbers = np.stack([seq.found[index] for index in range(len(seq.rows))])
-        cut = cut_vectors(numbers, seq.options.dimensions)
-        if wrong := [index for index, vector in enumerate(cut) if not np.isfinite(vector).all()]:
-            self._end(seq, Outcome.of_error(ModelError(f"the model's numbers for texts[{wrong[0]}] are not finite")))
-            return
-        usage = Usage(prompt_tokens=seq.num_prompt_tokens)
-        self._count_computed(seq.priority_class, seq.num_prompt_tokens, 0)
-        self._end(seq, Outcome("stop", usage=usage, vectors=Vectors.pack_floats(cut.tobytes(), cut.shape[1])))
+            if seq.is_done:
+                self._end(seq, seq.build_outcome())
 
     def _handle_failure(self, seqs: Collection[EmbedSequence], rows: Sequence[_Row], error: BaseException) -> None:
         """End the request whose batch failed, or have the requests of a batch computed apart."""

@@ -2,20 +2,16 @@
 
 import logging
 
-from penstock.embed_worker.checkpoint import open_checkpoint
+from penstock.engine.weights.modules import open_checkpoint
 from penstock.errors import ModelLoadError, choose_load_error
 from penstock.worker.process import WorkerProcess, require_libraries
 
 log = logging.getLogger(__name__)
 
-KEEP_S = 300.0
-"""For how long the record of a request is kept at most, unless the operator says: the vectors lie in it."""
-
 
 def run_embed_worker(*, next_name: bool = False) -> None:
     """Turn requests that have texts into vectors or scores, until told to stop."""
     with WorkerProcess("embed", next_name=next_name) as process:
-        process.keep_records_for(KEEP_S)
         settings, beat = process.settings.engine, process.beat
         try:
             checkpoint = open_checkpoint(settings.model, beat.report_progress)
@@ -30,6 +26,6 @@ def run_embed_worker(*, next_name: bool = False) -> None:
             raise choose_load_error(error)(f"cannot load model {settings.model!r}: {error}") from error
         name = settings.find_served_name()
         metrics = process.make_metrics(name)
-        engine = EmbedEngine(model, metrics.count_prompt)
+        engine = EmbedEngine(model)
         role = EmbedRole(process.pipeline, name, model, engine, settings.model)
         process.serve(role, metrics, model_source=settings.model, **model.describe_model())

@@ -6,7 +6,6 @@ texts of about one length, as many as make `batch_tokens` tokens, and so little 
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,27 +14,13 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.embed_worker.checkpoint import Checkpoint, find_end_tokens
-from penstock.errors import InvalidRequest, ModelLoadError, PromptTooLong, choose_load_error
-from penstock.messages import MAX_VECTOR_FLOATS, EmbedOptions
+from penstock.engine.vectors import Floats, TextRow, VectorCard
+from penstock.engine.weights.modules import Checkpoint, find_end_tokens
+from penstock.errors import ModelLoadError, choose_load_error
+from penstock.messages import EmbedOptions
 
 BATCH_TOKENS, GPU_BATCH_TOKENS = 1024, 16384
 """The most tokens of a batch with its padding, on a CPU and on a GPU; a longer text is a batch of its own."""
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TextRow:
-    """The tokens of a text, or of a query with a text."""
-
-    token_ids: list[int]
-    type_ids: list[int] | None = None
-    """The segment of each token, if the model tells them apart."""
-    shared: Mapping[str, Any] = field(default_factory=dict)
-    """What else the modules are told. Rows of one batch have it alike."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 class EmbedModel:
@@ -70,39 +55,28 @@ class EmbedModel:
         """Held while texts are read: how the tokenizer cuts is a state of its own."""
         self.pooling = self._find_pooling()
         self._end_ids = find_end_tokens(checkpoint, self._tokenizer) if self.pooling == "lasttoken" else []
-        self.max_length = self._find_max_length()
-        self.prompts = {name: text for name, text in self._model.prompts.items() if text}
-        self.default_prompt = default_prompt or self._model.default_prompt_name or ""
-        self.size = self._find_size()
-        """How many numbers a text has, unless the request says."""
-        self._dimensions = None if self.task == "score" else checkpoint.list_dimensions()
-        if self.default_prompt and self.default_prompt not in self._model.prompts:
-            raise ModelLoadError(f"it has no prompt {self.default_prompt!r}: {self._list_prompts()}")
+        self.card = VectorCard(
+            task=self.task,
+            size=self._find_size(),
+            max_length=self._find_max_length(),
+            pooling=self.pooling,
+            prompts={name: text or "" for name, text in self._model.prompts.items()},
+            default_prompt=default_prompt or self._model.default_prompt_name or "",
+            dimensions=None if self.task == "score" else checkpoint.list_dimensions(),
+        )
 
     def describe_model(self) -> dict[str, Any]:
         """Return what the heartbeat says of the model beside its names."""
-        return {
-            "max_model_len": self.max_length,
-            "task": self.task,
-            "dimensions": self.size,
-            "matryoshka": self._dimensions,
-            "pooling": self.pooling,
-            "prompts": self.prompts,
-            "default_prompt": self.default_prompt,
-        }
+        return {"max_model_len": self.card.max_length, "task": self.task, **self.card.describe()}
 
     # Reading
 
     def read_texts(self, texts: Sequence[str], options: EmbedOptions) -> list[TextRow]:
         """Return the tokens of each text. Raise `InvalidRequest` or `PromptTooLong`."""
-        self._check_options(texts, options)
+        self.card.check_texts(texts, options)
         inputs = list(texts) if options.query is None else [(options.query, text) for text in texts]
-        for index, text in enumerate((*texts, options.query or "query")):
-            if not text or "\0" in text:
-                whose = f"texts[{index}]" if index < len(texts) else "embed.query"
-                raise InvalidRequest(f"{whose} {'is empty' if not text else 'has a NUL character: leave it out'}")
-        prompt = self._find_prompt(options.prompt)
-        room = self.max_length - len(self._end_ids)
+        prompt = self.card.find_prompt(options.prompt)
+        room = self.card.max_length - len(self._end_ids)
         cutting = {"truncation": "longest_first", "max_length": room} if options.truncate else {"truncation": False}
         with self._lock:
             side, self._tokenizer.truncation_side = (
@@ -119,48 +93,15 @@ class EmbedModel:
         rows, types = found.pop("input_ids"), found.pop("token_type_ids", None)
         shared = {name: value for name, value in found.items() if name != "attention_mask"}
         return [
-            self._make_row(index, ids, None if types is None else types[index], shared, room)
+            self._make_row(index, ids, None if types is None else types[index], shared)
             for index, ids in enumerate(rows)
         ]
 
-    def _make_row(
-        self, index: int, ids: list[int], types: list[int] | None, shared: Mapping[str, Any], room: int
-    ) -> TextRow:
+    def _make_row(self, index: int, ids: list[int], types: list[int] | None, shared: Mapping[str, Any]) -> TextRow:
         num_end = len(self._end_ids)
         end = self._end_ids if num_end and ids[-num_end:] != self._end_ids else []
-        if not ids:
-            raise InvalidRequest(f"texts[{index}] has no tokens")
-        if len(ids) > room + num_end - len(end):
-            raise PromptTooLong(
-                f"texts[{index}] has {len(ids) + len(end):,} tokens, and the model reads {self.max_length:,}: send "
-                "less, or say by `truncate` where it is cut (start or end)"
-            )
+        self.card.check_length(index, len(ids) + len(end) if ids else 0)
         return TextRow([*ids, *end], None if types is None else [*types, *types[-1:] * len(end)], shared)
-
-    def _check_options(self, texts: Sequence[str], options: EmbedOptions) -> None:
-        if self.task == "embed" and options.query is not None:
-            raise InvalidRequest("query: this pipeline's model computes vectors, ask one with a reranker for scores")
-        if self.task == "score" and options.query is None:
-            raise InvalidRequest("query is missing: this pipeline's model scores texts by one, and has no vectors")
-        dimensions = options.dimensions
-        if dimensions not in (None, self.size):
-            if self._dimensions is None:
-                raise InvalidRequest(f"dimensions: this model's vectors have {self.size}, and may not be cut")
-            assert dimensions is not None
-            if dimensions > self.size or (self._dimensions and dimensions not in self._dimensions):
-                given = ", ".join(map(str, self._dimensions)) or f"1 to {self.size}"
-                raise InvalidRequest(f"dimensions: this model's vectors may be cut to {given}, not to {dimensions}")
-        if (num := len(texts) * (dimensions or self.size)) > MAX_VECTOR_FLOATS:
-            raise InvalidRequest(f"{num:,} numbers are more than an answer may have, {MAX_VECTOR_FLOATS:,}: send less")
-
-    def _find_prompt(self, name: str | None) -> str:
-        name = self.default_prompt if name is None else name
-        if name and name not in self._model.prompts:
-            raise InvalidRequest(f"prompt: this model has no {name!r}: {self._list_prompts()}")
-        return self._model.prompts[name] or "" if name else ""
-
-    def _list_prompts(self) -> str:
-        return f"its prompts are {', '.join(sorted(self.prompts))}" if self.prompts else "it has none"
 
     # Computing
 
@@ -212,12 +153,3 @@ class EmbedModel:
         ]
         said = [self._model.max_seq_length, *(places or [getattr(self._model.config, "max_position_embeddings", None)])]
         return min((int(one) for one in said if one), default=2**31 - 1)
-
-
-def cut_vectors(numbers: Floats, dimensions: int | None) -> Floats:
-    """Return the leading numbers of each vector, with a length of 1 again if any are left out."""
-    if dimensions is None or dimensions >= numbers.shape[1]:
-        return numbers
-    cut = numbers[:, :dimensions]
-    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    return np.ascontiguousarray(cut / np.maximum(lengths, np.float32(1e-12)), dtype="<f4")

@@ -20,7 +20,7 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES
 from penstock.embed_worker.engine import EmbedEngine, EmbedSequence
 from penstock.embed_worker.model import EmbedModel
 from penstock.engine.contract import SampledToken
-from penstock.errors import InvalidRequest
+from penstock.errors import REFUSED_PROMPTS, InvalidRequest
 from penstock.failpoints import failpoint
 from penstock.messages import EmbedOptions, Request, TokenEvent, Usage
 from penstock.names import Pipeline, PriorityClass, WorkerKind
@@ -66,9 +66,7 @@ class EmbedRole(WholeRole):
     def check_request(self, request: Request) -> None:
         """Raise `InvalidRequest` for a request of which no vectors can be computed."""
         if request.texts is None:
-            raise InvalidRequest(
-                "this pipeline's model generates no text: send `texts`, or ask a pipeline with another kind of worker"
-            )
+            raise InvalidRequest(REFUSED_PROMPTS)
 
     def read_request(self, task: Task, *, may_wait: bool) -> bool:
         """Read the texts' tokens. Return True."""
@@ -87,7 +85,6 @@ class EmbedRole(WholeRole):
         assert isinstance(task.seq, EmbedSequence)
         num_tokens = task.seq.num_prompt_tokens
         load.mean_prompt_tokens[task.priority_class].add(num_tokens)
-        load.mean_computed_tokens[task.priority_class].add(num_tokens)
         load.chars_per_token.add(sum(map(len, request_of(task).texts or ())), num_tokens)
         self.engine.add_request(task.seq)
         failpoint("endpoint.2.asked")

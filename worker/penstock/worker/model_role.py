@@ -27,16 +27,21 @@ class ModelRole(Role):
     def __init__(self, pipeline: Pipeline, engine: InferenceEngine, served_name: str = "") -> None:
         """`served_name` is the name by which callers ask for the model, if it is another than the engine's."""
         self.pipeline, self.engine, self.model_name = pipeline, engine, served_name or engine.model.name
+        self.text_reader = engine.model.text_reader
+        """Reads texts to compute vectors of, if the model does."""
         self.grammars = GrammarCompiler(engine.model)
         self._call_mark = find_call_mark(engine.model.response_template)
 
     def describe_model(self) -> dict[str, Any]:
         """Return what the heartbeat says of the model beside its name."""
-        return {
+        told = {
             "model_source": self.engine.model.name,
             "max_model_len": self.engine.limits.max_length,
             "response_template": self.engine.model.response_template,
         }
+        if (reader := self.text_reader) is not None:
+            told |= reader.card.describe() | ({} if reader.has_head else {"task": "embed"})
+        return told
 
     @property
     def token_texts(self) -> TokenTexts:

@@ -146,13 +146,6 @@ class WorkerProcess:
         """SIGTERM or SIGINT, from its first use on. Before that there is nothing to finish or hand back."""
         return StopSignal().install()
 
-    def keep_records_for(self, most_s: float) -> None:
-        """Keep the records of requests that ended for so long at most, unless the operator says for how long."""
-        record = self.settings.record
-        if "keep_s" not in record.model_fields_set:
-            shorter = record.model_copy(update={"keep_s": min(record.keep_s, most_s)})
-            self.settings = self.settings._replace(record=shorter)
-
     def open_engine(self, *, only_prompts: bool = False) -> InferenceEngine:
         """Load the model, of which a stage may need the prompts' part only, and open the KV store.
 

@@ -583,6 +583,10 @@ class Worker:
         """End a request whose answer's end the engine has reported."""
         if task is self.running.get(task.id):
             task.outcome = outcome
+            if outcome.vectors is not None and (usage := outcome.usage) is not None:
+                num_computed = usage.prompt_tokens - usage.cached_tokens
+                self.metrics.count_prompt(task.priority_class, num_computed, usage.cached_tokens)
+                self.load.mean_computed_tokens[task.priority_class].add(num_computed)
             if not task.is_in_flight:  # else once its last tokens are in the log
                 self._end_with(task, outcome)
 

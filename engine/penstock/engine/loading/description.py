@@ -24,11 +24,13 @@ from penstock.engine.model.model import LoadedModel
 from penstock.engine.text.chat_template import check_template
 from penstock.engine.text.response_template import find_response_template
 from penstock.engine.text.template_process import shared_process
+from penstock.engine.text.texts import TextReader, make_text_reader
 from penstock.engine.weights.file_checks import build_tokenizer_error
 from penstock.engine.weights.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.weights.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.weights.load_cache import LoadCache
 from penstock.engine.weights.module import load_generation_config
+from penstock.engine.weights.modules import find_decoder
 from penstock.engine.weights.quantized import UNPACKING_VERSION, take_quantization
 from penstock.errors import (
     EngineCheckFailed,
@@ -69,6 +71,11 @@ class Load:
             self.device = _parse_device(settings.device)
             self.config = load_config(self.directory)
             check_config(self.config)
+            self.vectors = find_decoder(self.directory)
+            """What the checkpoint says of vectors of texts, if the engine computes them."""
+            self.has_head = self.vectors is None or _has_head(self.files)
+            if not self.has_head:  # what the engine is proved with, and nobody is given
+                self.config.get_text_config().tie_word_embeddings = True
             self.quantization = take_quantization(self.config)
         with self.measure("tokenizer"):
             self.tokenizer = load_tokenizer(self.directory)
@@ -138,8 +145,26 @@ class Load:
             content_fingerprint=name,
             module=module,
             layout=layout,
+            text_reader=self._make_text_reader(module),
             **given,
         )
+
+    def _make_text_reader(self, module: Any) -> TextReader | None:
+        if self.vectors is None:
+            return None
+        size = module.get_output_embeddings().weight.shape[1]
+        return make_text_reader(
+            self.vectors, self.tokenizer, size, self.context_length, has_head=self.has_head
+        )  # fmt: skip
+
+
+def _has_head(files: list[Path]) -> bool:
+    """Return whether a model was saved to generate text: its tensors have the names that the whole model gives them."""
+    from safetensors import safe_open
+
+    opened: list[Any] = [safe_open(file, "pt") for file in files if file.suffix == ".safetensors"]
+    names = [name for file in opened for name in file.keys()]  # noqa: SIM118 - it is no dictionary
+    return not names or any(name.startswith(("model.", "lm_head.")) for name in names)
 
 
 def _select_isa(isa: str) -> None:

@@ -256,6 +256,8 @@ class NativeModel:
         """A tensor of the model's dtype."""
         self._table: tuple[Tensor, Tensor] | None = None
         """The table that `_args` names."""
+        self.hidden = torch.empty(0)
+        """What the head has read in the last step whose batch `keeps_hidden`: [rows, hidden size]."""
         self._memory = torch.empty(0)
         """For the logits of `MAX_KEPT_LOGITS` rows, from the first step on."""
         self._logits: dict[int, tuple[Tensor, int]] = {}
@@ -291,7 +293,8 @@ class NativeModel:
         tables = self._rotary.find_rows(x, positions)
         for stage in self._stages:
             x = stage.compute(step, x, tables, None)
-        logits: Tensor = self._head(self._norm(x[0, kept]))
+        self.hidden = self._norm(x[0, kept])
+        logits: Tensor = self._head(self.hidden)
         return logits
 
     def _describe_model(self) -> ctypes.Structure | None:
@@ -331,7 +334,10 @@ class NativeModel:
         logits, args.logits = self._find_logits(num_kept)
         args.layers = stage.describe_layers(step.storage)
         args.ids, args.positions, args.kept = addresses
-        args.num_kept = num_kept
+        args.num_kept, args.kept_hidden = num_kept, None
+        if step.batch.keeps_hidden:
+            self.hidden = torch.empty(num_kept, args.head.contents.inputs, dtype=self._like.dtype)
+            args.kept_hidden = self.hidden.data_ptr()
         if self._table is not table:
             args.cos, args.sin = table[0].data_ptr(), table[1].data_ptr()
             args.num_positions, args.head_size = table[0].shape

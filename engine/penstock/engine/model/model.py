@@ -11,6 +11,7 @@ from penstock.engine.memory.storage import BlockLayout, KVStorage
 from penstock.engine.steps.latent import LatentHeads
 from penstock.engine.steps.native_step import NativeParts
 from penstock.engine.steps.runner import ModelRunner
+from penstock.engine.text.texts import TextReader
 from penstock.engine.weights.fingerprint import add_arithmetic
 from penstock.engine.weights.weights import MappedWeights
 
@@ -41,6 +42,8 @@ class LoadedModel:
     """Token ids are below this."""
     stock_attention: str
     """The attention implementation transformers would use."""
+    text_reader: TextReader | None = None
+    """Reads texts, if the model computes vectors of them."""
     native: NativeParts | None = None
     """The parts that the native kernels compute, chosen when it is loaded. None if it runs on torch's operators."""
     device_name: str = ""

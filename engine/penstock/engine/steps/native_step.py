@@ -114,6 +114,9 @@ def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float)
 class Body(Protocol):
     """Computes a whole model over a `NativeStep`, in the place of the module."""
 
+    hidden: Tensor
+    """What the head has read in the last step whose batch `keeps_hidden`: [rows, hidden size]."""
+
     def compute_batch(self, step: NativeStep) -> Tensor:
         """Return the logits that the step's batch keeps: [rows, vocabulary], valid until the next call."""
 

@@ -1,7 +1,8 @@
 """A model over one pool of KV blocks: it computes the steps of an engine."""
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class ModelRunner:
         self._module, self._native = module, native
         self._rows = rows or (RowsApart() if native is not None and native.has_uneven_rows else None)
         self._gathers = native is None or native.layers != storage.keys.keys()
+        self.hidden = torch.empty(0)
+        """What the head has read in the last step whose batch `keeps_hidden`: [rows, hidden size], as the logits."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         if not storage.layout.attends_internally:
             module.set_attn_implementation(hooks.ATTENTION_NAME)
@@ -49,7 +52,11 @@ class ModelRunner:
         if self._native is None:
             return self._compute_kept_logits(Step(batch, self.storage))
         step = NativeStep(batch, self.storage, self._native.library, self._native.layers)
-        return self._compute_kept_logits(step) if self._native.body is None else self._native.body.compute_batch(step)
+        if self._native.body is None:
+            return self._compute_kept_logits(step)
+        logits = self._native.body.compute_batch(step)
+        self.hidden = self._native.body.hidden
+        return logits
 
     def _run_each_sequence(self, batch: StepBatch) -> Tensor:
         """Compute the sequences of the batch one after the other, by a model that attends by itself, as `run_step`."""
@@ -71,8 +78,21 @@ class ModelRunner:
         apart = None if step.batch.num_tokens == 1 else self._rows
         if apart is not None:
             step.rows, step.is_within_rows, apart.num_rows = apart, True, step.batch.num_tokens
-        with apart or nullcontext():
+        with apart or nullcontext(), self._keep_hidden(rows) if step.batch.keeps_hidden else nullcontext():
             logits: Tensor = hooks.run_module(self._module, step, **keep).logits[0]
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)  # else the step's time would count as that of a later one
         return logits if keep else logits[rows]
+
+    @contextmanager
+    def _keep_hidden(self, rows: Tensor) -> Iterator[None]:
+        """Keep what the module's head reads within the context; of all tokens where it cannot be told which."""
+
+        def keep(_: Any, given: tuple[Tensor, ...]) -> None:
+            self.hidden = given[0][0] if self._keeps_logits else given[0][0, rows]
+
+        handle = self._module.get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()

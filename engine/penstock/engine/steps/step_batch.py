@@ -24,7 +24,11 @@ class StepBatch:
         counted = [(seq, num + len(seq.draft)) for seq, num in plan]
         self.plan = sorted(counted, key=lambda item: item[1] > 1)
         self.sampled_sequences = [seq for seq, num in self.plan if num >= seq.num_pending_tokens]
-        """Sequences whose next token this step samples, and one more behind each token of their drafts."""
+        """Sequences whose next token this step samples, and one more behind each token of their drafts; and those whose
+        vector it computes.
+        """
+        self.keeps_hidden = any(seq.is_pooled for seq in self.sampled_sequences)
+        """Whether what the head reads is wanted, and not only what it gives."""
         self.partial_new_blocks: list[int] = []
         """Blocks that this step begins to write and does not fill."""
         self.snapshot_rows: dict[tuple[Sequence, int], int] = {}

@@ -201,6 +201,7 @@ struct NativeModelArgs {
   const int64_t* kept;             // [num_kept] the rows whose logits are wanted
   int64_t num_kept;
   void* logits;                    // [num_kept, num_logits], contiguous
+  void* kept_hidden;               // [num_kept, hidden] the same rows behind the norm, or null
   int64_t num_logits;
   float eps;
   int32_t plus_one;

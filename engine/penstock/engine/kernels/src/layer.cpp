@@ -138,6 +138,7 @@ void body(const NativeModelArgs* a, const StepArgs* step) {
   copy_rows(s.out, s.x, a->kept, a->num_kept, wide);
   NormArgs last{s.out, s.out, a->norm, a->num_kept, 1, s.hidden, s.hidden, 0, s.hidden, 0, a->eps, a->plus_one, a->element_bytes};
   norm(&last);
+  if (a->kept_hidden) memcpy(a->kept_hidden, s.out, a->num_kept * wide);
   Part logits{a->logits, a->num_logits, a->num_logits, 0};
   LinearArgs head{a->head, s.out, s.hidden, a->num_kept, &logits, 1, kNone, nullptr, 0};
   linear(&head);

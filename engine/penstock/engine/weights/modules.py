@@ -22,6 +22,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 _WEIGHTS = "model.safetensors"
 
 
+DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2"})
+"""The types of models whose texts the engine computes: each token reads those before it."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose files passed."""
@@ -35,6 +39,40 @@ class Checkpoint:
     """What it says of itself: prompts and dimensions."""
     config: dict[str, Any] = field(default_factory=dict)
     """Its transformer's config.json."""
+    modules: tuple[tuple[str, Path], ...] = ()
+    """The names of its modules, and their directories."""
+
+    @property
+    def pools_last_token(self) -> bool:
+        """Whether a text's vector is what the transformer says of its last token, and each token reads those before it
+        alone.
+        """
+        names, pooling = [name for name, _ in self.modules], {}
+        if names in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            pooling = _read_object(self.modules[1][1] / "config.json")
+        modes = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True]
+        is_last = modes == ["pooling_mode_lasttoken"] or pooling.get("pooling_mode") == "lasttoken"
+        reads_ahead = self.config.get("is_causal") is False or self.config.get("use_bidirectional_attention")
+        return is_last and self.config.get("model_type") in DECODERS and not reads_ahead
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether its vectors have a length of 1."""
+        return any(name == "Normalize" for name, _ in self.modules)
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The texts that may be put before a text, by name. Raises `ModelLoadError`."""
+        found = self.about.get("prompts") or {}
+        if not isinstance(found, dict) or not all(isinstance(text, str | None) for text in found.values()):
+            raise build_damage_error(f"{self.directory / ABOUT_FILE}: its prompts are no texts with names")
+        return {str(name): text or "" for name, text in found.items()}
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of a text, if sentence-transformers' own file says it."""
+        found = _read_object(self.transformer / "sentence_bert_config.json").get("max_seq_length")
+        return found if isinstance(found, int) and found > 0 else None
 
     def list_dimensions(self) -> list[int] | None:
         """Return the lengths to which its vectors may be cut; empty where any will do, None where none."""
@@ -60,19 +98,35 @@ def is_for_embedding(name: str) -> bool:
         return False
 
 
+def find_decoder(directory: Path) -> Checkpoint | None:
+    """Return the checkpoint in a directory if the engine computes its vectors; None if it has none, or others."""
+    try:
+        found = read_checkpoint(directory)
+        is_found = (directory / MODULES_FILE).is_file() and found.transformer == directory and found.pools_last_token
+    except ModelLoadError:
+        return None
+    return found if is_found else None
+
+
 def open_checkpoint(name: str, report: Progress | None = None) -> Checkpoint:
     """Return a checkpoint, downloaded from the hub if there is none on disk. Raises `ModelLoadError`."""
-    directory = find_whole_model(name, report)
+    found = read_checkpoint(find_whole_model(name, report))
+    check_whole_model(found.transformer)
+    return found
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Return what the files of a checkpoint say of it. Raises `ModelLoadError`."""
     about, modules = _read_object(directory / ABOUT_FILE), directory / MODULES_FILE
-    paths = _check_modules(modules) if modules.is_file() else [directory]
-    config = check_whole_model(paths[0])
+    named = _check_modules(modules) if modules.is_file() else [("Transformer", directory)]
+    config = _read_object(named[0][1] / "config.json")
     if not modules.is_file() and not _is_classifier(config) and not about:
         raise ModelLoadError(
             f"{directory} has no {MODULES_FILE} and no classifier: an embed worker needs a checkpoint that was saved "
             "by sentence-transformers, or a reranker; for a model that generates text use penstock worker auto"
         )
     is_scoring = about.get("model_type") == "CrossEncoder" or (not modules.is_file() and _is_classifier(config))
-    return Checkpoint(directory, "score" if is_scoring else "embed", paths[0], about, config)
+    return Checkpoint(directory, "score" if is_scoring else "embed", named[0][1], about, config, tuple(named))
 
 
 def find_end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> list[int]:
@@ -99,12 +153,19 @@ def _find_demanded_end(directory: Path) -> list[int]:
     raw.no_truncation()
     raw.no_padding()
     whole, bare = raw.encode("a").ids, raw.encode("a", add_special_tokens=False).ids
-    starts = [start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare]
-    return list(whole[starts[0] + len(bare) :]) if starts else []
+    return find_around(whole, bare)[1]
 
 
-def _check_modules(file: Path) -> list[Path]:
-    """Return the directories of the modules, the transformer's first. Raises `ModelLoadError` for what is never run."""
+def find_around(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
+    """Return the token ids before and behind a text, whose own are `bare`; none where they are not in the `whole`."""
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def _check_modules(file: Path) -> list[tuple[str, Path]]:
+    """Return the modules' names and directories. Raises `ModelLoadError` for those that are never run."""
     try:
         modules = json.loads(file.read_bytes())
         named = [(str(one["type"]), str(one["path"])) for one in modules]
@@ -120,10 +181,10 @@ def _check_modules(file: Path) -> list[Path]:
             raise build_damage_error(f"{file} names {path[:100]}, which is not in the model's directory")
     if not named or not named[0][0].endswith(".Transformer"):
         raise ModelLoadError(f"{file} does not begin with a Transformer: only such models are computed here")
-    paths = [file.parent / path for _, path in named]
-    for directory in paths[1:]:
+    found = [(kind.rpartition(".")[2], file.parent / path) for kind, path in named]
+    for _, directory in found[1:]:
         _refuse_pickles(directory)
-    return paths
+    return found
 
 
 def _refuse_pickles(directory: Path) -> None:

@@ -1,0 +1,185 @@
+"""A model whose vectors are its last tokens' is computed by the engine, in workers that answer chats beside it."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from penstock.client.core import make_request
+from penstock.config.settings import StaySettings
+from penstock.engine.loading.loading import load_model
+from penstock.engine.model.accelerate import accelerate_model
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.vectors import Floats
+from penstock.engine.weights.modules import find_decoder
+from penstock.errors import REFUSED_PROMPTS
+from penstock.messages import EmbedOptions, EndEvent, Request, Result, TokenEvent
+from penstock.prefill_worker.stay import StayPolicy
+from penstock.worker.worker import Worker
+from sim.line import InProcessPipeline, core_of, run_until_running
+from sim.workload import ENGINE_SETTINGS
+from tests.embed.checkpoints import KINDS, draw_text, write_checkpoint
+from tests.embed.test_model import TEXTS, measure_cosine
+from tests.embed.test_worker import read_vectors
+
+pytestmark = pytest.mark.in_memory
+
+DECODERS = [name for name, kind in KINDS.items() if kind.pooling == "lasttoken"]
+PROMPTS = {"query": " ".join(draw_text(30, 5).split()) + " "}
+SETTINGS = ENGINE_SETTINGS.model_copy(update={"max_step_tokens": 24, "pool_mb": 4})
+"""Steps in which the longest texts are computed in several parts, beside others."""
+
+MakeAuto = Callable[[Path], tuple[InProcessPipeline, Worker]]
+
+
+@cache
+def open_model(directory: Path) -> LoadedModel:
+    return accelerate_model(load_model(SETTINGS.model_copy(update={"model": str(directory)})))
+
+
+@pytest.fixture
+def make_auto(make_line: Callable[..., InProcessPipeline], exits: Any) -> MakeAuto:
+    """Starts an `auto` worker of a checkpoint. The other workers of the pipeline are not turned."""
+
+    def make(directory: Path) -> tuple[InProcessPipeline, Worker]:
+        line = make_line(load=lambda: open_model(directory), engine=SETTINGS)
+        return line, add_auto(line, "auto-0")
+
+    def add_auto(line: InProcessPipeline, name: str) -> Worker:
+        worker = line.make_auto(name, StayPolicy(StaySettings(), lambda: ()))
+        exits.callback(worker.close)
+        return worker
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that generates text as well, with a prompt."""
+    return write_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3", generates=True, prompts=PROMPTS, truncate_dim=48)
+
+
+def send_texts(line: InProcessPipeline, texts: list[str], **fields: Any) -> Request:
+    request = make_request(None, {"texts": texts, **fields})
+    line.send_requests(request)
+    return request
+
+
+def run_until_results(line: InProcessPipeline, worker: Worker, count: int) -> dict[str, Result]:
+    while len(results := line.read_results()) < count:
+        worker.run_once()
+    return {result.id: result for result in results}
+
+
+def read_answer(line: InProcessPipeline, worker: Worker, request: Request) -> Floats:
+    found = run_until_results(line, worker, len(line.read_results()) + 1)[request.id]
+    assert found.error is None
+    return read_vectors(found.vectors)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", DECODERS)
+def test_vectors_are_those_of_sentence_transformers(make_auto: MakeAuto, tmp_path: Path, name: str) -> None:
+    """A text has the same bits alone, beside others, and where the pool has its beginning."""
+    directory = write_checkpoint(tmp_path, name, prompts=PROMPTS)
+    library = SentenceTransformer(str(directory), device="cpu")
+    line, worker = make_auto(directory)
+    together = read_answer(line, worker, send_texts(line, TEXTS))
+    assert measure_cosine(together, library.encode(TEXTS)) >= 0.99999
+    alone = [read_answer(line, worker, send_texts(line, [text]))[0] for text in TEXTS]
+    assert [one.tobytes() for one in alone] == [one.tobytes() for one in together]
+    asked = [send_texts(line, TEXTS, embed=EmbedOptions(prompt="query")) for _ in range(2)]
+    results = run_until_results(line, worker, len(line.read_results()) + 2)
+    first, again = (results[one.id] for one in asked)
+    assert again.usage.cached_tokens > 0
+    assert first.vectors == again.vectors
+    assert measure_cosine(read_vectors(first.vectors), library.encode(TEXTS, prompt_name="query")) >= 0.99999
+
+
+def test_an_answer_is_one_end_and_leaves_nothing_behind(make_auto: MakeAuto, qwen: Path) -> None:
+    line, worker = make_auto(qwen)
+    request = send_texts(line, TEXTS, embed=EmbedOptions(dimensions=16, in_result=False), tenant="acme")
+    result = run_until_results(line, worker, 1)[request.id]
+    assert (result.tenant, result.finish_reason, result.text, result.vectors) == ("acme", "stop", "", None)
+    with line.open_client() as client:
+        (end,) = client.stream(request.id)
+    assert isinstance(end, EndEvent)
+    found = read_vectors(end.vectors)
+    assert found.shape == (len(TEXTS), 16)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)
+    assert not worker.engine.has_work()
+    assert core_of(worker).num_free_blocks == core_of(worker).num_blocks
+
+
+def test_chats_have_the_same_tokens_beside_texts(make_auto: MakeAuto, qwen: Path) -> None:
+    line, worker = make_auto(qwen)
+    chats = [make_request(draw_text(9, number), {"max_tokens": 12, "seed": number}) for number in range(3)]
+    line.send_requests(*chats)
+    alone = run_until_results(line, worker, 3)
+    again = [chat.model_copy(update={"id": f"{chat.id}-again"}) for chat in chats]
+    line.send_requests(*again[:1])
+    texts = send_texts(line, TEXTS)
+    line.send_requests(*again[1:])
+    beside = run_until_results(line, worker, 7)
+    assert [beside[f"{chat.id}-again"].token_ids for chat in chats] == [alone[chat.id].token_ids for chat in chats]
+    assert beside[texts.id].usage.completion_tokens == 0
+
+
+def test_another_worker_computes_what_a_lost_one_had(make_line: Any, make_auto: MakeAuto, qwen: Path) -> None:
+    line, worker = make_auto(qwen)
+    wanted = read_answer(line, worker, send_texts(line, TEXTS))
+    request = send_texts(line, TEXTS, id="lost")
+    run_until_running(worker)
+    worker.run_once()
+    worker.abandon()
+    other = line.make_auto("auto-1", StayPolicy(StaySettings(), lambda: ()))
+    result = run_until_results(line, other, 2)[request.id]
+    assert read_vectors(result.vectors).tobytes() == wanted.tobytes()
+    assert not worker.engine.has_work()
+    other.close()
+
+
+def test_texts_that_are_late_are_dropped(make_auto: MakeAuto, qwen: Path) -> None:
+    line, worker = make_auto(qwen)
+    request = send_texts(line, TEXTS, deadline=1.0)
+    result = run_until_results(line, worker, 1)[request.id]
+    assert result.error is not None
+    assert result.error.code == "deadline_exceeded"
+    assert not worker.engine.has_work()
+
+
+def test_a_model_without_a_head_generates_nothing(make_auto: MakeAuto, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "mistral")
+    line, worker = make_auto(directory)
+    line.send_requests(make_request("bar", {}))
+    (result,) = run_until_results(line, worker, 1).values()
+    assert result.error is not None
+    assert (result.error.code, result.error.message) == ("invalid_request", REFUSED_PROMPTS)
+    assert worker.role.describe_model()["task"] == "embed"  # type: ignore[attr-defined]
+
+
+def test_a_prefill_worker_computes_texts_and_decode_settles_them(
+    make_line: Callable[..., InProcessPipeline], qwen: Path
+) -> None:
+    line = make_line(load=lambda: open_model(qwen), engine=SETTINGS)
+    request = send_texts(line, TEXTS)
+    (result,) = line.run_until_results(1)
+    assert (result.id, result.error) == (request.id, None)
+    assert read_vectors(result.vectors).shape == (len(TEXTS), 48)
+    assert not [event for event in line.open_client().stream(request.id) if isinstance(event, TokenEvent)]
+
+
+@pytest.mark.parametrize(
+    ("about", "is_found"), [({}, True), ({"is_causal": False}, False), ({"model_type": "bert"}, False)]
+)
+def test_what_the_engine_does_not_compute(tmp_path: Path, about: dict[str, Any], is_found: bool) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3")
+    config = directory / "config.json"
+    import json
+
+    config.write_text(json.dumps(json.loads(config.read_text()) | about))
+    assert (find_decoder(directory) is not None) == is_found
