@@ -45,7 +45,7 @@ from sim.zones import ZONE_DELAY_S
 
 ROOT = Path(__file__).parents[1]
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "endpoint")
+LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "vectors", "endpoint")
 WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 """How many workers of prefill, of decode and of both there may be in a round with kills."""
 KILLS, MAX_KILLS_S = 60, 150.0

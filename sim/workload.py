@@ -1,5 +1,7 @@
 """The requests of the equality tests, and the undivided model's answers to them."""
 
+import hashlib
+import json
 import random
 import shutil
 import tempfile
@@ -9,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
@@ -18,10 +20,11 @@ from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.vectors import Floats, normalize
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
-from penstock.messages import Request, Sampling
+from penstock.messages import EmbedOptions, Request, Sampling, Vectors
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
 from tools.tiny import build_tiny_model
@@ -84,8 +87,76 @@ def load_state_model() -> LoadedModel:
     return load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_state_model())}))
 
 
+@cache
+def make_vector_model() -> Path:
+    """Write a tiny random model that generates text and computes vectors of texts; return its directory.
+
+    It has the demo model's tokenizer. Each process writes its own, with the same bytes.
+    """
+    config = Qwen3Config(
+        vocab_size=load_demo_model().vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, bos_token_id=0,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    directory = Path(tempfile.mkdtemp(prefix="penstock-vectors-"))
+    build_tiny_model(Qwen3ForCausalLM, config, 2, torch.device("cpu")).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, directory / name)
+    write_modules(directory, config.hidden_size, "lasttoken", 512)
+    return directory
+
+
+def write_modules(directory: Path, size: int, pooling: str, max_length: int) -> None:
+    """Write what sentence-transformers reads beside a model: vectors of this size, pooled so, with a length of 1."""
+    names = ("Transformer", "Pooling", "Normalize")
+    folders = ["", *(f"{index}_{name}" for index, name in enumerate(names) if index)]
+    modules = [
+        {"idx": index, "name": str(index), "path": folder, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, folder) in enumerate(zip(names, folders, strict=True))
+    ]
+    for folder in folders[1:]:
+        (directory / folder).mkdir(exist_ok=True)
+    pooled = {"word_embedding_dimension": size, f"pooling_mode_{pooling}": True}
+    for name, content in {
+        "modules.json": modules, "sentence_bert_config.json": {"max_seq_length": max_length},
+        f"{folders[1]}/config.json": pooled,
+    }.items():  # fmt: skip
+        (directory / name).write_text(json.dumps(content))
+
+
+@cache
+def load_vector_model() -> LoadedModel:
+    """Return the model that also computes vectors, loaded once."""
+    return load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_vector_model())}))
+
+
 ModelLoader = Callable[[], LoadedModel]
-"""`load_demo_model`, `load_tool_model`, `load_split_model` or `load_state_model`."""
+"""`load_demo_model`, or another of the functions with such names."""
+
+
+@cache
+def _load_native_vector_model() -> LoadedModel:
+    return accelerate_model(load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_vector_model())})))
+
+
+def name_vectors(found: Vectors | None) -> str:
+    """Return what stands for vectors where answers have a text; an empty one for none."""
+    return "" if found is None else hashlib.sha256(found.data.encode()).hexdigest()[:24]
+
+
+def compute_vectors(texts: Iterable[str]) -> Vectors:
+    """Return the vectors of texts by that model, each by an engine that has nothing else to do."""
+    model, found = _load_native_vector_model(), list[Floats]()
+    assert model.text_reader is not None
+    for row in model.text_reader.read_texts(list(texts), EmbedOptions()):
+        engine = Engine(model, ENGINE_SETTINGS)
+        seq = Sequence("alone", row.token_ids, sampling=Sampling(), seed=0, max_new_tokens=1, is_pooled=True)
+        engine.add_sequence(seq)
+        while engine.has_work():
+            engine.step()
+        assert seq.vector is not None
+        found.append(normalize(seq.vector[None])[0])
+    return Vectors.pack_floats(b"".join(one.tobytes() for one in found), len(found[0]))
 
 
 @cache

@@ -58,7 +58,16 @@ def test_doors_of_the_engine_import_from_floors_below_them() -> None:
     assert {door: int(number) - 1 for number, doors in rows for door in doors} == level
 
 
-ENGINE_FOR_ALL = ("contract", "sequence", "limits", "opening", "text", "weights.files")
+ENGINE_FOR_ALL = (
+    "contract",
+    "sequence",
+    "vectors",
+    "limits",
+    "opening",
+    "text",
+    "weights.files",
+    "loading.vector_files",
+)
 ENGINE_FOR = {"plan": ("scheduling", "memory.pool"), "cli": ("diagnosis",)}
 """Modules and folders of the engine that a room may import too: plan simulates the engine with its real scheduler."""
 

@@ -33,7 +33,7 @@ PORTIONS = [ROOT / folder for folder in HOUSE]
 """These folders. Each has a folder `penstock/` without `__init__.py`."""
 ENGINE_FLOORS = (
     ("counts", "drafts", "gguf", "device", "text"),
-    ("sequence", "kernels"),
+    ("sequence", "kernels", "vectors"),
     ("contract", "memory", "weights", "sampling"),
     ("limits", "steps", "scheduling"),
     ("model", "serving"),

@@ -262,6 +262,10 @@ class Sampling(Wire):
         return self
 
 
+EmbedTask = Literal["embed", "score"]
+"""What a model does with texts: it gives a vector of each, or a score of each by a query."""
+
+
 class EmbedOptions(Wire):
     """Says how a request's texts are computed: to a vector of each, or with a `query` to one score of each."""
 

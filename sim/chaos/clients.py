@@ -40,11 +40,14 @@ from sim.workload import (
     ExpectedAnswer,
     ModelLoader,
     compute_answers,
+    compute_vectors,
     load_demo_model,
     load_split_model,
     load_state_model,
     load_tool_model,
+    load_vector_model,
     make_requests,
+    name_vectors,
 )
 
 NUM_KNOWN_REQUESTS = 16
@@ -61,14 +64,15 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "agents", "forms", "states", "endpoint", "poison"]
+Load = Literal["text", "tools", "agents", "forms", "states", "vectors", "endpoint", "poison"]
 """What is asked: texts of the demo model, calls of the tool model, turns of agents that call tools, texts of the demo
-model that are computed with other weights than their prompts, texts of a model whose layers keep states, numbers of
-servers that count, or texts of the demo model where a poisonous request stands in the middle of every second hundred.
+model that are computed with other weights than their prompts, texts of a model whose layers keep states, texts and
+vectors of texts of a model that gives both, numbers of servers that count, or texts of the demo model where a poisonous
+request stands in the middle of every second hundred.
 """
 _MODELS: dict[str, ModelLoader] = {
     "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
-    "poison": load_demo_model,
+    "vectors": load_vector_model, "poison": load_demo_model,
 }  # fmt: skip
 _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
 """JSON whose text is full of escapes: a worker that goes on inside of one must go on in the same state."""
@@ -78,8 +82,9 @@ _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]
 def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, ExpectedAnswer]]:
     """Return requests that are sent repeatedly under other ids, with their answers.
 
-    Every eighth has one token, every third a grammar, and every third asks that its KV is retained; with the load
-    `tools` all others offer tools. Of those to servers that count every third offers tools, and none has a grammar.
+    With the load `vectors` every second has texts. Of the others every eighth has one token, every third a grammar, and
+    every third asks that its KV is retained; with the load `tools` all others offer tools. Of those to servers that
+    count every third offers tools, and none has a grammar.
     """
     if load == "agents":
         return _make_agents(max_tokens)
@@ -95,7 +100,19 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
     answers = compute_answers(work, _MODELS[load])
-    return list(zip(work, answers.values(), strict=True))
+    known = list(zip(work, answers.values(), strict=True))
+    if load == "vectors":
+        known[::2] = [_ask_for_vectors(number) for number in range(0, NUM_KNOWN_REQUESTS, 2)]
+    return known
+
+
+def _ask_for_vectors(number: int) -> tuple[Request, ExpectedAnswer]:
+    """Return a request with texts, and its answer, in which the vectors stand for a text."""
+    chance = random.Random(number)
+    words = ["and", "the", "king", "of", "Israel", "said", "unto", "his", "people", "LORD", "land", "go", "bread"]
+    lengths = [1 + int(chance.expovariate(0.02)) for _ in range(chance.choice([1, 5, 40]))]
+    texts = [" ".join(chance.choices(words, k=min(400, length))) for length in lengths]
+    return Request(id=f"chaos-{number}", texts=texts), ExpectedAnswer([], name_vectors(compute_vectors(texts)), "stop")
 
 
 def _count_numbers(number: int, max_tokens: int) -> tuple[Request, ExpectedAnswer]:
@@ -361,6 +378,7 @@ class Clients:
         self._producers[zlib.crc32(request.id.encode()) % NUM_PRODUCERS].submit(
             prompt=request.prompt,
             token_ids=request.token_ids,
+            texts=request.texts,
             messages=request.messages,
             chat_template_kwargs=request.chat_template_kwargs,
             id=request.id,
@@ -402,6 +420,7 @@ class Clients:
         for count, event in enumerate(self._read_events(request_id, after), start=1):
             texts.append(event.text)
             if isinstance(event, EndEvent):
+                texts.append(name_vectors(event.vectors))
                 fields = {"finish": event.finish_reason, "count": event.num_events, "error": None}
                 parts = {"text": "".join(texts), "calls": parse_answer(task.request, texts).calls}
                 self._history.add_entry("end", id=request_id, reader=reader, **fields, **parts)

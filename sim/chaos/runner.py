@@ -57,7 +57,7 @@ from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import RETENTION_S, TESTING, ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
-from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
+from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model, make_vector_model, name_vectors
 from sim.zones import ZONES, ZonedServers
 
 POLL_S = 0.05
@@ -83,6 +83,11 @@ BURST_PATIENCE_S = 150.0
 """How much longer clients wait in a round with a burst. Batch work, and what is sent later, comes after its requests,
 of which workers that are killed all the time answer two a second on a busy machine.
 """
+_MODELS: Mapping[Load, Callable[[], Path]] = {
+    "tools": lambda: TOOL_MODEL, "agents": lambda: TOOL_MODEL, "states": make_state_model, "vectors": make_vector_model,
+    "poison": make_poisoned_model,
+}  # fmt: skip
+"""What returns the directory of the workers' model, where that is not the demo model."""
 WriteLine = Callable[[str], None]
 Progress = Callable[[str, int], None]
 """Receives a line about the progress, and the number of kills so far."""
@@ -206,12 +211,8 @@ def make_stack(
     settings = SETTINGS | {"PENSTOCK_KV_STORE_DISK_MB": "64", "PENSTOCK_KV_STORE_DISK_DIR": str(directory / "blocks")}
     if plan.load == "agents":
         settings |= SMALL_TIERS
-    if plan.load in ("tools", "agents"):
-        settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
-    if plan.load == "states":
-        settings["PENSTOCK_ENGINE_MODEL"] = str(make_state_model())
-    if plan.load == "poison":
-        settings["PENSTOCK_ENGINE_MODEL"] = str(make_poisoned_model())
+    if plan.load in _MODELS:
+        settings["PENSTOCK_ENGINE_MODEL"] = str(_MODELS[plan.load]())
     if plan.load == "forms":
         settings |= SPLIT_FORMS
     # Beside a decode worker an auto worker hands off all that it begins, or what has a long prompt.
@@ -352,7 +353,8 @@ def record_results(results: Iterable[Result], history: History, **more: str) -> 
     """Record results, each with `more` fields."""
     for result in results:
         error = result.error.code if result.error else None
-        fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+        text = result.text + name_vectors(result.vectors)
+        fields = {"tokens": result.token_ids, "text": text, "finish": result.finish_reason, "error": error}
         # Results of endpoints name no tokens, and count those of the server: their text is compared.
         count = len(result.token_ids) if result.token_ids or not result.usage.completion_tokens else None
         history.add_entry("result", id=result.id, count=count, **fields, **more)

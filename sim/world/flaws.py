@@ -380,6 +380,15 @@ FLAWS = (
         "        return now_s", "return False and now_s",
     ),
     Flaw(
+        "vectors are left out of the end", "prefill_worker/penstock/prefill_worker/handoff.py",
+        "error=task.wire_error, vectors=vectors", "error=task.wire_error", rates=("texts=0.7", "endpoint=0"),
+    ),
+    Flaw(
+        "a record with vectors is gone before they are read", "core/penstock/record/record.py",
+        "keep_ms = min(self._keep_ms, KEEP_VECTORS_MS) if is_short", "keep_ms = 1 if is_short",
+        rates=("texts=0.7", "endpoint=0"),
+    ),
+    Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
         "if seq.num_made > seq.most_pieces:", "if True:",
     ),

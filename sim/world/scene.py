@@ -30,6 +30,7 @@ from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.metering import add_sums, parse_day_sums
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import (
+    MAX_TEXTS,
     ChatMessage,
     EndEvent,
     Request,
@@ -58,7 +59,7 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.staying_role import StayingRole
 from penstock.record import Claim
-from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
+from penstock.testing.engine import FormulaEngine, compute_vectors, list_tokens, load_tokenizer
 from penstock.testing.record import NEW
 from penstock.worker import watch
 from penstock.worker.failure import UNWRITABLE
@@ -68,6 +69,7 @@ from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from penstock.worker_speed import WorkerSpeed
 from sim.chaos.checker import Entry, Finding, check_history
+from sim.workload import name_vectors
 from sim.world.batches import BatchClient
 from sim.world.endpoint import REFUSALS, REFUSED, SILENCE_S, EndpointServers, make_text
 from sim.world.gateways import Gateways
@@ -225,6 +227,8 @@ class Rates:
     """The share of requests on Kafka whose tenant has topics of its own."""
     resize_s: float = 0.0
     """The mean time until there are to be other workers, perhaps none; 0 if the same ones stay."""
+    texts: float = 0.0
+    """The share of producers' requests of which vectors are computed, where workers have a model."""
     region_s: float = 0.0
     """The mean time until a region dies, is stopped or cut off."""
     copy_s: float = 0.0
@@ -256,6 +260,7 @@ class Rates:
             delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
             forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
             poison=(poison := 0.05 if chance.random() < 0.2 else 0.0), attempts=POISON_ATTEMPTS if poison else 0,
+            texts=maybe(0.6),
         )  # fmt: skip
 
 
@@ -777,8 +782,18 @@ class Scene:
             else:
                 http.ask(request, may, request.id if chance.random() < 0.8 else None)
         else:
-            self._produce(request, may + late, chance)
+            self._produce(self._ask_for_vectors(request), may + late, chance)
         self.num_clients_left -= 1
+
+    def _ask_for_vectors(self, request: Request) -> Request:
+        """Return a request as it is, or one that has texts of as many tokens in place of its prompt."""
+        chance, ids = random.Random(f"{self.seed}/texts/{request.id}"), list(request.token_ids or [])
+        if chance.random() >= self.rates.texts:
+            return request
+        size = chance.choice([1, 7, 100, len(ids)])
+        texts = [load_tokenizer().decode(ids[start : start + size]) for start in range(0, len(ids), size)][:MAX_TEXTS]
+        texts = [f"a{text}".replace("\0", "") for text in texts]  # no text is empty
+        return request.model_copy(update={"token_ids": None, "texts": texts, "sampling": Sampling()})
 
     def _make_question(
         self, number: int, request: Request, may: list[str], chance: random.Random
@@ -800,6 +815,13 @@ class Scene:
         prompt = request.messages[0].content if request.messages else request.prompt
         if prompt is not None:
             text = "" if prompt.split()[0] in REFUSED else make_text(prompt)
+            self._note(
+                {"what": "submitted", "id": request.id, "tokens": [], "text": text, "calls": [], "finish": "stop",
+                 "may": may}
+            )  # fmt: skip
+            return
+        if request.texts is not None:
+            text = name_vectors(compute_vectors(request.texts))
             self._note(
                 {"what": "submitted", "id": request.id, "tokens": [], "text": text, "calls": [], "finish": "stop",
                  "may": may}
@@ -869,7 +891,7 @@ class Scene:
                 self._note_error(request_id, event.error.message)
             error, count = event.error and event.error.code, event.usage.completion_tokens
             end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
-            entry: Entry = {**end, "error": error, "text": text, "calls": []}
+            entry: Entry = {**end, "error": error, "text": text + name_vectors(event.vectors), "calls": []}
             self._note({"what": "end", "id": request_id, "reader": reader, **entry})
         elif not self.rates.endpoint:
             told = {"reader": reader, "event": event.id, "token": event.token}
@@ -969,7 +991,8 @@ class Scene:
             if result.error is not None:
                 self._note_error(result.id, result.error.message)
             error = result.error.code if result.error else None
-            fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+            text = result.text + name_vectors(result.vectors)
+            fields = {"tokens": result.token_ids, "text": text, "finish": result.finish_reason, "error": error}
             if self.rates.endpoint:
                 fields |= {"tokens": [], "count": None}
             self._note({"what": "result", "id": result.id, **fields})

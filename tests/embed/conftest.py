@@ -10,7 +10,7 @@ from penstock.config.settings import EngineSettings
 from penstock.embed_worker.engine import EmbedEngine
 from penstock.embed_worker.model import EmbedModel
 from penstock.embed_worker.role import EmbedRole
-from penstock.engine.weights.modules import open_checkpoint
+from penstock.engine.loading.vector_files import open_checkpoint
 from penstock.worker.worker import Worker
 from tests.embed.checkpoints import write_checkpoint, write_reranker
 from tests.endpoint.conftest import EndpointPipeline, open_pipeline

@@ -1,5 +1,6 @@
 """A model whose vectors are its last tokens' is computed by the engine, in workers that answer chats beside it."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,10 @@ from sentence_transformers import SentenceTransformer
 from penstock.client.core import make_request
 from penstock.config.settings import StaySettings
 from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.vector_files import find_decoder
 from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.vectors import Floats
-from penstock.engine.weights.modules import find_decoder
 from penstock.errors import REFUSED_PROMPTS
 from penstock.messages import EmbedOptions, EndEvent, Request, Result, TokenEvent
 from penstock.prefill_worker.stay import StayPolicy
@@ -64,7 +65,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def send_texts(line: InProcessPipeline, texts: list[str], **fields: Any) -> Request:
-    request = make_request(None, {"texts": texts, **fields})
+    asked: Any = {"texts": texts, **fields}
+    request = make_request(None, asked)
     line.send_requests(request)
     return request
 
@@ -173,13 +175,40 @@ def test_a_prefill_worker_computes_texts_and_decode_settles_them(
     assert not [event for event in line.open_client().stream(request.id) if isinstance(event, TokenEvent)]
 
 
+@pytest.mark.parametrize(("num_failures", "is_answered"), [(2, True), (99, False)])
+def test_a_request_that_fails_ends_alone(
+    make_auto: MakeAuto, qwen: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int, is_answered: bool
+) -> None:
+    """It is tried again, as often as a request may fail. The others have their vectors."""
+    line, worker = make_auto(qwen)
+    core, failures = core_of(worker), list[str]()
+    run_step = core.runner.run_step
+
+    def run_or_fail(batch: Any) -> Any:
+        logits = run_step(batch)
+        for row, seq in enumerate(batch.sampled_sequences):
+            if seq.id.startswith("bad#") and len(failures) < num_failures:
+                failures.append(seq.id)
+                core.runner.hidden[row] = float("nan")
+        return logits
+
+    monkeypatch.setattr(core.runner, "run_step", run_or_fail)
+    for name, texts in (("a", TEXTS), ("bad", TEXTS[:1]), ("z", TEXTS[1:])):
+        send_texts(line, texts, id=name)
+    results = run_until_results(line, worker, 3)
+    assert results["a"].error is None
+    assert results["z"].error is None
+    bad = results["bad"]
+    assert (bad.error is None) == is_answered
+    assert bad.error is None or bad.error.code == "model_error"
+    assert not worker.engine.has_work()
+
+
 @pytest.mark.parametrize(
     ("about", "is_found"), [({}, True), ({"is_causal": False}, False), ({"model_type": "bert"}, False)]
 )
 def test_what_the_engine_does_not_compute(tmp_path: Path, about: dict[str, Any], is_found: bool) -> None:
     directory = write_checkpoint(tmp_path, "qwen3")
     config = directory / "config.json"
-    import json
-
     config.write_text(json.dumps(json.loads(config.read_text()) | about))
     assert (find_decoder(directory) is not None) == is_found

@@ -12,8 +12,8 @@ from transformers import AutoModel
 
 from penstock.config.settings import EngineSettings
 from penstock.embed_worker.model import EmbedModel
+from penstock.engine.loading.vector_files import is_for_embedding, open_checkpoint
 from penstock.engine.vectors import Floats, cut_vectors
-from penstock.engine.weights.modules import is_for_embedding, open_checkpoint
 from penstock.errors import InvalidRequest, ModelLoadError, PromptTooLong, RequestError
 from penstock.messages import EmbedOptions
 from tests.embed.checkpoints import KINDS, draw_text, write_checkpoint, write_json, write_reranker
@@ -133,7 +133,7 @@ def test_vectors_are_cut_only_where_the_checkpoint_allows_it(tmp_path: Path, mon
     model = open_model(write_checkpoint(tmp_path))
     with pytest.raises(InvalidRequest, match="vectors have 48, and may not be cut"):
         compute(model, TEXTS, dimensions=16)
-    monkeypatch.setattr("penstock.embed_worker.model.MAX_VECTOR_FLOATS", 48 * 5)
+    monkeypatch.setattr("penstock.engine.vectors.MAX_VECTOR_FLOATS", 48 * 5)
     with pytest.raises(InvalidRequest, match="288 numbers are more"):
         compute(model, TEXTS)
 

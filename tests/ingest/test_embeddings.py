@@ -83,6 +83,18 @@ def scorer(scripted: ScriptedPipeline) -> Iterator[TestGateway]:
         yield made
 
 
+@pytest.mark.proof
+def test_a_model_may_do_both(scripted: ScriptedPipeline) -> None:
+    scripted.report(dimensions=SIZE, pooling="lasttoken", prompts=PROMPTS)
+    with scripted.open_gateway() as gateway, scripted.answer_texts(compute):
+        found = post(gateway, "/v1/embeddings", {"model": scripted.model, "input": "one"})
+        assert (found.status_code, len(found.json()["data"])) == (200, 1)
+        refused = post(gateway, "/v1/rerank", {"model": scripted.model, "query": "a", "documents": ["b"]})
+        assert (refused.status_code, "generates text" in refused.text) == (400, True)
+        (told,) = (one for one in gateway.client().get("/v1/models").json()["data"] if one["id"] == scripted.model)
+        assert (told.get("task", "generate"), told["dimensions"]) == ("generate", SIZE)
+
+
 def open_sdk(gateway: TestGateway) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", http_client=gateway.client(), max_retries=0)
 
@@ -233,7 +245,7 @@ def test_a_model_is_asked_only_for_what_it_does(scripted: ScriptedPipeline, gate
     }  # fmt: skip
     assert bodies.keys() == ENDPOINTS.keys()
     for task, told in (("embed", "computes vectors"), ("score", "scores texts"), ("generate", "generates text")):
-        scripted.report(task=task)
+        scripted.report(task=task, dimensions=None if task == "generate" else SIZE)
         wait_for(partial(has_task, gateway, scripted.model, task), "the gateway knows", every_s=0.1)
         for path, body in bodies.items():
             if ENDPOINTS[path].task != task:

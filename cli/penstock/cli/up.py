@@ -26,7 +26,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.config.sources import variable_name
 from penstock.endpoint_worker.endpoints import parse_urls
-from penstock.engine.weights.modules import find_decoder, is_for_embedding
+from penstock.engine.loading.vector_files import find_decoder, is_for_embedding
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.ops.status import read_worker_status

@@ -15,8 +15,8 @@ from penstock.cli.error_lines import START_KAFKA, format_address, is_kafka_silen
 from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings
+from penstock.engine.loading.vector_files import open_checkpoint
 from penstock.engine.weights.files import check_model_here
-from penstock.engine.weights.modules import open_checkpoint
 from penstock.errors import AccessRefused, DependencyMissing, DirectoryTaken, ModelLoadError
 from penstock.local.stack import Stack
 from penstock.local.valkey import find_binary

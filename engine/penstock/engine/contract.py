@@ -19,15 +19,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from penstock.errors import Cancelled, RequestError
+from penstock.errors import Cancelled, ModelError, RequestError
 from penstock.messages import EndEvent, FinishReason, Logprobs, Usage, Vectors
 from penstock.names import PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
     from penstock.engine.sequence import Sequence as EngineSequence
-    from penstock.engine.text.texts import TextReader
-    from penstock.engine.vectors import TextRequest
+    from penstock.engine.vectors import TextReader, TextRequest
     from penstock.kvstore.block import PromptBlocks
 
 
@@ -186,6 +185,14 @@ class Outcome:
     def of_error(cls, error: RequestError, *, is_final: bool = True) -> Self:
         """Return the outcome of a request that ends with an error, or was cancelled."""
         return cls("cancelled" if isinstance(error, Cancelled) else "error", error, is_final)
+
+    @classmethod
+    def of_texts(cls, request: "TextRequest") -> Self:
+        """Return the outcome of a request whose texts are computed: an error where there are no numbers."""
+        try:
+            return cls("stop", usage=request.usage, vectors=request.pack_vectors())
+        except ModelError as error:
+            return cls.of_error(error)
 
 
 @dataclass(frozen=True)

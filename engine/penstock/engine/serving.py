@@ -16,6 +16,7 @@ from penstock.engine.contract import (
     EngineLimits,
     Loaded,
     ModelCard,
+    Outcome,
     SampledToken,
     SequenceProgress,
     StepShare,
@@ -359,7 +360,7 @@ class ServingEngine:
             request.found[place] = normalize(vector[None])[0] if reader.normalizes else vector
             request.num_cached_tokens += seq.num_cached_tokens
             if request.is_done:
-                self._ended.append(Ended(request.context, request.build_outcome()))
+                self._ended.append(Ended(request.context, Outcome.of_texts(request)))
 
     @property
     def step_shares(self) -> Items[StepShare]:

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.contract import Outcome
-from penstock.engine.weights.modules import EmbedTask
 from penstock.errors import InvalidRequest, ModelError, ModelLoadError, PromptTooLong
-from penstock.messages import MAX_VECTOR_FLOATS, EmbedOptions, Logprobs, Usage, Vectors
+from penstock.messages import MAX_VECTOR_FLOATS, EmbedOptions, EmbedTask, Logprobs, Usage, Vectors
 from penstock.names import PriorityClass
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -106,6 +104,36 @@ class VectorCard:
         return f"its prompts are {', '.join(named)}" if named else "it has none"
 
 
+@dataclass(frozen=True, eq=False)
+class TextReader:
+    """Reads texts for a model whose vectors are what it says of their last tokens. Any thread may call it."""
+
+    card: VectorCard
+    tokenizer: Any
+    normalizes: bool
+    """Whether vectors get a length of 1."""
+    has_head: bool
+    """Whether the model generates text as well."""
+    start_ids: Sequence[int]
+    end_ids: Sequence[int]
+    """The tokens around each text."""
+
+    def read_texts(self, texts: Sequence[str], options: EmbedOptions) -> list[TextRow]:
+        """Return the tokens of each text. Raises `InvalidRequest` or `PromptTooLong`."""
+        self.card.check_texts(texts, options)
+        prompt = self.card.find_prompt(options.prompt)
+        room = self.card.max_length - len(self.start_ids) - len(self.end_ids)
+        return [self._read_text(index, prompt + text, room, options.truncate) for index, text in enumerate(texts)]
+
+    def _read_text(self, index: int, text: str, room: int, truncate: str | None) -> TextRow:
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if truncate is not None and len(ids) > room:
+            ids = ids[:room] if truncate == "end" else ids[len(ids) - room :]
+        row = [*self.start_ids, *ids, *self.end_ids]
+        self.card.check_length(index, len(row) if ids else 0)
+        return TextRow(row)
+
+
 @dataclass(eq=False)
 class TextRequest:
     """A request whose texts are computed, and how far that is (`SequenceProgress`)."""
@@ -144,14 +172,18 @@ class TextRequest:
         """Whether each row has its numbers."""
         return len(self.found) == len(self.rows)
 
-    def build_outcome(self) -> Outcome:
-        """Return how it ends: with the numbers of its texts, or with an error where one of these is none."""
+    @property
+    def usage(self) -> Usage:
+        """The tokens of its texts."""
+        return Usage(prompt_tokens=self.num_prompt_tokens, cached_tokens=self.num_cached_tokens)
+
+    def pack_vectors(self) -> Vectors:
+        """Return the numbers of all rows. Raises `ModelError` where one of these is none."""
         numbers = np.stack([self.found[index] for index in range(len(self.rows))])
         cut = cut_vectors(numbers, self.options.dimensions)
         if wrong := [index for index, vector in enumerate(cut) if not np.isfinite(vector).all()]:
-            return Outcome.of_error(ModelError(f"the model's numbers for texts[{wrong[0]}] are not finite"))
-        usage = Usage(prompt_tokens=self.num_prompt_tokens, cached_tokens=self.num_cached_tokens)
-        return Outcome("stop", usage=usage, vectors=Vectors.pack_floats(cut.tobytes(), cut.shape[1]))
+            raise ModelError(f"the model's numbers for texts[{wrong[0]}] are not finite")
+        return Vectors.pack_floats(cut.tobytes(), cut.shape[1])
 
 
 def cut_vectors(numbers: Floats, dimensions: int | None) -> Floats:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from penstock.engine.contract import Ended, EngineLimits, Loaded, SequenceProgress, StepShare, Stored
+from penstock.engine.contract import Ended, EngineLimits, Loaded, Outcome, SequenceProgress, StepShare, Stored
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
-from penstock.engine.text.texts import TextReader
-from penstock.engine.vectors import Floats, TextRequest, VectorCard
+from penstock.engine.vectors import Floats, TextReader, TextRequest, VectorCard
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.kvstore.block import BlockHasher, PromptBlocks
-from penstock.messages import Logprobs
+from penstock.messages import Logprobs, Vectors
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
 
@@ -81,6 +80,12 @@ def compute_vector(token_ids: Sequence[int]) -> Floats:
     """Return the vector of a text."""
     told = hashlib.blake2b(repr(tuple(token_ids)).encode(), digest_size=VECTOR_SIZE).digest()
     return ((np.frombuffer(told, dtype=np.uint8) - 127.5) / 128).astype("<f4")
+
+
+def compute_vectors(texts: Sequence[str]) -> Vectors:
+    """Return the vectors of texts."""
+    rows = [compute_vector(load_tokenizer()(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    return Vectors.pack_floats(b"".join(one.tobytes() for one in rows), VECTOR_SIZE)
 
 
 @dataclass(frozen=True)
@@ -222,7 +227,7 @@ class FormulaEngine:
                     break
             if request.is_done:
                 del self._texts[request.id]
-                self._ended.append(Ended(request.context, request.build_outcome()))
+                self._ended.append(Ended(request.context, Outcome.of_texts(request)))
 
     def store_full_blocks(self) -> bool:
         """Return False: there is no KV."""

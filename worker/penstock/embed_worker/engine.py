@@ -247,7 +247,7 @@ class EmbedEngine(WholeEngine):
             one.seq.found[one.place] = found
         for seq in dict.fromkeys(one.seq for one in rows):
             if seq.is_done:
-                self._end(seq, seq.build_outcome())
+                self._end(seq, Outcome.of_texts(seq))
 
     def _handle_failure(self, seqs: Collection[EmbedSequence], rows: Sequence[_Row], error: BaseException) -> None:
         """End the request whose batch failed, or have the requests of a batch computed apart."""

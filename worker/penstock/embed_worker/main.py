@@ -2,7 +2,7 @@
 
 import logging
 
-from penstock.engine.weights.modules import open_checkpoint
+from penstock.engine.loading.vector_files import open_checkpoint
 from penstock.errors import ModelLoadError, choose_load_error
 from penstock.worker.process import WorkerProcess, require_libraries
 

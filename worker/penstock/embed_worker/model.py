@@ -14,8 +14,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.loading.vector_files import Checkpoint, find_end_tokens
 from penstock.engine.vectors import Floats, TextRow, VectorCard
-from penstock.engine.weights.modules import Checkpoint, find_end_tokens
 from penstock.errors import ModelLoadError, choose_load_error
 from penstock.messages import EmbedOptions
 

@@ -17,6 +17,7 @@ from penstock.engine.kernels.library import TORCH, load_library
 from penstock.engine.kernels.products import choose_products
 from penstock.engine.loading.dtype import choose_dtype
 from penstock.engine.loading.probe import check_config, find_unscaled_context
+from penstock.engine.loading.vector_files import Checkpoint, find_around, find_decoder, find_end_tokens
 from penstock.engine.loading.windows import list_unproved_windows, list_unread_windows
 from penstock.engine.memory.storage import BlockLayout
 from penstock.engine.model.accelerate import can_pack
@@ -24,13 +25,12 @@ from penstock.engine.model.model import LoadedModel
 from penstock.engine.text.chat_template import check_template
 from penstock.engine.text.response_template import find_response_template
 from penstock.engine.text.template_process import shared_process
-from penstock.engine.text.texts import TextReader, make_text_reader
+from penstock.engine.vectors import TextReader, VectorCard
 from penstock.engine.weights.file_checks import build_tokenizer_error
 from penstock.engine.weights.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.weights.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.weights.load_cache import LoadCache
 from penstock.engine.weights.module import load_generation_config
-from penstock.engine.weights.modules import find_decoder
 from penstock.engine.weights.quantized import UNPACKING_VERSION, take_quantization
 from penstock.errors import (
     EngineCheckFailed,
@@ -156,6 +156,25 @@ class Load:
         return make_text_reader(
             self.vectors, self.tokenizer, size, self.context_length, has_head=self.has_head
         )  # fmt: skip
+
+
+def make_text_reader(
+    checkpoint: Checkpoint, tokenizer: Any, size: int, context_length: int, *, has_head: bool
+) -> TextReader:
+    """Return the reader of a checkpoint whose model says `size` numbers of a token. Raises `ModelLoadError`."""
+    whole, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    start_ids, end_ids = find_around(whole, bare)
+    card = VectorCard(
+        task="embed",
+        size=size,
+        max_length=min(context_length, checkpoint.max_length or context_length, tokenizer.model_max_length),
+        pooling="lasttoken",
+        prompts=checkpoint.prompts,
+        default_prompt=checkpoint.about.get("default_prompt_name") or "",
+        dimensions=checkpoint.list_dimensions(),
+    )
+    end_ids += find_end_tokens(checkpoint, tokenizer)
+    return TextReader(card, tokenizer, checkpoint.normalizes, has_head, start_ids, end_ids)
 
 
 def _has_head(files: list[Path]) -> bool:

@@ -11,7 +11,7 @@ from penstock.engine.memory.storage import BlockLayout, KVStorage
 from penstock.engine.steps.latent import LatentHeads
 from penstock.engine.steps.native_step import NativeParts
 from penstock.engine.steps.runner import ModelRunner
-from penstock.engine.text.texts import TextReader
+from penstock.engine.vectors import TextReader
 from penstock.engine.weights.fingerprint import add_arithmetic
 from penstock.engine.weights.weights import MappedWeights
 

@@ -6,13 +6,12 @@ Nothing of a checkpoint is run, and nothing is unpickled: its modules have to be
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from penstock.engine.weights.files import Progress, check_whole_model, find_whole_model, list_model_files
 from penstock.errors import ModelLoadError, build_damage_error
+from penstock.messages import EmbedTask
 
-EmbedTask = Literal["embed", "score"]
-"""What a checkpoint is for: a vector of each text, or a score of each pair of a query and a text."""
 MODULES_FILE, ABOUT_FILE = "modules.json", "config_sentence_transformers.json"
 _MODULES = (
     "Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling", "LogitScore",
