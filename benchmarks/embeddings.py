@@ -110,7 +110,8 @@ def draw_texts(seed: int, count: int) -> list[str]:
     lengths = [
         min(MAX_TOKENS - 2, max(1, round(chance.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA)))) for _ in range(count)
     ]
-    return ["".join(chance.choices(words, k=length)) for length in lengths]
+    # Infinity reads a text without the blanks around it.
+    return ["".join(chance.choices(words, k=length)).strip() for length in lengths]
 
 
 @contextmanager
@@ -270,7 +271,7 @@ def compare_gaps(given: Arguments) -> dict[str, float]:
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
     shapes = given.choose_size(
-        {"110m": 256, "22m": 1024, "134m": 256}, {"22m": 128, "134m": 64}, {"smoke": 64, "smoke_decoder": 64}
+        {"110m": 128, "22m": 1024, "134m": 128}, {"22m": 64, "11m": 64}, {"smoke": 64, "smoke_decoder": 64}
     )
     rounds, figures, charts = given.choose_size(7, 2, 1), dict[str, float](), dict[str, dict[str, list[float]]]()
     for shape, num_texts in shapes.items():

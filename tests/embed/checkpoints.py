@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.cross_encoder.modules.logit_score import LogitScore
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -90,14 +93,21 @@ def fill_weights(module: torch.nn.Module, seed: int) -> None:
 
 
 def write_checkpoint(
-    directory: Path, name: str = "bert", *, max_length: int = 120, generates: bool = False, **about: Any
+    directory: Path,
+    name: str = "bert",
+    *,
+    max_length: int = 120,
+    positions: int = 0,
+    generates: bool = False,
+    **about: Any,
 ) -> Path:
     """Write a checkpoint for vectors, of a model that also `generates` text or not. `about` is what it says of itself,
     such as prompts.
     """
     kind = KINDS[name]
     directory.mkdir(parents=True, exist_ok=True)
-    model = (AutoModelForCausalLM if generates else AutoModel).from_config(_make_config(kind)).eval()
+    config = _make_config(kind, positions)
+    model = (AutoModelForCausalLM if generates else AutoModel).from_config(config).eval()
     fill_weights(model, 3)
     model.save_pretrained(directory)
     write_tokenizer(directory, kind, max_length)
@@ -134,11 +144,27 @@ def write_reranker(directory: Path, num_labels: int = 1) -> Path:
     return directory
 
 
-def _make_config(kind: Kind) -> Any:
+CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}<s>"
+
+
+def write_token_reranker(directory: Path) -> Path:
+    """Write a decoder that scores pairs by how likely one token is behind them, and another, as Qwen3-Reranker."""
+    kind, made = KINDS["qwen3"], directory / "decoder"
+    made.mkdir(parents=True)
+    model = AutoModelForCausalLM.from_config(_make_config(kind)).eval()
+    fill_weights(model, 7)
+    model.save_pretrained(made)
+    write_tokenizer(made, replace(kind, tokenizer={**kind.tokenizer, "chat_template": CHAT_TEMPLATE}), 120)
+    parts = [Transformer(str(made), transformer_task="text-generation"), LogitScore(10, 11)]
+    CrossEncoder(modules=parts).save_pretrained(str(directory / "reranker"))
+    return directory / "reranker"
+
+
+def _make_config(kind: Kind, positions: int = 0) -> Any:
     vocab = Tokenizer.from_str(_train_tokenizer()).get_vocab_size()
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return CONFIG_MAPPING[kind.type](
-        **{"vocab_size": vocab, "max_position_embeddings": kind.positions, **tokens, **kind.config}
+        **{"vocab_size": vocab, "max_position_embeddings": positions or kind.positions, **tokens, **kind.config}
     )
 
 

@@ -102,6 +102,24 @@ def test_vectors_are_those_of_sentence_transformers(make_auto: MakeAuto, tmp_pat
     assert measure_cosine(read_vectors(first.vectors), library.encode(TEXTS, prompt_name="query")) >= 0.99999
 
 
+def test_the_longest_texts_are_computed_whole(make_line: Callable[..., InProcessPipeline], tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3", max_length=8192, positions=8192)
+    settings = SETTINGS.model_copy(update={"max_step_tokens": 2048, "pool_mb": 16, "model": str(directory)})
+    line = make_line(load=lambda: open_model(directory), engine=settings)
+    worker = line.make_auto("auto-0", StayPolicy(StaySettings(), lambda: ()))
+    texts = [" bar" * count for count in (8190, 8191)]  # and the token of the end
+    request = send_texts(line, texts)
+    result = run_until_results(line, worker, 1)[request.id]
+    assert result.usage.prompt_tokens == 8191 + 8192
+    theirs = SentenceTransformer(str(directory), device="cpu").encode(texts)
+    assert measure_cosine(read_vectors(result.vectors), theirs) >= 0.99999
+    longer = send_texts(line, [" bar" * 8192], id="longer")
+    error = run_until_results(line, worker, 2)[longer.id].error
+    assert error is not None
+    assert (error.code, "8,193 tokens" in error.message) == ("prompt_too_long", True)
+    worker.close()
+
+
 def test_an_answer_is_one_end_and_leaves_nothing_behind(make_auto: MakeAuto, qwen: Path) -> None:
     line, worker = make_auto(qwen)
     request = send_texts(line, TEXTS, embed=EmbedOptions(dimensions=16, in_result=False), tenant="acme")

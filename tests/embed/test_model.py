@@ -16,7 +16,14 @@ from penstock.engine.loading.vector_files import is_for_embedding, open_checkpoi
 from penstock.engine.vectors import Floats, cut_vectors
 from penstock.errors import InvalidRequest, ModelLoadError, PromptTooLong, RequestError
 from penstock.messages import EmbedOptions
-from tests.embed.checkpoints import KINDS, draw_text, write_checkpoint, write_json, write_reranker
+from tests.embed.checkpoints import (
+    KINDS,
+    draw_text,
+    write_checkpoint,
+    write_json,
+    write_reranker,
+    write_token_reranker,
+)
 from tests.embed.conftest import open_model
 
 TEXTS = [draw_text(num, num) for num in (1, 2, 5, 11, 23, 37)]
@@ -48,6 +55,28 @@ def test_scores_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     theirs = CrossEncoder(str(directory), device="cpu").predict([(TEXTS[2], text) for text in TEXTS])
     np.testing.assert_allclose(found[:, 0], theirs, atol=1e-6)
     assert np.ptp(theirs) > 0.01
+
+
+def test_a_decoder_scores_by_two_tokens_as_sentence_transformers_has_it(tmp_path: Path) -> None:
+    directory = write_token_reranker(tmp_path)
+    assert is_for_embedding(str(directory))
+    model = open_model(directory)
+    (row,) = model.read_texts(["dune"], EmbedOptions(query="cold"))
+    assert model._tokenizer.decode(row.token_ids) == "<s>query: cold</s><s>document: dune</s><s>"
+    theirs = CrossEncoder(str(directory), device="cpu").predict([(TEXTS[2], text) for text in TEXTS])
+    np.testing.assert_allclose(compute(model, TEXTS, query=TEXTS[2])[:, 0], theirs, atol=1e-6)
+    assert np.ptp(theirs) > 0.01
+
+
+def test_the_longest_texts_are_read_whole(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "modernbert", max_length=8192, positions=8192)
+    model, theirs = open_model(directory), SentenceTransformer(str(directory), device="cpu")
+    tokens = len(model.read_texts([draw_text(9000)], EmbedOptions(truncate="end"))[0]) - 2
+    texts = [" bar" * count for count in (tokens - 1, tokens)]
+    assert [len(row) for row in model.read_texts(texts, EmbedOptions())] == [8191, 8192]
+    assert measure_cosine(compute(model, texts), theirs.encode(texts)) >= 0.99999
+    with pytest.raises(PromptTooLong, match="has 8,193 tokens"):
+        model.read_texts([" bar" * (tokens + 1)], EmbedOptions())
 
 
 def test_prompts_are_the_checkpoints(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def check_sequence(
     """
     max_new_tokens = max(max_new_tokens, seq.max_new_tokens)
     length = seq.num_prompt_tokens + max_new_tokens
-    if length > model.context_length:
+    if length - seq.is_pooled > model.context_length:  # behind a vector there is no token
         raise PromptTooLong(context_exceeded(model.context_length, seq.num_prompt_tokens, max_new_tokens))
     needed = -(-(length - 1) // layout.block_size)
     if needed > num_blocks:

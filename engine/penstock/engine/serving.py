@@ -140,7 +140,7 @@ class ServingEngine:
         self._seqs: dict[str, Sequence] = {}
         """By id: the requests that it has, those included whose blocks are being loaded."""
         self._rows: dict[str, tuple[Sequence, TextRequest, int]] = {}
-        """By id: the prompts of texts that are not computed yet, and of which request they are the how manieth."""
+        """By id: the prompts of texts that are not computed yet, each with its request and its place in that."""
         self._ended: list[Ended] = []
         """The ends of requests with texts that were not collected yet."""
         self._transfers = self._make_transfers()
@@ -242,7 +242,7 @@ class ServingEngine:
             for place, row in enumerate(request.rows)
         ]
         for seq in rows:
-            self.core.check_sequence(seq, 1)
+            self.core.check_sequence(seq, seq.max_new_tokens)
         for place, seq in enumerate(rows):
             self._rows[seq.id] = seq, request, place
             self.core.add_sequence(seq)

@@ -73,9 +73,10 @@ class Load:
             check_config(self.config)
             self.vectors = find_decoder(self.directory)
             """What the checkpoint says of vectors of texts, if the engine computes them."""
-            self.has_head = self.vectors is None or _has_head(self.files)
-            if not self.has_head:  # what the engine is proved with, and nobody is given
-                self.config.get_text_config().tie_word_embeddings = True
+            text = self.config.get_text_config()
+            self.has_head = self.vectors is None or _has_head(self.files, is_tied=text.tie_word_embeddings)
+            # A model without a head gets its embeddings as one: the engine is proved with it, and nobody is answered.
+            text.tie_word_embeddings = text.tie_word_embeddings or not self.has_head
             self.quantization = take_quantization(self.config)
         with self.measure("tokenizer"):
             self.tokenizer = load_tokenizer(self.directory)
@@ -152,10 +153,8 @@ class Load:
     def _make_text_reader(self, module: Any) -> TextReader | None:
         if self.vectors is None:
             return None
-        size = module.get_output_embeddings().weight.shape[1]
-        return make_text_reader(
-            self.vectors, self.tokenizer, size, self.context_length, has_head=self.has_head
-        )  # fmt: skip
+        size, context = module.get_output_embeddings().weight.shape[1], self.context_length
+        return make_text_reader(self.vectors, self.tokenizer, size, context, has_head=self.has_head)
 
 
 def make_text_reader(
@@ -177,13 +176,15 @@ def make_text_reader(
     return TextReader(card, tokenizer, checkpoint.normalizes, has_head, start_ids, end_ids)
 
 
-def _has_head(files: list[Path]) -> bool:
-    """Return whether a model was saved to generate text: its tensors have the names that the whole model gives them."""
+def _has_head(files: list[Path], *, is_tied: bool) -> bool:
+    """Return whether a model was saved to generate text: it has a head, or its embeddings are one, and its tensors have
+    the names that the whole model gives them.
+    """
     from safetensors import safe_open
 
     opened: list[Any] = [safe_open(file, "pt") for file in files if file.suffix == ".safetensors"]
     names = [name for file in opened for name in file.keys()]  # noqa: SIM118 - it is no dictionary
-    return not names or any(name.startswith(("model.", "lm_head.")) for name in names)
+    return not names or any(name.startswith(("model.", "lm_head.") if is_tied else "lm_head.") for name in names)
 
 
 def _select_isa(isa: str) -> None:
