@@ -19,8 +19,9 @@ from tests.embed.test_model import compute, measure_cosine
 from tests.embed.test_worker import read_vectors
 
 
-def test_one_command_serves_a_checkpoint_for_vectors(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path / "tiny", prompts={"query": "bar "}, default_prompt_name="query")
+@pytest.mark.parametrize(("name", "worker", "pooling"), [("bert", "embed", "mean"), ("mistral", "auto", "lasttoken")])
+def test_one_command_serves_a_checkpoint_for_vectors(tmp_path: Path, name: str, worker: str, pooling: str) -> None:
+    directory = write_checkpoint(tmp_path / "tiny", name, prompts={"query": "bar "}, default_prompt_name="query")
     port, log = find_free_port(), tmp_path / "up.log"
     command = [
         sys.executable, "-m", "penstock.cli.main", "up", str(directory), "--port", str(port),
@@ -31,16 +32,16 @@ def test_one_command_serves_a_checkpoint_for_vectors(tmp_path: Path) -> None:
         wait_for(lambda: "Penstock is up" in log.read_text(), "it is up")
         addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0", kafka="")
         (beat,) = read_worker_status(addresses)
-        assert (beat["stage"], beat["model"], beat["model_source"]) == ("embed", "tiny", str(directory))
-        assert (beat["task"], beat["dimensions"], beat["pooling"], beat["max_model_len"]) == ("embed", 48, "mean", 120)
-        assert (beat["prompts"], beat["default_prompt"], beat["matryoshka"]) == ({"query": "bar "}, "query", None)
+        assert (beat["stage"], beat["model"], beat["model_source"]) == (worker, "tiny", str(directory))
+        assert (beat["task"], beat["dimensions"], beat["pooling"]) == ("embed", 48, pooling)
+        assert (beat["prompts"], beat["default_prompt"], beat.get("matryoshka")) == ({"query": "bar "}, "query", None)
         line = next(line for line in log.read_text().splitlines() if line.startswith("Try: curl"))
         answer = subprocess.run(["sh", "-c", line.removeprefix("Try: ")], capture_output=True, check=True, text=True)
         assert len(json.loads(answer.stdout)["data"][0]["embedding"]) == 48
         with Client(addresses) as client:
             texts = [draw_text(4), draw_text(9)]
             found = client.result(client.submit(texts=texts), timeout_s=PATIENCE_S).vectors
-            assert measure_cosine(read_vectors(found), compute(open_model(directory), texts)) >= 0.99999
+            assert measure_cosine(read_vectors(found), compute(open_model(directory), texts)) >= 0.999  # or in bf16
             assert client.lag() is not None
     finally:
         child.stop(PATIENCE_S)
