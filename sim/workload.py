@@ -1,6 +1,5 @@
 """The requests of the equality tests, and the undivided model's answers to them."""
 
-import hashlib
 import json
 import random
 import shutil
@@ -137,11 +136,6 @@ ModelLoader = Callable[[], LoadedModel]
 @cache
 def _load_native_vector_model() -> LoadedModel:
     return accelerate_model(load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_vector_model())})))
-
-
-def name_vectors(found: Vectors | None) -> str:
-    """Return what stands for vectors where answers have a text; an empty one for none."""
-    return "" if found is None else hashlib.sha256(found.data.encode()).hexdigest()[:24]
 
 
 def compute_vectors(texts: Iterable[str]) -> Vectors:

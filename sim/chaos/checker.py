@@ -21,11 +21,13 @@ Other entries tell what was done to the system and are ignored. The order of one
 which it saw them, over all its connections. The history ends when every client has its answer or has timed out.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.messages import Vectors
 from penstock.names import START_HASH, parse_event_id, roll_hash
 
 KINDS = ("lost", "duplicated", "diverged", "wrong", "reordered", "stuck", "leaked")
@@ -63,6 +65,11 @@ def check_history(history: Iterable[Entry]) -> list[Finding]:
     return [
         Finding(kind, request.id, story) for request in requests.values() for kind, story in _check_request(request)
     ]
+
+
+def name_vectors(found: Vectors | None) -> str:
+    """Return what stands for vectors where answers have a text; an empty one for none."""
+    return "" if found is None else hashlib.sha256(found.data.encode()).hexdigest()[:24]
 
 
 def count_by_kind(findings: Iterable[Finding]) -> dict[str, int]:

@@ -31,6 +31,7 @@ from penstock.messages import (
 )
 from penstock.names import Pipeline, piece_token
 from penstock.prefill_worker.tokenize import PromptTokenizer
+from sim.chaos.checker import name_vectors
 from sim.chaos.history import History
 from sim.chaos.poison import POISON, name_poison, poison_request
 from sim.chaos.system import RETENTION_S
@@ -47,7 +48,6 @@ from sim.workload import (
     load_tool_model,
     load_vector_model,
     make_requests,
-    name_vectors,
 )
 
 NUM_KNOWN_REQUESTS = 16

@@ -22,7 +22,7 @@ from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON_HEADER, Pipeline, WorkerKind
 from sim.chaos import hazards
-from sim.chaos.checker import Finding, check_history
+from sim.chaos.checker import Finding, check_history, name_vectors
 from sim.chaos.clients import (
     LONG_ANSWER_TOKENS,
     SHORT_ANSWER_TOKENS,
@@ -57,7 +57,7 @@ from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import RETENTION_S, TESTING, ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
-from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model, make_vector_model, name_vectors
+from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model, make_vector_model
 from sim.zones import ZONES, ZonedServers
 
 POLL_S = 0.05

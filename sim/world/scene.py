@@ -68,8 +68,7 @@ from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from penstock.worker_speed import WorkerSpeed
-from sim.chaos.checker import Entry, Finding, check_history
-from sim.workload import name_vectors
+from sim.chaos.checker import Entry, Finding, check_history, name_vectors
 from sim.world.batches import BatchClient
 from sim.world.endpoint import REFUSALS, REFUSED, SILENCE_S, EndpointServers, make_text
 from sim.world.gateways import Gateways
