@@ -97,7 +97,7 @@ class InvalidRequest(RequestError):
 
 
 REFUSED_PROMPTS = "this pipeline's model generates no text: send `texts`, or ask a pipeline with another model"
-REFUSED_TEXTS = "texts: this pipeline's model generates text; ask a pipeline with an embed worker for vectors or scores"
+REFUSED_TEXTS = "texts: this pipeline's model generates text; ask a pipeline whose model computes vectors or scores"
 """The words of `InvalidRequest` for texts where no vectors are computed."""
 
 

@@ -13,9 +13,12 @@ from sentence_transformers import SentenceTransformer
 from penstock.client.core import make_request
 from penstock.config.settings import StaySettings
 from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.loading import open_model as open_packed_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.loading.vector_files import find_decoder
 from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.serving import ServingEngine
 from penstock.engine.vectors import Floats
 from penstock.errors import REFUSED_PROMPTS
 from penstock.messages import EmbedOptions, EndEvent, Request, Result, TokenEvent
@@ -220,6 +223,26 @@ def test_a_request_that_fails_ends_alone(
     assert (bad.error is None) == is_answered
     assert bad.error is None or bad.error.code == "model_error"
     assert not worker.engine.has_work()
+
+
+def test_a_packed_file_computes_vectors_too(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", "qwen3")
+    settings = SETTINGS.model_copy(update={"model": str(directory), "cache_dir": str(tmp_path / "cache")})
+    pack_model(settings, tmp_path / "packed")
+    packed = open_packed_model(settings.model_copy(update={"packed": str(tmp_path / "packed")}))
+    assert packed.text_reader is not None
+    assert packed.text_reader.card.size == 48
+
+
+def test_many_texts_of_a_request_leave_places_to_others(make_auto: MakeAuto, qwen: Path) -> None:
+    line, worker = make_auto(qwen)
+    engine = worker.engine
+    assert isinstance(engine, ServingEngine)
+    send_texts(line, [draw_text(20, number) for number in range(64)])
+    run_until_running(worker)
+    assert engine.core.num_waiting < 8
+    assert engine.count_waiting_tokens("interactive", 40) == 40
+    assert engine.free_capacity("interactive", 10) > 0
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,8 @@ def up(
     num_auto, bounds = parse_auto(auto)
     engine = load_engine_settings(model, served_name, endpoint_source)
     is_embedding = not endpoint_source and engine.model != "demo" and is_for_embedding(engine.model)
-    is_embedding = is_embedding and find_decoder(Path(engine.model).expanduser()) is None
+    if (engine_kind or engine.kind) == "own":  # which computes vectors of decoders beside text
+        is_embedding = is_embedding and find_decoder(Path(engine.model).expanduser()) is None
     workers = choose_workers(
         {"prefill": prefill, "decode": decode, "auto": num_auto},
         endpoint_source,

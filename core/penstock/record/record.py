@@ -260,11 +260,11 @@ class Record:
         return self._run_for_all(FINISH, [claim for claim, *_ in ends], calls)
 
     def _finish_args(self, claim: Claim, end: EndEvent, name: str) -> list[str | int | bytes]:
-        event, keep_ms = self._complete_end(claim, end)
+        event, keep_ms = self._complete_end(claim, end, name)
         channel = self._pipeline.live_channel(claim.id)
         return [channel, claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held, name]
 
-    def _complete_end(self, claim: Claim, end: EndEvent) -> tuple[EndEvent, int]:
+    def _complete_end(self, claim: Claim, end: EndEvent, name: str) -> tuple[EndEvent, int]:
         """Return the end event with the number of tokens, and how long the record is kept from now on, in ms."""
         if end.pieces is None and end.usage.completion_tokens != claim.num_tokens:
             end = end.model_copy(update={"usage": end.usage.model_copy(update={"completion_tokens": claim.num_tokens})})
@@ -272,7 +272,8 @@ class Record:
             end = end.model_copy(update={"pieces": claim.num_tokens})
         times = end.timings
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
-        is_short = end.vectors is not None and "keep_s" not in self._settings.model_fields_set
+        is_settled_here = claim.stage == "decode" or name != ""  # else a decode worker has to find the vectors
+        is_short = end.vectors is not None and is_settled_here and "keep_s" not in self._settings.model_fields_set
         keep_ms = min(self._keep_ms, KEEP_VECTORS_MS) if is_short else self._keep_ms
         return end, keep_ms + min(took_ms, self._pending_ms)
 

@@ -10,5 +10,6 @@ def run_decode_worker(*, next_name: bool = False) -> None:
         with require_libraries():
             from penstock.decode_worker.role import DecodeRole
         role = DecodeRole(process.pipeline, engine, process.settings.engine.find_served_name())
+        role.set_default_prompt(process.settings.embed.prompt)
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

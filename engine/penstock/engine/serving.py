@@ -5,6 +5,7 @@ core's pool and the tiers of the KV store exchange blocks by `penstock.kvstore.t
 sequence goes to the core when its blocks are in the pool.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -141,6 +142,8 @@ class ServingEngine:
         """By id: the requests that it has, those included whose blocks are being loaded."""
         self._rows: dict[str, tuple[Sequence, TextRequest, int]] = {}
         """By id: the prompts of texts that are not computed yet, each with its request and its place in that."""
+        self._unfed: dict[str, deque[Sequence]] = {}
+        """By request: those of them that the core does not have yet."""
         self._ended: list[Ended] = []
         """The ends of requests with texts that were not collected yet."""
         self._transfers = self._make_transfers()
@@ -178,9 +181,12 @@ class ServingEngine:
         At most `max_tokens` of each request count.
         """
         classes = CLASSES[: CLASSES.index(priority_class) + 1]
-        seqs = [*self._seqs.values(), *(seq for seq, *_ in self._rows.values())]
+        seqs = self._seqs.values()
         waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.priority_class in classes]
-        return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting)
+        texts = {request for _, request, _ in self._rows.values() if request.priority_class in classes}
+        return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting) + sum(
+            min(request.num_pending_tokens, max_tokens) for request in texts
+        )
 
     def has_work(self) -> bool:
         """Return whether any sequence is in the core."""
@@ -243,12 +249,24 @@ class ServingEngine:
         ]
         for seq in rows:
             self.core.check_sequence(seq, seq.max_new_tokens)
-        for place, seq in enumerate(rows):
-            self._rows[seq.id] = seq, request, place
+        self._rows |= {seq.id: (seq, request, place) for place, seq in enumerate(rows)}
+        self._unfed[request.id] = deque(rows)
+        self._feed_rows(request)
+
+    def _feed_rows(self, request: TextRequest) -> None:
+        """Give the core rows of a request for two steps: more would keep the places in its batch from others."""
+        unfed, most = self._unfed[request.id], 2 * self.core.max_step_tokens
+        num_left = most - sum(
+            seq.num_prompt_tokens for seq, other, _ in self._rows.values() if other is request and seq not in unfed
+        )
+        while unfed and num_left > 0:
+            seq = unfed.popleft()
+            num_left -= seq.num_prompt_tokens
             self.core.add_sequence(seq)
 
     def remove_request(self, request_id: str) -> None:
         """Drop a request, and free its blocks. Those that are on their way from the store will be cached."""
+        self._unfed.pop(request_id, None)
         for row, request, _ in list(self._rows.values()):
             if request.id == request_id:
                 del self._rows[row.id]
@@ -351,7 +369,8 @@ class ServingEngine:
 
     def _take_vectors(self) -> None:
         """Give requests the vectors of their texts that the step has computed."""
-        for seq, request, place in [one for one in self._rows.values() if one[0].state is State.DONE]:
+        done = [one for one in self._rows.values() if one[0].state is State.DONE]
+        for seq, request, place in done:
             del self._rows[seq.id]
             self.core.remove_sequence(seq)
             reader, vector = self.model.text_reader, seq.vector
@@ -360,7 +379,10 @@ class ServingEngine:
             request.found[place] = normalize(vector[None])[0] if reader.normalizes else vector
             request.num_cached_tokens += seq.num_cached_tokens
             if request.is_done:
+                del self._unfed[request.id]
                 self._ended.append(Ended(request.context, Outcome.of_texts(request)))
+        for request in {request for _, request, _ in done if not request.is_done}:
+            self._feed_rows(request)
 
     @property
     def step_shares(self) -> Items[StepShare]:

@@ -44,7 +44,7 @@ class ServedModel:
     response_template: dict[str, Any] | None = None
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
     card: Beat = field(default_factory=dict)
-    """What its workers say of the vectors or scores that it computes; empty if it generates text."""
+    """What its workers say of the vectors or scores that it computes; empty if it computes none."""
 
     @property
     def task(self) -> Task:

@@ -90,12 +90,6 @@ class PrefillRole(ModelRole):
         super().__init__(pipeline, engine, served_name)
         self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
 
-    def set_default_prompt(self, name: str) -> None:
-        """Let texts whose request names no prompt have this one, if it is not empty. Raises `ModelLoadError`."""
-        if name and self.text_reader is not None:
-            card = replace(self.text_reader.card, default_prompt=name)
-            self.text_reader = replace(self.text_reader, card=card)
-
     # 2. Claim.
 
     def identify_request(self, delivery: Delivery) -> Task | None:
@@ -136,7 +130,7 @@ class PrefillRole(ModelRole):
             raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {task.priority_class!r}")
         try:
             if request.texts is not None:
-                task.seq = self._read_texts(task, request)
+                task.seq, task.read_s = self._read_texts(task, request), now_s()
                 return True
             is_raw = task.claim.is_read_raw
             task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)

@@ -200,7 +200,7 @@ class MemoryRecord(Record):
             return [self._finish(claim, end, name) for claim, end, name in ends]
 
     def _finish(self, claim: Claim, end: EndEvent, name: str) -> AppendOutcome:
-        before, (end, keep_ms) = self._records.find(claim.id) or NEW, self._complete_end(claim, end)
+        before, (end, keep_ms) = self._records.find(claim.id) or NEW, self._complete_end(claim, end, name)
         end.encode()  # raises for text that cannot be encoded, as the record in Redis does
         rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end, name)
         if rec is not before:

@@ -1,6 +1,7 @@
 """The base of the roles whose worker has a model of its own: prefill's and decode's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
@@ -9,6 +10,7 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.response_template import find_call_mark
 from penstock.engine.text.token_text import TokenTexts, get_token_texts
+from penstock.engine.vectors import TextReader
 from penstock.grammar.state import GrammarState
 from penstock.messages import Job, TokenEvent
 from penstock.names import Pipeline
@@ -27,7 +29,7 @@ class ModelRole(Role):
     def __init__(self, pipeline: Pipeline, engine: InferenceEngine, served_name: str = "") -> None:
         """`served_name` is the name by which callers ask for the model, if it is another than the engine's."""
         self.pipeline, self.engine, self.model_name = pipeline, engine, served_name or engine.model.name
-        self.text_reader = engine.model.text_reader
+        self.text_reader = _limit_texts(engine.model.text_reader, engine.limits.max_length)
         """Reads texts to compute vectors of, if the model does."""
         self.grammars = GrammarCompiler(engine.model)
         self._call_mark = find_call_mark(engine.model.response_template)
@@ -40,8 +42,15 @@ class ModelRole(Role):
             "response_template": self.engine.model.response_template,
         }
         if (reader := self.text_reader) is not None:
-            told |= reader.card.describe() | ({} if reader.has_head else {"task": "embed"})
+            told |= reader.card.describe()
+            told |= {} if reader.has_head else {"task": "embed", "max_model_len": reader.card.max_length}
         return told
+
+    def set_default_prompt(self, name: str) -> None:
+        """Let texts whose request names no prompt have this one, if it is not empty. Raises `ModelLoadError`."""
+        if name and self.text_reader is not None:
+            card = replace(self.text_reader.card, default_prompt=name)
+            self.text_reader = replace(self.text_reader, card=card)
 
     @property
     def token_texts(self) -> TokenTexts:
@@ -134,6 +143,13 @@ class ModelRole(Role):
         if logprobs is not None:
             logprobs = self.token_texts.add_texts(logprobs, item.token_id)
         return task.claim.next_event(item.token_id, text, logprobs, before)
+
+
+def _limit_texts(reader: TextReader | None, max_length: int) -> TextReader | None:
+    """Return the reader of a model whose texts have to fit the engine, too."""
+    if reader is None:
+        return None
+    return replace(reader, card=replace(reader.card, max_length=min(reader.card.max_length, max_length)))
 
 
 def _replay_answer(task: Task, grammar: GrammarState | None, logged: Sequence[int]) -> bool:

@@ -98,6 +98,11 @@ class Task:
         return None if self.message is None else self.message.deadline
 
     @property
+    def has_texts(self) -> bool:
+        """Whether vectors or scores are computed of it, and no tokens."""
+        return isinstance(self.message, Request) and self.message.texts is not None
+
+    @property
     def tenant(self) -> str:
         """The request's tenant."""
         return "default" if self.message is None else self.message.tenant

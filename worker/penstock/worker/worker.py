@@ -474,7 +474,8 @@ class Worker:
             stage_failpoint(self.role.kind, "prefill.3.shipping", "decode.7.shipping")
         if not self.engine.has_work() or any(one.task.hands_off for one in self._in_flight):
             self._confirm_tokens()
-        self.load.throughput.record_step(self.role.count_done(sampled), is_busy=bool(self.running))
+        is_busy = any(not task.has_texts for task in self.running.values())  # those have no tokens of answers
+        self.load.throughput.record_step(self.role.count_done(sampled), is_busy=is_busy)
 
     def _send_tokens(self, sampled: Sequence[SampledToken]) -> bool:
         """Send each token to its log, in one round trip. Tokens behind the end of an answer are dropped.

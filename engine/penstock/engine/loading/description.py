@@ -75,7 +75,7 @@ class Load:
             """What the checkpoint says of vectors of texts, if the engine computes them."""
             text = self.config.get_text_config()
             self.has_head = self.vectors is None or _has_head(self.files, is_tied=text.tie_word_embeddings)
-            # A model without a head gets its embeddings as one: the engine is proved with it, and nobody is answered.
+            # A model without a head gets its embeddings as one: only to prove the engine, no answer is drawn from it.
             text.tie_word_embeddings = text.tie_word_embeddings or not self.has_head
             self.quantization = take_quantization(self.config)
         with self.measure("tokenizer"):
@@ -146,15 +146,24 @@ class Load:
             content_fingerprint=name,
             module=module,
             layout=layout,
-            text_reader=self._make_text_reader(module),
+            text_reader=self._make_text_reader(),
             **given,
         )
 
-    def _make_text_reader(self, module: Any) -> TextReader | None:
+    def _make_text_reader(self) -> TextReader | None:
+        """Return what reads texts to compute vectors of; None where the model has none, or what it says of them cannot
+        be read and it generates text.
+        """
         if self.vectors is None:
             return None
-        size, context = module.get_output_embeddings().weight.shape[1], self.context_length
-        return make_text_reader(self.vectors, self.tokenizer, size, context, has_head=self.has_head)
+        size, context = self.config.get_text_config().hidden_size, self.context_length
+        try:
+            return make_text_reader(self.vectors, self.tokenizer, size, context, has_head=self.has_head)
+        except Exception as error:
+            if not self.has_head:
+                raise
+            log.warning("%s computes no vectors here: %s", self.settings.model, _name_cause(error))
+            return None
 
 
 def make_text_reader(
@@ -173,6 +182,8 @@ def make_text_reader(
         dimensions=checkpoint.list_dimensions(),
     )
     end_ids += find_end_tokens(checkpoint, tokenizer)
+    if card.max_length <= len(start_ids) + len(end_ids):
+        raise ModelLoadError(f"it says that a text has {card.max_length} tokens at most, and puts as many around it")
     return TextReader(card, tokenizer, checkpoint.normalizes, has_head, start_ids, end_ids)
 
 

@@ -52,7 +52,8 @@ class Checkpoint:
         modes = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True]
         is_last = modes == ["pooling_mode_lasttoken"] or pooling.get("pooling_mode") == "lasttoken"
         reads_ahead = self.config.get("is_causal") is False or self.config.get("use_bidirectional_attention")
-        return is_last and self.config.get("model_type") in DECODERS and not reads_ahead
+        reads_other = _read_object(self.transformer / "sentence_bert_config.json").get("do_lower_case")
+        return is_last and not reads_other and self.config.get("model_type") in DECODERS and not reads_ahead
 
     @property
     def normalizes(self) -> bool:
@@ -102,7 +103,7 @@ def find_decoder(directory: Path) -> Checkpoint | None:
     try:
         found = read_checkpoint(directory)
         is_found = (directory / MODULES_FILE).is_file() and found.transformer == directory and found.pools_last_token
-    except ModelLoadError:
+    except (ModelLoadError, OSError):
         return None
     return found if is_found else None
 

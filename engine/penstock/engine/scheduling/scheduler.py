@@ -371,7 +371,7 @@ class Scheduler:
             plan = {seq: self._complete_scan_chunk(seq, num_tokens) for seq, num_tokens in plan.items()}
         for seq, num_tokens in plan.items():
             seq.last_scheduled_step = self._num_steps
-            if num_tokens == seq.num_pending_tokens:
+            if num_tokens == seq.num_pending_tokens and not seq.is_pooled:
                 self.charge_token(seq)
         return list(plan.items())
 

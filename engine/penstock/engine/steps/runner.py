@@ -60,6 +60,7 @@ class ModelRunner:
 
     def _run_each_sequence(self, batch: StepBatch) -> Tensor:
         """Compute the sequences of the batch one after the other, by a model that attends by itself, as `run_step`."""
+        assert not batch.keeps_hidden, "no such model computes vectors"
         sampled: list[Tensor] = []
         prompts: list[Tensor] = []
         for seq, num in batch.plan:
