@@ -303,8 +303,9 @@ def test_documents_are_ranked(scripted: ScriptedPipeline, scorer: TestGateway, p
     best = sorted(range(130), key=lambda index: -scores[index])
     with scripted.answer_texts(compute) as answered:
         body = {"model": scripted.model, "query": "why", "documents": [*documents[:-1], documents[-1]["text"]]}
-        found = post(scorer, path, body | {"top_n": 7, "return_documents": True}).json()
-        whole = post(scorer, path, body).json()
+        found, whole = (post(scorer, path, body | more) for more in ({"top_n": 7, "return_documents": True}, {}))
+    assert (found.status_code, whole.status_code) == (200, 200), found.text
+    found, whole = found.json(), whole.json()
     listed = [*documents[:-1], {"text": documents[-1]["text"]}]
     wanted = [{"index": at, "relevance_score": scores[at], "document": listed[at]} for at in best]
     assert found["results"] == wanted[:7]

@@ -74,9 +74,11 @@ class Load:
             self.vectors = find_decoder(self.directory)
             """What the checkpoint says of vectors of texts, if the engine computes them."""
             text = self.config.get_text_config()
-            self.has_head = self.vectors is None or _has_head(self.files, is_tied=text.tie_word_embeddings)
-            # A model without a head gets its embeddings as one: only to prove the engine, no answer is drawn from it.
-            text.tie_word_embeddings = text.tie_word_embeddings or not self.has_head
+            self.has_head = self.vectors is None or _has_head(
+                self.files, is_tied=bool(getattr(text, "tie_word_embeddings", False))
+            )
+            if not self.has_head:  # its embeddings are one, only to prove the engine: no answer is drawn from it
+                text.tie_word_embeddings = True
             self.quantization = take_quantization(self.config)
         with self.measure("tokenizer"):
             self.tokenizer = load_tokenizer(self.directory)
