@@ -37,7 +37,7 @@ from penstock.names import CLASSES, FINGERPRINTS_KEY, REGION_JOINED_KEY, STAGES,
 from penstock.redis.client import redis_client
 from penstock.regions import add_home, find_home
 from penstock.worker.joining import wait_until_joined
-from sim.chaos.checker import Entry, Finding, check_history
+from sim.chaos.checker import Entry, Finding, check_history, name_vectors
 from sim.world.regions.gateways import RegionGateways, make_settings
 from sim.world.regions.mirror import Mirror
 from sim.world.regions.servers import HOME, PEER, REGIONS, RegionServers, RegionWays, find_region
@@ -372,7 +372,12 @@ class RegionScene(Scene):
             for message in part.bus.read_all(self.pipeline.results_topic):
                 result = decode_message(Result, message.value)
                 error = result.error.code if result.error else None
-                told = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+                told = {
+                    "tokens": result.token_ids,
+                    "text": result.text + name_vectors(result.vectors),
+                    "finish": result.finish_reason,
+                    "error": error,
+                }
                 self._note({"what": "result", "id": result.id, "region": region, **told})
             for message in part.bus.read_all(self.pipeline.dead_letter_topic):
                 self._note(
