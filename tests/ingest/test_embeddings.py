@@ -72,6 +72,7 @@ def gateway(scripted: ScriptedPipeline) -> Iterator[TestGateway]:
     """A gateway whose one model computes vectors."""
     scripted.report(task="embed", dimensions=SIZE, pooling="mean", prompts=PROMPTS, matryoshka=[4, 8])
     with scripted.open_gateway() as made:
+        wait_for(partial(has_task, made, scripted.model, "embed"), "the gateway knows", every_s=0.1)
         yield made
 
 
@@ -80,6 +81,7 @@ def scorer(scripted: ScriptedPipeline) -> Iterator[TestGateway]:
     """A gateway whose one model scores."""
     scripted.report(task="score")
     with scripted.open_gateway() as made:
+        wait_for(partial(has_task, made, scripted.model, "score"), "the gateway knows", every_s=0.1)
         yield made
 
 
