@@ -19,7 +19,7 @@ from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.vectors import Floats, normalize
+from penstock.engine.vectors import Floats, normalize_vectors
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
@@ -149,7 +149,7 @@ def compute_vectors(texts: Iterable[str]) -> Vectors:
         while engine.has_work():
             engine.step()
         assert seq.vector is not None
-        found.append(normalize(seq.vector[None])[0])
+        found.append(normalize_vectors(seq.vector[None])[0])
     return Vectors.pack_floats(b"".join(one.tobytes() for one in found), len(found[0]))
 
 

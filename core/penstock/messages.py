@@ -263,7 +263,7 @@ class Sampling(Wire):
 
 
 EmbedTask = Literal["embed", "score"]
-"""What a model does with texts: it gives a vector of each, or a score of each by a query."""
+"""A model gives a vector of each text, or a score of each by a query."""
 
 
 class EmbedOptions(Wire):

@@ -27,7 +27,7 @@ from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.vectors import TextRequest, normalize
+from penstock.engine.vectors import TextRequest, normalize_vectors
 from penstock.errors import SequenceFailed
 from penstock.kvstore.block import BlockKey, PromptBlocks
 from penstock.kvstore.retention import RetentionChange
@@ -376,7 +376,7 @@ class ServingEngine:
             reader, vector = self.model.text_reader, seq.vector
             assert vector is not None
             assert reader is not None
-            request.found[place] = normalize(vector[None])[0] if reader.normalizes else vector
+            request.found[place] = normalize_vectors(vector[None])[0] if reader.normalizes else vector
             request.num_cached_tokens += seq.num_cached_tokens
             if request.is_done:
                 del self._unfed[request.id]

@@ -51,7 +51,7 @@ class VectorCard:
         if self.default_prompt and self.default_prompt not in self.prompts:
             raise ModelLoadError(f"it has no prompt {self.default_prompt!r}: {self._list_prompts()}")
 
-    def describe(self) -> dict[str, Any]:
+    def describe_card(self) -> dict[str, Any]:
         """Return what the heartbeat says of it beside its task and longest text."""
         return {
             "dimensions": self.size,
@@ -87,7 +87,7 @@ class VectorCard:
         name = self.default_prompt if name is None else name
         if name and name not in self.prompts:
             raise InvalidRequest(f"prompt: this model has no {name!r}: {self._list_prompts()}")
-        return self.prompts[name] or "" if name else ""
+        return self.prompts[name] if name else ""
 
     def check_length(self, index: int, num_tokens: int) -> None:
         """Raise `PromptTooLong` for a text that the model cannot read, and `InvalidRequest` for one without tokens."""
@@ -190,10 +190,10 @@ def cut_vectors(numbers: Floats, dimensions: int | None) -> Floats:
     """Return the leading numbers of each vector, with a length of 1 again if any are left out."""
     if dimensions is None or dimensions >= numbers.shape[1]:
         return numbers
-    return normalize(numbers[:, :dimensions])
+    return normalize_vectors(numbers[:, :dimensions])
 
 
-def normalize(numbers: Floats) -> Floats:
+def normalize_vectors(numbers: Floats) -> Floats:
     """Return vectors with a length of 1."""
     lengths = np.linalg.norm(numbers, axis=1, keepdims=True)
     return np.ascontiguousarray(numbers / np.maximum(lengths, np.float32(1e-12)), dtype="<f4")

@@ -51,7 +51,7 @@ class ServedModel:
         """What it does, as `/v1/models` says it."""
         return cast("Task", self.card.get("task", "generate"))
 
-    def does(self, task: Task) -> bool:
+    def does_task(self, task: Task) -> bool:
         """Return whether it does what is asked of it: one that generates text may compute vectors as well."""
         return task == self.task or (task == "embed" and self.task == "generate" and "dimensions" in self.card)
 

@@ -67,7 +67,7 @@ class EmbedModel:
 
     def describe_model(self) -> dict[str, Any]:
         """Return what the heartbeat says of the model beside its names."""
-        return {"max_model_len": self.card.max_length, "task": self.task, **self.card.describe()}
+        return {"max_model_len": self.card.max_length, "task": self.task, **self.card.describe_card()}
 
     # Reading
 

@@ -42,7 +42,7 @@ class ModelRole(Role):
             "response_template": self.engine.model.response_template,
         }
         if (reader := self.text_reader) is not None:
-            told |= reader.card.describe()
+            told |= reader.card.describe_card()
             told |= {} if reader.has_head else {"task": "embed", "max_model_len": reader.card.max_length}
         return told
 

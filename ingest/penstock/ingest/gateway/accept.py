@@ -217,7 +217,7 @@ _PATHS: Mapping[Task, str] = {
 
 def check_task(endpoint: ApiEndpoint[Any], served: ServedModel) -> None:
     """Raise `ApiError` 400 if a model does not do what an endpoint asks of it."""
-    if not served.does(endpoint.task):
+    if not served.does_task(endpoint.task):
         message = f"The model {served.name!r} {_PATHS[served.task]}. /v1/models lists the 'task' of each model."
         raise ApiError(400, message, param="model", code="wrong_task")
 
