@@ -146,7 +146,7 @@ def test_another_class_or_model_is_refused() -> None:
 
 
 def test_texts_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="ask a pipeline with an embed worker"):
+    with pytest.raises(InvalidRequest, match="ask a pipeline whose model computes vectors"):
         ask(None, texts=["x"])
 
 
