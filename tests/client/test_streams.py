@@ -209,6 +209,13 @@ def test_a_log_that_is_gone_is_expired(live: Live) -> None:
         next(stream)
 
 
+@pytest.mark.parametrize("num_seen", [2, 3, 40])
+def test_a_stream_that_ended_before_what_was_seen_has_diverged(live: Live, num_seen: int) -> None:
+    live.record.finish_request(live.write(WORDS[:1]), end())
+    with pytest.raises(StreamDiverged, match=f"after 1 of the {num_seen} tokens"):
+        next(live.client.stream("r1", after=event_id(num_seen - 1, "0" * 16)))
+
+
 def test_a_log_begun_again_with_other_tokens_has_diverged(live: Live) -> None:
     reading = live.read()
     live.write(WORDS)

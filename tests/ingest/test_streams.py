@@ -145,6 +145,16 @@ def test_an_adopted_stream_is_waited_for_though_its_reader_has_seen_more_than_wo
     assert "".join(event.text for event in read) == "<3><4>"
 
 
+def test_an_adopted_stream_that_ends_before_what_was_seen_is_interrupted(streams: StreamPipeline) -> None:
+    posted = streams.post()
+    card = json.loads(streams.server.get(stream_meta_key(posted)) or b"{}")
+    adopted = card["id"] = f"{posted}-eu"
+    streams.server.set(stream_meta_key(adopted), json.dumps(card | {"request_ids": [adopted], "is_adopted": True}))
+    streams.finish(adopted, 0)
+    (only,) = streams.source(adopted, "15-0123456789abcdef").connect()
+    assert (only.event, only.body["error"]["code"]) == ("error", "answer_interrupted")
+
+
 @pytest.mark.proof
 def test_slow_readers_slow_nobody_and_get_all_of_it(streams: StreamPipeline) -> None:
     count, num_slow = 12_000, 20

@@ -449,6 +449,12 @@ class StreamReader:
         self.has_read_event = self.has_read_event or num_events > 0
         return accepted
 
+    def check_record(self, status: RequestStatus | None) -> None:
+        """Raise `StreamDiverged` if a record, read after the log, says that the stream ended before the tokens seen."""
+        # A read of the log behind the tokens seen finds nothing then, now and later.
+        if status is not None and status.stage == "end" and status.num_tokens < self.num_tokens:
+            raise StreamDiverged(f"the stream ended after {status.num_tokens} of the {self.num_tokens} tokens seen")
+
     def _locate_event(self, event: Event) -> tuple[int, str]:
         """Return the number of tokens before the event, and a token's rolling hash ("" for the end)."""
         try:
@@ -584,9 +590,11 @@ def _read_log(
     try:
         read: list[Event] = yield ReadLog(reader.log_after)
         events = reader.feed_log(read)
-        may_give_up = reader.is_log_missing and (is_last or not reader.has_read_event)
-        if may_give_up and (yield ReadStatus()) is None:
-            raise StreamExpired(f"the log of {request_id} is gone")
+        if reader.is_log_missing:
+            status: RequestStatus | None = yield ReadStatus()
+            reader.check_record(status)
+            if status is None and (is_last or not reader.has_read_event):
+                raise StreamExpired(f"the log of {request_id} is gone")
     except BusUnavailable:
         deadline.shorten_silence()
         return [], False

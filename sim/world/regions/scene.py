@@ -303,12 +303,13 @@ class RegionScene(Scene):
         while True:
             try:
                 events = list(reader.feed_log(records[at].read_log(request.id, reader.log_after)))
+                if reader.is_log_missing:
+                    reader.check_record(records[at].read_status(request.id))
             except redis.RedisError:
                 events, at = [], max(least, 1 - at)
             except StreamDiverged as error:
                 if at:
-                    told = {"reader": "first", "error": type(error).__name__, "story": str(error)}
-                    self._note({"what": "failed", "id": request.id, **told})
+                    self._note_diverged(request.id, error, texts)
                     return
                 # Its home has given it away before the first token, of which this reader has seen some elsewhere.
                 events, reader, at, least = [], StreamReader(last), 1, 1
@@ -330,6 +331,16 @@ class RegionScene(Scene):
                     records[at].cancel_request(request.id)
                     cancel_after = None
             self.world.sleep(POLL_S * chance.random() * min(8, 1 + num_empty))
+
+    def _note_diverged(self, request_id: str, error: StreamDiverged, texts: str) -> None:
+        """Note that a reader cannot go on at the region that adopted its request."""
+        entry: Entry = {"what": "failed", "id": request_id, "reader": "first"}
+        entry |= {"error": type(error).__name__, "story": str(error)}
+        if not all(one.is_same for one in self.adoptions):  # a gateway calls it so
+            entry |= {"what": "end", "finish": "error", "error": "answer_interrupted"}
+            entry |= {"count": None, "text": texts, "calls": []}
+            self.served.add(request_id)
+        self._note(entry)
 
     def _note(self, entry: Entry) -> None:
         if entry["what"] == "end" and entry["reader"] == "http":
