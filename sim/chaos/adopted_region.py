@@ -4,6 +4,7 @@ Two regions, `eu` and `us`, `ROUND_TRIP_S` apart, with a Kafka, a Redis, workers
 `eu` to `us`. Clients stream at both gateways; others write to the Kafka of `eu`: plain requests, those of class `batch`
 and those of a tenant that stays. Each turn
 
+    0  MirrorMaker is started again if the copy stands, as the alert's runbook tells
     1  a mishap: a transaction that is aborted, a result of 2 MB, more partitions, MirrorMaker dead for a minute, or
        the regions cut off from each other for a minute, both ways or one
     2  at a random moment all of `eu` is killed, or stands still for `STOPPED_S`; `penstock regions adopt eu`
@@ -18,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -74,6 +76,8 @@ STAYS = "stays"
 """The tenant whose data may not leave `eu`. It is in each of its messages, in the headers or the value."""
 ANSWER_TOKENS, NUM_LAST = 64, 36
 """Tokens of an answer; how many requests are sent just before the end, so that some are open."""
+ALERT_S = 30.0
+"""How old the newest copied heartbeat may be: `PenstockCopyStands`."""
 PAUSE_S = 0.5
 """Between two requests that are written to Kafka."""
 LONG_FAULT_S, STOPPED_S = 60.0, 30.0
@@ -221,7 +225,8 @@ class Operator:
         self._pipeline = Pipeline(PIPELINE)
 
     def play_turn(self, number: int, clients: RegionClients, producers: Producers) -> None:
-        """Play a turn: a mishap, the end of `eu`, its adoption and its return."""
+        """Play a turn: let the copy go on, then a mishap, the end of `eu`, its adoption and its return."""
+        self._let_copy_go_on()
         mishaps = self._plan.mishaps
         mishap = mishaps[(self._plan.seed * self._plan.kills + number) % len(mishaps)]
         self._note(mishap)
@@ -248,6 +253,16 @@ class Operator:
             self.eu.return_reachable()
         adopted.home_results = {result.id for result in read_results(self.eu)}
         self._come_back(clients)
+
+    def _let_copy_go_on(self) -> None:
+        """Start MirrorMaker again if the copy stands: lost packets may have ended its heartbeats for good."""
+        try:
+            wait_tending(lambda: _is_copying(self.us, ALERT_S), self.regions, ALERT_S)
+        except PenstockError:
+            self._note("MirrorMaker is started again")
+            self._kafkas.mirror.kill()
+            self._kafkas.mirror.start()
+            wait_tending(lambda: _is_copying(self.us, ALERT_S), self.regions, self._plan.patience_s)
 
     def _note(self, kind: str) -> None:
         self.counts[kind] += 1
@@ -434,9 +449,10 @@ def run_adoptions(plan: AdoptionRound, directory: Path) -> AdoptionOutcome:
     )
 
 
-def _is_copying(us: Region) -> bool:
+def _is_copying(us: Region, max_age_s: float = math.inf) -> bool:
     with redis_client(us.stack.addresses.first_url) as client:
-        return read_copy_state(client, Pipeline(PIPELINE), "eu").age_s is not None
+        age_s = read_copy_state(client, Pipeline(PIPELINE), "eu").age_s
+    return age_s is not None and age_s < max_age_s
 
 
 def _has_answered_all(path: Path, history: History, regions: tuple[Region, Region]) -> bool:
