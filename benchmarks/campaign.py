@@ -205,14 +205,14 @@ def _read_world(seed: int, output: str, status: int) -> Told:
     return Told(counts, [f"seeds {', '.join(map(str, seeds))}: {line}" for line in found], last)
 
 
-def _make_world(figures: Figures) -> list[Task]:
+def _make_world(figures: Figures, max_s: float = WORLD_S) -> list[Task]:
     """Play the levels with the fewest requests, one on each core. One of regions counts as many."""
     weights = dict.fromkeys([*LEVELS, RESIZED], 1) | {REGIONS_LEVEL: REGION_REQUESTS}
     levels = sorted(weights, key=lambda level: weights[level] * figures.count("world", "requests", level))
 
     def make(level: str) -> Task:
         seed = figures.find_next_seed("world", level)
-        words = ["--seed", str(seed), "--seeds", "1000000", "--max-s", str(WORLD_S)]
+        words = ["--seed", str(seed), "--seeds", "1000000", "--max-s", str(max_s)]
         words += ["--rate", f"resize_s={RESIZE_S}"] if level == RESIZED else ["--level", level]
         read = partial(_read_world, seed)
         return Task(level, [PYTHON, "-m", "sim.world", *words], read, seed, {"PYTHONHASHSEED": "0"})
@@ -461,16 +461,19 @@ def run(given: Options) -> dict[str, float]:
     """Run pieces until the minutes are over. Return how many requests, kills and findings there were."""
     if given.size == "smoke":
         with tempfile.TemporaryDirectory() as folder:
-            smoke = replace(given, size="full", minutes=10.0, only=("world",), no_commit=True)
-            return run_pieces(smoke, Path(folder) / "campaign.json", 1)
+            smoke = replace(given, size="full", minutes=10.0, no_commit=True)
+            world = replace(PARTS[0], make_tasks=partial(_make_world, max_s=1.0))
+            return run_pieces(smoke, Path(folder) / "campaign.json", [world], 1)
     return run_pieces(given if given.is_full else replace(given, minutes=2.0), ROOT / FIGURES)
 
 
-def run_pieces(given: Options, path: Path, max_pieces: int | None = None) -> dict[str, float]:
+def run_pieces(
+    given: Options, path: Path, parts: Sequence[Part] = PARTS, max_pieces: int | None = None
+) -> dict[str, float]:
     """Run pieces until the minutes are over, or there were so many, and keep the figures in a file."""
     runner, spent_s, figures = Runner(), dict[str, float](), Figures(path, hash_sources())
     runner.end_on_signals()
-    parts = [part for part in PARTS if not given.only or part.name in given.only]
+    parts = [part for part in parts if not given.only or part.name in given.only]
     begun_s, machine, before = time.monotonic(), describe_machine(), len(figures.list_open_findings())
     totals = {"requests": 0.0, "kills": 0.0}
     for _ in itertools.count() if max_pieces is None else range(max_pieces):
