@@ -1,5 +1,6 @@
 """Gateways as processes, pipelines whose workers a test plays, and a reader of server-sent events."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -112,8 +113,13 @@ class ScriptedPipeline:
 
     def report(self, **status: Any) -> None:
         """Have the worker report this as well."""
-        self._heartbeat.update_status(**status)
-        self._heartbeat.write_beat()
+        told = json.loads(json.dumps(status)).items()
+        self._heartbeat.update_status(now=True, **status)  # its thread alone writes, so none that is older comes later
+        wait_for(lambda: told <= self._read_beat().items(), "the heartbeat says so", every_s=0.01)
+
+    def _read_beat(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.server.get(self.pipeline.worker_key("prefill", "nobody")) or b"{}")
+        return found
 
     def open_gateway(self, **settings: Mapping[str, object]) -> TestGateway:
         """Return a gateway in this process."""

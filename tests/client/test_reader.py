@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.core import MIN_KEPT_HASHES, Event, ReadLog, StreamReader, TakeLive, read_stream
+from penstock.client.core import MIN_KEPT_HASHES, Event, ReadLog, ReadStatus, StreamReader, TakeLive, read_stream
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll_hash
+from penstock.record.log import RequestStatus
 from tests.record.play import id_of
 
 
@@ -141,6 +142,8 @@ def test_each_silence_is_twice_as_long_until_something_comes(monkeypatch: pytest
         now_s += 0.0 if is_cut_short else step.timeout_s
         assert isinstance(steps.send(([], True)), ReadLog)
         found = steps.send(log)
+        if isinstance(found, ReadStatus):
+            found = steps.send(RequestStatus(1, "w/1", "decode", "", "", 3, 1, cancelled=False))
         while isinstance(found, list):
             found = next(steps)
         step = found
