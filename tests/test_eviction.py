@@ -11,7 +11,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.ingest.http.metrics import GatewayMetrics
 from penstock.local.valkey import ValkeyServer
-from penstock.ops import eviction
+from penstock.ops import eviction, live
 from penstock.ops.eviction import measure_memory, watch_eviction
 from penstock.telemetry.exposition import render_metrics
 from penstock.telemetry.meters import Meters
@@ -47,7 +47,8 @@ def test_what_is_accepted_or_comes_later_is_told_until_it_is_mended(
     policy: str,
 ) -> None:
     addresses, client = evicting
-    monkeypatch.setattr(eviction, "LOOK_S", 0.0)
+    for module in (eviction, live):
+        monkeypatch.setattr(module, "LOOK_S", 0.05)
     client.config_set("maxmemory-policy", policy)
     metrics = GatewayMetrics(meters := Meters(), addresses, BusSettings())
     watch = metrics.watch_pipeline("demo")
