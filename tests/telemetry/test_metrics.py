@@ -154,6 +154,7 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     metrics.count_retry("model_error")
     metrics.count_dead_letters()
     metrics.count_prompt("interactive", 30, 12)
+    metrics.count_texts("interactive", 2, 12)
     metrics.record_first_token("chat", now_s() - 0.3)
     metrics.record_token(None)
     metrics.record_token(0.02)
@@ -233,6 +234,8 @@ def values(meters: Meters) -> dict[tuple[str, ...], float]:
 def test_prometheus_reads_the_values(meters: Meters) -> None:
     found = values(meters)
     assert found["penstock_tokens_total", "cached", "p"] == 24
+    assert found["penstock_texts_total", "interactive", "p"] == 4
+    assert found["penstock_text_tokens_total", "interactive", "p"] == 24
     assert found["penstock_kv_blocks_total", "p", "hit", "decode", "shm"] == 3
     assert found["penstock_pool_blocks", "p", "prefill", "free", "prefill-0"] == 7
     assert found["penstock_slow_products", "p", "prefill", "prefill-0"] == 2
