@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.explain import describe_state, find_texts
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
+from penstock.messages import EndEvent, Vectors
 from penstock.names import Pipeline
+from penstock.record.log import RequestStatus
 from penstock.redis.client import redis_client
 from penstock.telemetry.timeline import SPAN_WORDS
 from sim.line import InProcessPipeline
@@ -37,6 +40,16 @@ def test_the_page_has_the_same_words_for_spans() -> None:
     table = script.partition("const WORDS = {")[2].partition("}")[0]
     words = dict(re.findall(r'"?([\w.]+)"?: "([^"]+)"', table))
     assert {name: word for name, word in words.items() if name not in ("total", "measured")} == SPAN_WORDS
+
+
+@pytest.mark.parametrize(("size", "said"), [(1, "3, to scores"), (2, "3, to vectors of 2 numbers")])
+def test_texts_are_told_by_the_end_alone(size: int, said: str) -> None:
+    status = RequestStatus(1, "", "end", "", "", 0, 1, False)
+    end = EndEvent(finish_reason="stop", vectors=Vectors.pack_floats(bytes(12 * size), size))
+    rows = dict(describe_state(status, end, find_texts(None, end)))
+    assert rows["texts"] == said
+    assert "output" not in rows["state"] + rows["tokens"]
+    assert find_texts(None, EndEvent(finish_reason="stop")) is None
 
 
 def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:

@@ -216,7 +216,7 @@ def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     segments += [(f"user {name}", left)] if left else []
     # Else what two requests share behind the first block shows that they are turns of one chat.
     chat = one.chat or (f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name)
-    answer = (f"answer {name}", one.output_tokens)
+    answer = (f"answer {name}", max(1, one.output_tokens))
     return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.priority_class)
 
 

@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.local.processes import find_free_port, start_child
+from penstock.ops.live import LiveWatch
 from penstock.ops.status import read_worker_status
+from penstock.top.panels import RATE_TITLES, build_latencies, build_rates, build_worker_rows
 from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
 from tests.embed.checkpoints import draw_text, write_checkpoint
@@ -20,7 +24,9 @@ from tests.embed.test_worker import read_vectors
 
 
 @pytest.mark.parametrize(("name", "worker", "pooling"), [("bert", "embed", "mean"), ("mistral", "auto", "lasttoken")])
-def test_one_command_serves_a_checkpoint_for_vectors(tmp_path: Path, name: str, worker: str, pooling: str) -> None:
+def test_one_command_serves_a_checkpoint_for_vectors(
+    tmp_path: Path, terminal: Terminal, name: str, worker: str, pooling: str
+) -> None:
     directory = write_checkpoint(tmp_path / "tiny", name, prompts={"query": "bar "}, default_prompt_name="query")
     port, log = find_free_port(), tmp_path / "up.log"
     command = [
@@ -40,11 +46,42 @@ def test_one_command_serves_a_checkpoint_for_vectors(tmp_path: Path, name: str, 
         assert len(json.loads(answer.stdout)["data"][0]["embedding"]) == 48
         with Client(addresses) as client:
             texts = [draw_text(4), draw_text(9)]
-            found = client.result(client.submit(texts=texts), timeout_s=PATIENCE_S).vectors
+            request_id = client.submit(texts=texts)
+            found = client.result(request_id, timeout_s=PATIENCE_S).vectors
             assert measure_cosine(read_vectors(found), compute(open_model(directory), texts)) >= 0.999  # or in bf16
             assert client.lag() is not None
+            check_what_is_shown(addresses, client, worker)
+        here = {"PENSTOCK_STREAM_URL": addresses.stream_url}
+        wait_for(lambda: "time " in terminal("explain", request_id, **here).stdout, "its spans have come")
+        told = terminal("explain", request_id, **here).stdout
+        assert "texts   2, to vectors of 48 numbers" in told
+        assert "output tokens" not in told
+        assert ("compute texts  embed-0" if worker == "embed" else "prefill  auto-0") in told
+        trace = tmp_path / "trace.jsonl"
+        assert terminal("topics", "record", str(trace), **here).returncode == 0
+        planned = terminal("plan", "--trace", str(trace), "--model", "tiny", **here)
+        assert "1 embed or auto workers" in planned.stdout, planned.stderr
     finally:
         child.stop(PATIENCE_S)
+
+
+def check_what_is_shown(addresses: Addresses, client: Client, worker: str) -> None:
+    watch = LiveWatch(addresses, BusSettings())
+    look: dict[str, Any] = {}
+
+    def is_shown() -> bool:
+        client.result(client.submit(texts=[draw_text(9)]), timeout_s=PATIENCE_S)
+        look.update(watch.read_latest())
+        (one,) = look["workers"]
+        return bool(one["texts_per_s"] and one["tokens_per_s"] and look["rates"]["texts_per_s"])
+
+    wait_for(is_shown, "texts are shown")
+    assert 0 < look["text_s"]["p50"] <= look["text_s"]["p99"]
+    history = {title: [look["rates"][title]] for title in RATE_TITLES}
+    drawn = [list(panel.columns[0].cells) for panel in (build_rates(look, history), build_latencies(look))]
+    assert drawn == [[*RATE_TITLES.values()], ["TTFT", "ITL", "texts"]]
+    ((kind, *_, pool),) = build_worker_rows(look, "kind")
+    assert (str(kind), str(pool).endswith(" texts/s")) == (worker, worker == "embed")
 
 
 @pytest.mark.parametrize(

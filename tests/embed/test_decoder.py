@@ -193,6 +193,8 @@ def test_a_prefill_worker_computes_texts_and_decode_settles_them(
     (result,) = line.run_until_results(1)
     assert (result.id, result.error) == (request.id, None)
     assert read_vectors(result.vectors).shape == (len(TEXTS), 48)
+    recent = line.prefill.metrics.summarize_recent()["minute"]
+    assert (recent["texts"], recent["text_tokens"]) == (len(TEXTS), result.usage.prompt_tokens)
     assert not [event for event in line.open_client().stream(request.id) if isinstance(event, TokenEvent)]
 
 

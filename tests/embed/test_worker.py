@@ -1,11 +1,13 @@
 """An embed worker answers what is in the requests topic, whatever fails."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.bus.beats import parse_beats
 from penstock.client.core import build_answer, make_request, unpack_floats
 from penstock.embed_worker.engine import EmbedEngine, EmbedSequence
 from penstock.embed_worker.model import EmbedModel
@@ -13,6 +15,7 @@ from penstock.engine.vectors import Floats, TextRow
 from penstock.errors import REFUSED_TEXTS
 from penstock.messages import EmbedOptions, EndEvent, Vectors
 from penstock.names import CLASSES, PriorityClass
+from penstock.worker_speed import WorkerSpeed
 from sim.line import InProcessPipeline
 from tests.embed.checkpoints import draw_text
 from tests.embed.conftest import EmbedPipeline
@@ -39,6 +42,25 @@ def test_an_answer_is_one_end_with_vectors_and_one_result(line: EmbedPipeline, b
     (end,) = line.read_log(request.id)
     assert isinstance(end, EndEvent)
     assert end.vectors == result.vectors == build_answer(request.id, [end]).vectors
+
+
+def test_a_heartbeat_tells_how_many_texts_and_how_fast(line: EmbedPipeline, bert: EmbedModel) -> None:
+    worker = line.add_embed_worker(bert)
+    line.send(None, texts=TEXTS)
+    line.send(None, texts=["bar " * 200])  # too long: it is refused, and is none of them
+    num_tokens = sum(result.usage.prompt_tokens for result in line.run_until_results(2) if result.error is None)
+    recent = worker.metrics.summarize_recent()["minute"]
+    assert (recent["texts"], recent["text_tokens"], sum(recent["text_s"])) == (len(TEXTS), num_tokens, 1)
+    load = worker.report_load()
+    speed = WorkerSpeed.parse(load["speed"])
+    assert speed is not None
+    assert 1 / speed.prompt_token_s == pytest.approx(load["prompt_tokens_per_s"], rel=1e-3)
+    key, told = (
+        line.pipeline.worker_key("embed", "embed-0").encode(),
+        {"load": load, "lease_ms": 4000, "state": "ready"},
+    )
+    (beat,) = parse_beats(line.pipeline, [(key, json.dumps(told).encode(), 4000)], 0.0)
+    assert (beat.takes_requests, beat.speed) == (True, speed), "slower workers leave requests to it"
 
 
 def test_the_result_may_go_without_vectors(line: EmbedPipeline, bert: EmbedModel) -> None:

@@ -307,7 +307,7 @@ async def test_what_a_tenant_sees_of_the_pipeline_names_no_worker(site: Site) ->
             seen[is_whole] = json.loads((await anext(frames)).partition(b"data: ")[2])
     broadcast.stop()
     assert [worker["name"] for worker in seen[True]["workers"]] == ["nobody"]
-    assert set(seen[False]) == {"at", "pipeline", "health", "lag", "ttft_s", "itl_s"}
+    assert set(seen[False]) == {"at", "pipeline", "health", "lag", "ttft_s", "itl_s", "text_s"}
     assert seen[False]["health"] == {"state": seen[True]["health"]["state"], "reasons": []}
 
 

@@ -15,8 +15,11 @@ from penstock.bus.kafka.client import BROKER_TIMEOUT_S
 from penstock.cli.up import build_endpoint_environment
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
+from penstock.messages import EndEvent, Timings
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
+from penstock.telemetry.meters import Meters
+from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 from penstock.worker.heartbeat import Heartbeat
 from sim.chaos.proxy import Proxy
@@ -244,6 +247,32 @@ def test_the_pages_own_models_are_offered_first(tabs: Tabs, line: Stack, tmp_pat
         own.update_status(model="zzz", state="ready")
         own.write_beat()
         expect(page.locator("#model")).to_have_value("zzz")
+        tabs.close()
+
+
+def test_texts_are_shown_where_they_are_computed(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
+    page = tabs.open(line.gateway_url)
+    expect(page.locator("#health")).to_have_text("ok")
+    expect(page.locator("#text-latency")).to_be_hidden()
+    expect(page.locator("#texts")).to_be_hidden()
+    metrics = StageMetrics(Meters(), "texts", "embed", "embed-0", "tiny")
+    timings = Timings(published=1.0, finished=1.5)
+    with (
+        GatewayProcess(line.addresses.model_copy(update={"pipeline": "texts"}), tmp_path) as gateway,
+        Heartbeat(line.addresses.stream_url, Pipeline("texts"), "embed", "embed-0", 600) as beat,
+    ):
+        metrics.count_texts("interactive", 64, 8192)
+        metrics.record_end("interactive", "embeddings", EndEvent(finish_reason="stop", timings=timings))
+        recent = metrics.summarize_recent()
+        beat.set_load_source(lambda: {"recent": recent})
+        beat.update_status(model="tiny", state="ready")
+        beat.write_beat()
+        page = tabs.open(gateway.url)
+        worker = page.locator("[data-worker=embed-0]")
+        expect(worker).to_contain_text("vectors or scores")
+        expect(worker.locator(".speed")).to_have_text(re.compile(r"[1-9].* texts/s, [1-9].* tok/s"))
+        expect(page.locator("#texts")).to_have_text(re.compile(r"[1-9].* texts/s"))
+        expect(page.locator("#text-latency [data-at='text.p50']")).to_have_text(re.compile(r"\d+ ms"))
         tabs.close()
 
 

@@ -57,6 +57,18 @@ def test_the_sums_are_those_done_by_hand() -> None:
     assert lines.index("      or 3 auto workers") == lines.index("plan  3 prefill and 1 decode workers") + 1
 
 
+def test_texts_need_no_decode_worker() -> None:
+    texts = [Arrival(float(at), 2000, 0) for at in range(100)]
+    made = make_plan(texts, replace(RATES, pool_blocks=1), GOALS)
+    assert (made.prefill, made.decode, made.auto) == (3, 0, 3), "2,000 / (1,000 x 0.8) = 2.5; each text is a prompt"
+    assert made.waits.ttft_p50_s == pytest.approx(2.0), "the seconds of its tokens, as nobody waits"
+    lines = [line for _, line in render_plan(made, texts)]
+    assert "3 embed or auto workers" in lines
+    assert not any("decode" in line or "answers" in line or "output" in line for line in lines)
+    mixed = make_plan(sorted([*STEADY, *texts]), RATES, GOALS)
+    assert (mixed.prefill_by_rate, mixed.decode) == (5, 1), "4,000 / (1,000 x 0.8) = 5; answers as before"
+
+
 def test_the_pool_may_ask_for_more_than_the_rate() -> None:
     made = make_plan(STEADY, replace(RATES, pool_blocks=200), GOALS)
     assert made.decode_by_blocks == made.decode == 5, "660 / (200 x 0.8) = 4.1"

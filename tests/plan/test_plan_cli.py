@@ -120,6 +120,7 @@ def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> N
         ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 3}', "line 1: it needs a time, a prompt token and"),
         ('{"at_s": 1, "prompt_tokens": 2, "output_tokens": 3, "class": "high"}', "line 1: "),
         ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 3}', "line 1: it needs a time, a prompt token and"),
+        ('{"at_s": 1, "prompt_tokens": 1, "output_tokens": -1}', "line 1: it needs a time, a prompt token and"),
         ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 3}', "line 1: it needs a time, a prompt token and"),
         ('{"at_s": [], "prompt_tokens": 1, "output_tokens": 3}', "line 1: "),
         ("[1]", "line 1: "),

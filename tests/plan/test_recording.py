@@ -58,6 +58,14 @@ def test_a_trace_has_times_tokens_and_what_prompts_share(bus: MemoryBus, tmp_pat
     assert len(set(batch.hash_ids)) == 3, "a block is named by all before it"
 
 
+def test_texts_have_no_answer_tokens(bus: MemoryBus, tmp_path: Path) -> None:
+    publish_answer(bus, "texts", 5.0, (1000, 0), texts=["long " * 900, "long " * 100])
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, record_trace(bus, bus.pipeline))))
+    (one,) = read_trace(file)
+    assert (one.prompt_tokens, one.output_tokens, len(one.hash_ids)) == (1000, 0, 2)
+
+
 def test_what_is_gone_from_its_topic_shares_nothing(bus: MemoryBus) -> None:
     publish_answer(bus, "r", 5.0, (10, 2), prompt="words")
     bus.topics[bus.pipeline.request_topic("interactive")].entries.clear()

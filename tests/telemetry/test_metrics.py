@@ -5,7 +5,7 @@ import urllib.request
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -25,7 +25,7 @@ from penstock.ingest.regions.state import StateReader
 from penstock.ingest.webhooks import Webhooks
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
-from penstock.names import CLASSES, STAGES, WorkerKind
+from penstock.names import CLASSES, OPERATION_HEADER, STAGES, WorkerKind
 from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import async_redis_client
 from penstock.telemetry import catalog, otlp
@@ -34,6 +34,7 @@ from penstock.telemetry.meters import Meters
 from penstock.telemetry.recent import RecentTotals, estimate_quantile, sum_buckets, summarize_percentiles
 from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
+from penstock.telemetry.tracing import Operation, read_operation
 from sim.waiting import wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
@@ -135,6 +136,11 @@ def test_who_decodes_tells_of_drafts_and_of_what_it_computed_again(kind: WorkerK
     assert len(found) == 2 * decodes
 
 
+@pytest.mark.parametrize("operation", get_args(Operation))
+def test_a_job_says_what_was_asked_for(operation: Operation) -> None:
+    assert read_operation({OPERATION_HEADER: operation}) == operation
+
+
 def test_a_gap_of_an_interactive_answer_that_is_too_long_is_counted() -> None:
     metrics = StageMetrics(meters := Meters(), "p", "auto", "w", "demo", longest_gap_s=0.05)
     for gap_s in (None, 0.02, 0.05, 0.2):
@@ -154,6 +160,7 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     metrics.count_retry("model_error")
     metrics.count_dead_letters()
     metrics.count_prompt("interactive", 30, 12)
+    metrics.count_texts("interactive", 2, 12)
     metrics.record_first_token("chat", now_s() - 0.3)
     metrics.record_token(None)
     metrics.record_token(0.02)
@@ -233,6 +240,8 @@ def values(meters: Meters) -> dict[tuple[str, ...], float]:
 def test_prometheus_reads_the_values(meters: Meters) -> None:
     found = values(meters)
     assert found["penstock_tokens_total", "cached", "p"] == 24
+    assert found["penstock_texts_total", "interactive", "p"] == 4
+    assert found["penstock_text_tokens_total", "interactive", "p"] == 24
     assert found["penstock_kv_blocks_total", "p", "hit", "decode", "shm"] == 3
     assert found["penstock_pool_blocks", "p", "prefill", "free", "prefill-0"] == 7
     assert found["penstock_slow_products", "p", "prefill", "prefill-0"] == 2

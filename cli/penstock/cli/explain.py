@@ -24,7 +24,9 @@ from penstock.telemetry.timeline import (
     PLACEMENT_ATTRIBUTE,
     REGION_ATTRIBUTE,
     REGION_WHY_ATTRIBUTE,
+    SCORES_ATTRIBUTE,
     SPAN_WORDS,
+    TEXTS_ATTRIBUTE,
     Timeline,
     read_timeline,
 )
@@ -71,24 +73,27 @@ def explain(
     if status is None and timeline is None:
         raise PenstockError(
             f"nothing is known of {request_id} in the pipeline {pipeline.name}: it has expired, or no worker has "
-            "seen it and its producer keeps no spans (PENSTOCK_TRACE_KEEP_S); several answers (n) to one request have "
-            f"ids of their own: {request_id}.0, {request_id}.1, …"
+            "seen it and its producer keeps no spans (PENSTOCK_TRACE_KEEP_S); several answers (n) to one request, and "
+            f"parts of many texts, have ids of their own: {request_id}.0, {request_id}.1, …"
         )
     end = next((event for event in events if isinstance(event, EndEvent)), None)
+    texts = find_texts(timeline, end)
     if as_json:
         told = {
             "record": None if status is None else asdict(status),
             "region": find_region(timeline),
             "placement": find_placement(timeline),
             "timeline": None if timeline is None else timeline.as_json(),
-            "end": None if end is None else json.loads(end.encode()),
+            "texts": texts,
+            "end": None if end is None else json.loads(end.model_copy(update={"vectors": None}).encode()),
         }
         print(json.dumps(told, indent=1))  # noqa: T201
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     placed = describe_placement(find_placement(timeline))
     region = describe_region(find_region(timeline))
-    for row in [*describe_state(status, end), *region, *placed, *describe_kv(timeline), *describe_time(timeline)]:
+    about = [*describe_state(status, end, texts), *region, *placed, *describe_kv(timeline), *describe_time(timeline)]
+    for row in about:
         table.add_row(*map(escape, row))
     Console(highlight=False).print(table)
 
@@ -119,22 +124,36 @@ def describe_region(region: dict[str, str] | None) -> Iterator[Row]:
         yield "region", f"{region['home']}, {why}" + (f"; it came through {region['hops']}" if region["hops"] else "")
 
 
-def describe_state(status: RequestStatus | None, end: EndEvent | None) -> Iterator[Row]:
+def find_texts(timeline: Timeline | None, end: EndEvent | None) -> dict[str, Any] | None:
+    """Return how many texts a request has, whether to vectors or scores, and of how many numbers; None where it is not
+    known to have any. The worker's span tells it, or the end.
+    """
+    vectors, about = None if end is None else end.vectors, _find_attributes(timeline, TEXTS_ATTRIBUTE)
+    if vectors is None and about is None:
+        return None
+    found = about or {}
+    size = None if vectors is None else vectors.size
+    number = found[TEXTS_ATTRIBUTE] if vectors is None else len(vectors.split_floats())
+    return {"number": number, "to": "scores" if found.get(SCORES_ATTRIBUTE, size == 1) else "vectors", "size": size}
+
+
+def describe_state(status: RequestStatus | None, end: EndEvent | None, texts: dict[str, Any] | None) -> Iterator[Row]:
     """Yield rows about the record, and the end if there is one."""
+    if texts is not None:
+        size = f" of {texts['size']:,} numbers" if texts["to"] == "vectors" and texts["size"] else ""
+        yield "texts", f"{texts['number']:,}, to {texts['to']}{size}"
     if status is None:
         yield "state", "no worker has seen it, or its record has expired"
         return
     holder = f", held by {status.worker_name}" if status.worker_name else ""
     told = "cancelled, " if status.cancelled else ""
-    yield (
-        "state",
-        f"{told}{STATES[status.stage]}{holder}; {status.num_tokens:,} output tokens, attempt {status.attempts}",
-    )
+    written = "" if texts is not None else f"{status.num_tokens:,} output tokens, "
+    yield "state", f"{told}{STATES[status.stage]}{holder}; {written}attempt {status.attempts}"
     if end is not None:
         usage, error = end.usage, f": {end.error.code}: {end.error.message}" if end.error else ""
         yield "end", f"{end.finish_reason}{error}"
-        found = f"{usage.prompt_tokens:,} prompt tokens, {usage.cached_tokens:,} of them cached"
-        yield "tokens", f"{found}; {usage.completion_tokens:,} output tokens"
+        kind, written = ("", "") if texts is not None else ("prompt ", f"; {usage.completion_tokens:,} output tokens")
+        yield "tokens", f"{usage.prompt_tokens:,} {kind}tokens, {usage.cached_tokens:,} of them cached{written}"
 
 
 def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:

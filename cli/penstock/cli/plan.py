@@ -45,7 +45,9 @@ def plan(
 
         rates = measure_engine(settings, round(compute_quantile([one.prompt_tokens for one in arrivals], 0.5)))
     else:
-        rates = average_rates(read_worker_status(load_settings(Addresses)), settings, model or None)
+        has_answers = any(one.output_tokens for one in arrivals)
+        beats = read_worker_status(load_settings(Addresses))
+        rates = average_rates(beats, settings, model or None, has_answers=has_answers)
     made = make_plan(arrivals, rates, goals)
     if as_json:
         sys.stdout.write(json.dumps(made.as_json()) + "\n")

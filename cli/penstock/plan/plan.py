@@ -114,7 +114,13 @@ class Plan:
 
 
 def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Plan:
-    """Return the plan. Raises `PlanError` where no number of workers would do."""
+    """Return the plan. Raises `PlanError` where no number of workers would do.
+
+    A trace of texts alone, which have no answers, needs no decode worker: its workers read requests and end them. Each
+    text is a prompt of its own, so that a request's tokens need not fit the pool together.
+    """
+    has_answers = any(one.output_tokens for one in trace)
+    rates = rates if has_answers else replace(rates, pool_blocks=None)
     batch, size = choose_batch(trace, rates, goals), rates.block_size
     slo = SloSettings(interactive_ttft_s=goals.slos["interactive"].ttft_s, interactive_gap_s=goals.gap_s)
 
@@ -134,8 +140,8 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     outputs = compute_peak(trace, lambda one: one.output_tokens, goals.window_s)
     kv_blocks = compute_peak(trace, lambda one: blocks(one) * answer_s(one), goals.window_s)
     prefill = count_workers(prompts, rates.prefill_tokens_per_s, goals.utilisation)
-    decode = count_workers(outputs, batch.tokens_per_s, goals.utilisation)
-    by_blocks = count_workers(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else 1
+    decode = count_workers(outputs, batch.tokens_per_s, goals.utilisation) if has_answers else 0
+    by_blocks = count_workers(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else min(1, decode)
     num_decode = max(decode, by_blocks)
 
     busy = compute_peak(
@@ -214,6 +220,8 @@ def choose_batch(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> 
                 f"no number of workers gives {share:.0%} of the first tokens within {limit_s:g} s: prompts alone take "
                 f"{alone_s:.3g} s; {CHANGES} (--ttft-s, PENSTOCK_SLO_…_TTFT_S)"
             )
+    if not any(one.output_tokens for one in trace):
+        return rates.batches[0]
     itl_s = min(goals.slos[priority_class].itl_s for priority_class in by_class) if goals.itl_s is None else goals.itl_s
     return rates.choose_batch(itl_s)
 
@@ -270,7 +278,7 @@ def _make_requests(trace: Sequence[Arrival], num_output: int | None = None) -> l
             str(number),
             one.at_s - trace[0].at_s,
             one.prompt_tokens,
-            num_output or one.output_tokens,
+            num_output or max(1, one.output_tokens),
             priority_class=one.priority_class,
         )
         for number, one in enumerate(trace)
@@ -282,7 +290,7 @@ def play_coarsely(
 ) -> list[Timing]:
     """Return the latencies by the coarse model, for numbers of workers of each kind, or of readers that decode."""
     at_s = np.array([one.at_s for one in trace]) - trace[0].at_s
-    prompt, output = np.array([(one.prompt_tokens, one.output_tokens) for one in trace]).T
+    prompt, output = np.array([(one.prompt_tokens, max(1, one.output_tokens)) for one in trace]).T
     numbers = np.arange(len(trace))
     load = CoarseLoad.without_chats(at_s, prompt, np.ones_like(output) if decode else output)
     done = CoarseSimulation(*readers, load, workers=numbers % readers[0]).run()
@@ -332,7 +340,7 @@ def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str
     window = f"over {goals.window_s:g} s"
     of_worker = f"x {goals.utilisation:g}"
     yield "trace", f"{plan.requests:,} requests in {plan.seconds:,.0f} s"
-    for what, tokens in (("prompts", prompts), ("answers", outputs)):
+    for what, tokens in (("prompts", prompts), ("answers", outputs)) if plan.decode else (("texts", prompts),):
         yield (
             "",
             f"{what}: {compute_quantile(tokens, 0.5):,.0f} tokens (p50), {compute_quantile(tokens, 0.99):,.0f} (p99)",
@@ -341,8 +349,14 @@ def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str
         yield "", f"it is shorter than the window of {goals.window_s:g} s: rates look smaller than they were"
     yield "rates", f"of one worker, from {rates.source}"
     rate = rates.prefill_tokens_per_s
-    yield "prefill", f"at most {plan.prompt_tokens_per_s:,.1f} prompt tokens/s {window}"
+    kind, name = ("prefill", "prompt tokens") if plan.decode else ("texts", "tokens")
+    yield kind, f"at most {plan.prompt_tokens_per_s:,.1f} {name}/s {window}"
     yield "", f"{plan.prompt_tokens_per_s:,.1f} / ({rate:,.1f} tokens/s {of_worker}) → {plan.prefill_by_rate}"
+    if not plan.decode:
+        yield "plan", f"{plan.prefill} embed or auto workers{_format_extra(plan)}"
+        p50_s, p99_s = plan.waits.ttft_p50_s, plan.waits.ttft_p99_s
+        yield "simulated", f"time to all numbers of a request {p50_s:,.2f} s (p50), {p99_s:,.2f} s (p99)"
+        return
     goal = "" if goals.itl_s is None else f" (goal {goals.itl_s * 1e3:,.0f} ms)"
     yield (
         "decode",
@@ -373,7 +387,8 @@ def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str
 
 def _format_extra(plan: Plan) -> str:
     added = plan.prefill - plan.prefill_by_rate
-    return f" ({added} prefill more than by rate, for the goal of {plan.goals.ttft_s:g} s)" if added else ""
+    kind = "prefill " if plan.decode else ""
+    return f" ({added} {kind}more than by rate, for the goal of {plan.goals.ttft_s:g} s)" if added else ""
 
 
 def _format_waits(waits: Waits) -> str:

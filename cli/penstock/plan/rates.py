@@ -59,8 +59,11 @@ class WorkerRates:
         return StepCost(max(0.0, few.step_s - few.size * row_s), row_s, 0.0, 0.0, 1 / self.prefill_tokens_per_s)
 
 
-def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None) -> WorkerRates:
+def average_rates(
+    workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None, *, has_answers: bool = True
+) -> WorkerRates:
     """Return the mean rates of the running workers, from their heartbeats. Raises `PlanError` where there are none.
+    Without answers, as texts have none, no worker needs to have decoded.
 
     Heartbeats do not say how the rate of decode depends on the batch. The measured rate is taken for the mean batch
     that runs now, or for a full one if none runs.
@@ -72,7 +75,7 @@ def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings
             f"the workers of this pipeline serve {', '.join(wrong)}, not {model}: measure it with --measure"
         )
     means: dict[str, float] = {}
-    for stage in STAGES:
+    for stage in STAGES if has_answers else STAGES[:1]:
         mine = [
             one
             for one in workers
@@ -88,8 +91,8 @@ def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings
     return WorkerRates(
         source=f"{len(workers)} running workers",
         prefill_tokens_per_s=means["prefill"],
-        batches=(DecodeBatch(size, means["decode"]),),
+        batches=(DecodeBatch(size, means.get("decode", means["prefill"])),),
         block_size=settings.block_size,
-        pool_blocks=min((one["pool"]["total"] for one in decoding if "pool" in one), default=None),
+        pool_blocks=min((one["pool"]["total"] for one in decoding if "pool" in one), default=None) or None,
         block_bytes=None,
     )

@@ -20,12 +20,12 @@ Row = dict[str, Any]
 
 
 def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
-    """Return a line of a trace for each request whose answer has tokens, by time.
+    """Return a line of a trace for each request whose answer has tokens, or vectors or scores, by time.
 
     Shared prefixes are known only for requests whose messages are still in the topics. Raises `PlanError` if there is
     no answer, and `BusUnavailable`.
     """
-    answered = [one for one in _read_results(bus, pipeline) if one.timings.published and one.usage.completion_tokens]
+    answered = [one for one in _read_results(bus, pipeline) if one.timings.published and _is_answered(one)]
     if not answered:
         raise PlanError(f"the pipeline {pipeline.name} has no answered request to plan from")
     answered.sort(key=lambda one: one.timings.published)
@@ -45,6 +45,12 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
         chat = chats.setdefault(chain_prompt(request).home, len(chats))
         rows[request.id] |= {"hash_ids": hash_ids, "chat": str(chat)}
     return list(rows.values())
+
+
+def _is_answered(result: Result) -> bool:
+    """Return whether an answer has tokens, or vectors or scores: those have no tokens, and may be in the log alone."""
+    usage = result.usage
+    return usage.completion_tokens > 0 or (result.finish_reason == "stop" and usage.prompt_tokens > 0)
 
 
 def _read_results(bus: Bus, pipeline: Pipeline) -> Iterator[Result]:
@@ -80,4 +86,6 @@ def _number_blocks(requests: list[Request], rows: Mapping[str, Row]) -> Iterator
 
 
 def _join_text(request: Request) -> str:
+    if request.texts is not None:
+        return "\n".join(request.texts)
     return request.prompt or "".join(f"{message.role}\n{message.content}\n" for message in request.messages or ())

@@ -22,6 +22,7 @@ class Arrival(NamedTuple):
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    """0 for texts, of which vectors or scores are computed."""
     hash_ids: tuple[int, ...] = ()
     """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
     priority_class: PriorityClass = "interactive"
@@ -60,8 +61,8 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None
-        if not math.isfinite(arrival.at_s) or arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
-            raise PlanError(f"{file}, line {number}: it needs a time, a prompt token and an answer token")
+        if not math.isfinite(arrival.at_s) or arrival.prompt_tokens < 1 or arrival.output_tokens < 0:
+            raise PlanError(f"{file}, line {number}: it needs a time, a prompt token and no negative answer")
         yield arrival
 
 

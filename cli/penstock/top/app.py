@@ -40,7 +40,7 @@ class TopApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #head { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    .panels { height: 5; margin-bottom: 1; }
+    .panels { height: auto; margin-bottom: 1; }
     .left { width: 54; }
     .right { width: 1fr; }
     #scaling, #regions { height: auto; margin-bottom: 1; }

@@ -12,11 +12,14 @@ from penstock.top.formats import UNKNOWN, draw_bar, draw_sparkline, format_count
 Snapshot = Mapping[str, Any]
 """A report of `penstock.ops.live`."""
 
+TEXTS = "texts_per_s"
+"""The rate that is shown where texts were computed lately."""
 RATE_TITLES = {
     "requests_per_s": "requests",
     "prefill_tokens_per_s": "prompt tokens",
     "cached_tokens_per_s": "cached tokens",
     "decode_tokens_per_s": "output tokens",
+    TEXTS: "texts",
 }
 TIER_TITLES = {"pool": "KV pool", "shm": "shared", "disk": "disk", "redis": "Redis"}
 SPARKLINE_WIDTH, BAR_WIDTH = 25, 8
@@ -52,16 +55,20 @@ def build_rates(snapshot: Snapshot | None, history: Mapping[str, Sequence[float]
     """Return the rates, each with a sparkline of the last snapshots."""
     table = _make_table(("per second", "left"), ("", "right"), ("", "left"))
     for name, title in RATE_TITLES.items():
+        if name == TEXTS and not any(history[name]):
+            continue
         now = None if snapshot is None else snapshot["rates"][name]
         table.add_row(title, format_count(now), Text(draw_sparkline(history[name], SPARKLINE_WIDTH), "cyan"))
     return table
 
 
 def build_latencies(snapshot: Snapshot | None) -> Table:
-    """Return the latencies of the last minute."""
+    """Return the latencies of the last minute. Those of texts are shown where there were any."""
     table = _make_table(("", "left"), *((name, "right") for name in ("p50", "p90", "p99")))
-    for name, title in (("ttft_s", "TTFT"), ("itl_s", "ITL")):
+    for name, title in (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("text_s", "texts")):
         of = {} if snapshot is None else snapshot[name]
+        if name == "text_s" and not of.get("count"):
+            continue
         table.add_row(title, *(format_seconds(of.get(part)) for part in ("p50", "p90", "p99")))
     return table
 
@@ -153,7 +160,9 @@ def build_worker_rows(snapshot: Snapshot | None, sort: str) -> list[tuple[Text, 
 
 def _make_lost_worker(one: Snapshot) -> dict[str, Any]:
     seen = f"lost {format_seconds(one['seen_s_ago'])}"
-    unknown = dict.fromkeys(("progress", "running", "waiting", "tokens_per_s", "blocks_used", "blocks_total"))
+    unknown = dict.fromkeys(
+        ("progress", "running", "waiting", "tokens_per_s", "texts_per_s", "blocks_used", "blocks_total")
+    )
     return {"stage": one["stage"], "name": one["name"], "state": seen, **unknown}
 
 
@@ -165,11 +174,11 @@ def _build_worker_row(worker: Snapshot) -> tuple[Text, ...]:
     state, text = worker["state"], worker["state"]
     if state == "loading" and worker["progress"] is not None:
         text = f"loading {worker['progress']:.0%}"
-    pool = (
-        f"{draw_bar(_used_pool_share(worker), BAR_WIDTH)} {_used_pool_share(worker):4.0%}"
-        if worker["blocks_total"]
-        else UNKNOWN
-    )
+    pool = UNKNOWN
+    if worker["blocks_total"]:
+        pool = f"{draw_bar(_used_pool_share(worker), BAR_WIDTH)} {_used_pool_share(worker):4.0%}"
+    elif worker["stage"] == "embed":
+        pool = f"{format_count(worker['texts_per_s'])} texts/s"
     numbers = (format_count(worker[name]) for name in ("running", "waiting", "tokens_per_s"))
     return (
         Text(worker["stage"]),

@@ -95,7 +95,7 @@ def _is_reading(worker: str, load: Mapping[str, Any]) -> bool:
     """Return whether a worker takes requests. Without capacity, it does soon if prompts wait in it: else answers fill
     it.
     """
-    is_reader = worker.startswith(("prefill:", "auto:"))
+    is_reader = worker.startswith(("prefill:", "auto:", "embed:"))
     return is_reader and (load.get("capacity", 0) > 0 or load["waiting_tokens"] > 0)
 
 

@@ -15,7 +15,7 @@ from penstock.bus.contract import Bus
 from penstock.bus.lost import describe_lost, read_lost
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, WHOLE_KINDS, find_stages
+from penstock.names import CLASSES, WHOLE_KINDS, WorkerKind, find_stages
 from penstock.ops.account import Prices, TodaysAccount
 from penstock.ops.eviction import LOOK_S, describe_eviction, measure_memory
 from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
@@ -32,10 +32,11 @@ LOST_SHOWN_S = 60.0
 class LiveWatch(PipelineWatch[Json]):
     """Reads the state of the pipeline as one JSON object.
 
-    `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`:
-    of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds. `scaling`: the controller's last
-    decision (`penstock.autoscale.service.build_told`), None where none runs. `regions`: as a gateway sees them, where
-    there are any. `account`, where there are prices: of today, in UTC.
+    `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`
+    and `text_s` (of requests with texts, from submission to end): of the last minute; `rates`, and a worker's
+    `tokens_per_s` and `texts_per_s`: of the last ten seconds. `scaling`: the controller's last decision
+    (`penstock.autoscale.service.build_told`), None where none runs. `regions`: as a gateway sees them, where there are
+    any. `account`, where there are prices: of today, in UTC.
     """
 
     def __init__(self, addresses: Addresses, settings: BusSettings, prices: Prices | None = None) -> None:
@@ -111,12 +112,21 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
         "running": worker.get("running", 0),
         "waiting": worker.get("waiting", 0),
         "prompts_s": estimate_prompts_s(worker),
-        "tokens_per_s": per_s.get(find_stages(worker["stage"])[-1]),
+        "tokens_per_s": _sum_tokens_per_s(worker["stage"], per_s),
+        "texts_per_s": per_s.get("texts"),
         "blocks_used": pool["used"],
         "blocks_total": pool["total"],
         "resting": [one for one in worker.get("endpoints", ()) if one["cause"]],
         "age_s": round(max(0.0, now_s - worker["since"]), 1),
     }
+
+
+def _sum_tokens_per_s(kind: WorkerKind, per_s: Mapping[str, float]) -> float | None:
+    """Return the rate of a worker's last stage; in decode with the tokens of texts, which have no answer of tokens."""
+    stage = find_stages(kind)[-1]
+    if stage not in per_s:
+        return None
+    return per_s[stage] + (per_s.get("text_tokens", 0.0) if stage == "decode" else 0.0)
 
 
 def estimate_prompts_s(worker: Mapping[str, Any]) -> float | None:
@@ -141,11 +151,13 @@ def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
         "tiers": build_tiers_json(prefill),
         "ttft_s": _sum_percentiles(minutes, "ttft", catalog.FIRST_TOKEN_BOUNDS),
         "itl_s": _sum_percentiles(minutes, "itl", catalog.ITL_BOUNDS),
+        "text_s": _sum_percentiles(minutes, "text_s", catalog.DURATION_BOUNDS),
         "rates": {
             "requests_per_s": sum_values(paces, "requests"),
             "prefill_tokens_per_s": sum_values(paces, "prefill"),
             "cached_tokens_per_s": sum_values(paces, "cached"),
             "decode_tokens_per_s": sum_values(paces, "decode"),
+            "texts_per_s": sum_values(paces, "texts"),
         },
     }
 

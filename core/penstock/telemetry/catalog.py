@@ -94,6 +94,14 @@ TOKENS = Metric(
     "Tokens. kind: prefill (of prompts, computed), cached (of prompts, their KV was found), decode (of answers).",
     "worker",
 )  # fmt: skip
+TEXTS = Metric(
+    "penstock.texts", "counter", "{text}", ("pipeline", "class"),
+    "Texts of which vectors or scores were computed.", "worker",
+)  # fmt: skip
+TEXT_TOKENS = Metric(
+    "penstock.text_tokens", "counter", "{token}", ("pipeline", "class"),
+    "Tokens of these texts. They also count in penstock.tokens, as prefill or cached.", "worker",
+)  # fmt: skip
 DRAFTED_TOKENS = Metric(
     "penstock.drafted_tokens", "counter", "{token}", ("pipeline", "result"),
     "Tokens that decode guessed and computed in the step of the token before them. result: accepted (what was drawn; a "

@@ -48,6 +48,8 @@ class StageMetrics:
         self._ended = 0
         self._interactive = dict.fromkeys(INTERACTIVE_TOTALS, 0)
         self._firsts: list[Histogram] = []
+        self._num_texts = self._num_text_tokens = 0
+        self._text_durations: Histogram | None = None
         self._waits = {
             priority_class: meters.get_histogram(catalog.QUEUE_WAIT, pipeline, stage, priority_class)
             for priority_class in ("interactive", "batch")
@@ -90,6 +92,13 @@ class StageMetrics:
             for name, count in zip(INTERACTIVE_TOTALS, counts, strict=True):
                 self._interactive[name] += count
 
+    def count_texts(self, priority_class: PriorityClass, num_texts: int, num_tokens: int) -> None:
+        """Count texts that are computed. `count_prompt` counts their tokens too."""
+        self._num_texts += num_texts
+        self._num_text_tokens += num_tokens
+        self._meters.get_counter(catalog.TEXTS, self._pipeline, priority_class).add(num_texts)
+        self._meters.get_counter(catalog.TEXT_TOKENS, self._pipeline, priority_class).add(num_tokens)
+
     def record_first_token(self, operation: Operation, published_s: float) -> None:
         """Record the latency of token 0."""
         found = self._meters.get_histogram(catalog.TIME_TO_FIRST_TOKEN, operation, PROVIDER, self._model)
@@ -123,6 +132,8 @@ class StageMetrics:
             code = "" if end.error is None else end.error.code
             duration = self._meters.get_histogram(catalog.REQUEST_DURATION, *about, code)
             duration.add(max(0.0, times.finished - times.published))
+            if operation == "embeddings" and not code:
+                self._text_durations = duration
         num_further = end.usage.completion_tokens - 1
         if times.first_token and num_further > 0 and end.error is None:
             each_s = max(0.0, times.finished - times.first_token) / num_further
@@ -141,6 +152,7 @@ class StageMetrics:
     def _read_totals(self) -> dict[str, float | list[int]]:
         firsts = [histogram.counts for histogram in self._firsts]
         empty = [0] * (len(catalog.FIRST_TOKEN_BOUNDS) + 1)
+        durations, no_texts = self._text_durations, [0] * (len(catalog.DURATION_BOUNDS) + 1)
         tokens = {"prefill": self._prefill.value, "cached": self._cached.value, "decode": self._decode.value}
         kv = {} if self._view is None else self._view()["kv"]
         pool = kv.get("pool", {"hits": 0, "misses": 0})
@@ -148,7 +160,10 @@ class StageMetrics:
         return {
             "ttft": [sum(counts) for counts in zip(*firsts, strict=True)] if firsts else empty,
             "itl": list(self._itl.counts),
+            "text_s": no_texts if durations is None else list(durations.counts),
             "requests": self._ended,
+            "texts": self._num_texts,
+            "text_tokens": self._num_text_tokens,
             **tokens,
             **hits,
             "blocks": pool["hits"] + pool["misses"],

@@ -15,13 +15,15 @@ PLACEMENT_ATTRIBUTE = "penstock.placement"
 """In the producer's span: which worker a request was sent to and why, as JSON. It names workers and their backlog."""
 REGION_ATTRIBUTE, REGION_WHY_ATTRIBUTE, HOPS_ATTRIBUTE = "penstock.region", "penstock.region.why", "penstock.hops"
 """In the spans of a request's gateway, where there are regions: its home, why there, and through which ones it came."""
+TEXTS_ATTRIBUTE, SCORES_ATTRIBUTE = "texts", "scores"
+"""In the span of a worker that computes texts: how many, and whether to scores in place of vectors."""
 UNKNOWN_SPAN = "unknown"
 """The name of time for which there is no span."""
 SPAN_WORDS = {
     "request": "accept", "queue.wait": "wait in queue", "taken_over": "take over", "preprocess": "read prompt",
     "prefill": "prefill", "kv.read": "fetch KV", "first_token": "first token", "kv.write": "store KV",
     "hand_off": "hand off", "decode": "decode", "end": "write end", "settle": "publish result", "endpoint": "endpoint",
-    UNKNOWN_SPAN: "not known",
+    "embed": "compute texts", UNKNOWN_SPAN: "not known",
 }  # fmt: skip
 """The words for spans that people read. `timeline.js` of the page has the same ones."""
 

@@ -149,7 +149,8 @@ def get_operation(request: Request | None) -> Operation:
 
 def read_operation(headers: Mapping[str, str]) -> Operation:
     """Return `gen_ai.operation.name` of a job, from its headers."""
-    return "chat" if headers.get(OPERATION_HEADER) == "chat" else "text_completion"
+    named: tuple[Operation, ...] = ("chat", "embeddings")
+    return next((one for one in named if one == headers.get(OPERATION_HEADER)), "text_completion")
 
 
 def build_attributes(operation: Operation, model: str, end: EndEvent) -> dict[str, AttributeValue]:

@@ -29,6 +29,7 @@ from penstock.worker.failure import is_suspect
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.task import Task
 from penstock.worker.whole_role import WholeRole, request_of
+from penstock.worker_speed import WorkerSpeed
 
 MAX_INLINE_BYTES = 8192
 """The loop itself reads messages up to this size, in a few milliseconds."""
@@ -118,5 +119,7 @@ class EmbedRole(WholeRole):
         return TaskLoad(task.priority_class, task.is_running, left, 0)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """Return how fast texts are computed, for the heartbeat."""
-        return {"prompt_tokens_per_s": self.engine.tokens_per_s, "output_tokens_per_s": None}
+        """Return how fast texts are computed, for the heartbeat. Producers and other workers share work by `speed`."""
+        rate = self.engine.tokens_per_s
+        speed = None if rate is None else WorkerSpeed(1 / rate, 1 / rate, 0).as_json()
+        return {"speed": speed, "prompt_tokens_per_s": rate, "output_tokens_per_s": None}

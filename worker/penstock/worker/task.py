@@ -18,6 +18,7 @@ from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
 from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
+from penstock.telemetry.timeline import SCORES_ATTRIBUTE, TEXTS_ATTRIBUTE
 from penstock.telemetry.tracing import Operation
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
@@ -98,9 +99,9 @@ class Task:
         return None if self.message is None else self.message.deadline
 
     @property
-    def has_texts(self) -> bool:
-        """Whether vectors or scores are computed of it, and no tokens."""
-        return isinstance(self.message, Request) and self.message.texts is not None
+    def num_texts(self) -> int:
+        """How many texts it has, of which vectors or scores are computed, and no tokens."""
+        return len(self.message.texts or ()) if isinstance(self.message, Request) else 0
 
     @property
     def tenant(self) -> str:
@@ -191,7 +192,11 @@ class Task:
         """
         kind = SpanKind.CONSUMER if self.span is INVALID_SPAN else SpanKind.INTERNAL
         self.span.end()
-        attributes = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
+        num_tokens = self.seq.num_prompt_tokens if self.num_texts and self.seq is not None else len(self.token_ids)
+        attributes = {"prompt_tokens": num_tokens, "attempt": self.claim.attempts}
+        if isinstance(self.message, Request) and self.num_texts:
+            is_scored = self.message.embed is not None and self.message.embed.query is not None
+            attributes |= {TEXTS_ATTRIBUTE: self.num_texts, SCORES_ATTRIBUTE: is_scored}
         self.span = tracing.start_span(name, self.parent_context, since_s, kind, **attributes)
         self.context = tracing.with_span(self.span, self.parent_context)
 

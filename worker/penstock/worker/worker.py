@@ -474,7 +474,7 @@ class Worker:
             stage_failpoint(self.role.kind, "prefill.3.shipping", "decode.7.shipping")
         if not self.engine.has_work() or any(one.task.hands_off for one in self._in_flight):
             self._confirm_tokens()
-        is_busy = any(not task.has_texts for task in self.running.values())  # those have no tokens of answers
+        is_busy = any(not task.num_texts for task in self.running.values())  # those have no tokens of answers
         self.load.throughput.record_step(self.role.count_done(sampled), is_busy=is_busy)
 
     def _send_tokens(self, sampled: Sequence[SampledToken]) -> bool:
@@ -587,6 +587,7 @@ class Worker:
             if outcome.vectors is not None and (usage := outcome.usage) is not None:
                 num_computed = usage.prompt_tokens - usage.cached_tokens
                 self.metrics.count_prompt(task.priority_class, num_computed, usage.cached_tokens)
+                self.metrics.count_texts(task.priority_class, task.num_texts, usage.prompt_tokens)
                 self.load.mean_computed_tokens[task.priority_class].add(num_computed)
             if not task.is_in_flight:  # else once its last tokens are in the log
                 self._end_with(task, outcome)

@@ -75,10 +75,11 @@ export class PipelineView {
     this._showWorkers(snapshot);
     say(byId("scaling"), describeScaling(snapshot.scaling));
     say(byId("regions"), describeRegions(snapshot.regions));
-    for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s]]) {
+    for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s], ["text", snapshot.text_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
-      this._lines[name].add(snapshot.at, found.p50);
+      this._lines[name]?.add(snapshot.at, found.p50);
     }
+    byId("text-latency").hidden = !snapshot.text_s.count;
     if (!snapshot.workers) return; // a tenant's summary
     this._showTiers(snapshot.tiers);
     const rates = snapshot.rates;
@@ -86,6 +87,8 @@ export class PipelineView {
     this._rate(snapshot.at, "prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
     this._rate(snapshot.at, "cached", rates.cached_tokens_per_s, []);
     this._rate(snapshot.at, "decode", rates.decode_tokens_per_s, ["decode", "streams"]);
+    put("rates.texts", rate(rates.texts_per_s));
+    byId("texts").hidden = !snapshot.text_s.count;
     this._showAccount(snapshot.account);
   }
 
@@ -160,7 +163,7 @@ export class PipelineView {
 const doesBoth = ({ stage }) => !STAGES.includes(stage);
 
 function workerRow(worker, at) {
-  const name = make("b", "name", worker.name, ...(doesBoth(worker) ? [make("small", "", " prefill and decode")] : []));
+  const name = make("b", "name", worker.name, ...(doesBoth(worker) ? [make("small", "", worker.stage === "embed" ? " vectors or scores" : " prefill and decode")] : []));
   name.title = worker.host ? `${worker.name} on ${worker.host}` : worker.name;
   const row = make("li", "worker", name, make("span", "is", stateOf(worker)));
   row.dataset.state = worker.state;
@@ -173,7 +176,8 @@ function workerRow(worker, at) {
     const prompts = worker.prompts_s == null ? "" : `, ${seconds(worker.prompts_s)} of prompts`;
     const load = make("span", "load", `${count(worker.running)} running, ${count(worker.waiting)} waiting${prompts}`);
     if (prompts) load.title = "how long it will compute the prompts that wait for it";
-    row.append(load, make("span", "speed", `${rate(worker.tokens_per_s)} tok/s`), gauge);
+    const texts = worker.texts_per_s ? `${rate(worker.texts_per_s)} texts/s, ` : "";
+    row.append(load, make("span", "speed", `${texts}${rate(worker.tokens_per_s)} tok/s`), gauge);
     gauge.setAttribute("role", "img");
     gauge.setAttribute("aria-label", `${percent(used)} of its KV pool used`);
     gauge.title = `KV pool: ${count(worker.blocks_used)} of ${count(worker.blocks_total)} blocks`;

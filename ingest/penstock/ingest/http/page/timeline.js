@@ -7,7 +7,7 @@ import { byId, make, say, seconds, SHORTEST_S } from "./draw.js";
 const WORDS = {
   request: "accept", "queue.wait": "wait in queue", taken_over: "take over", preprocess: "read prompt", prefill: "prefill",
   "kv.read": "fetch KV", first_token: "first token", "kv.write": "store KV", hand_off: "hand off", decode: "decode",
-  end: "write end", settle: "publish result", endpoint: "endpoint", unknown: "not known", total: "total", measured: "measured",
+  end: "write end", settle: "publish result", endpoint: "endpoint", embed: "compute texts", unknown: "not known", total: "total", measured: "measured",
 };
 const LOOKS_MS = [200, 300, 500, 1000, 1000, 2000, 2000, 4000];
 
