@@ -49,7 +49,7 @@ _HEADERS: dict[str, Json] = {
     },
     names.OPERATION_HEADER: {
         "description": "Of jobs: what was asked for, as figures call it.",
-        "enum": ["chat", "text_completion"],
+        "enum": ["chat", "text_completion", "embeddings"],
     },
     names.ORIGIN_HEADER: {"description": "Dead-letter topic: the topic it was in."},
     names.REASON_HEADER: {"description": "Dead-letter topic: why it is there."},

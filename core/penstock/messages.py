@@ -485,6 +485,9 @@ class Job(Wire):
     request's own message is bound by then."""
     token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     """The prompt's token ids."""
+    # Not on the wire where it is not set, like `fit_context`.
+    embed: EmbedOptions | None = None
+    """How the request's texts are computed, and whether its result has the vectors."""
     sampling: Sampling = Sampling()
     seed: int = 0
     tenant: Tenant = "default"

@@ -21,7 +21,7 @@ from penstock.engine.model.model import LoadedModel
 from penstock.engine.serving import ServingEngine
 from penstock.engine.vectors import Floats
 from penstock.errors import REFUSED_PROMPTS
-from penstock.messages import EmbedOptions, EndEvent, Request, Result, TokenEvent
+from penstock.messages import EmbedOptions, EndEvent, Request, Result
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, run_until_running
@@ -189,11 +189,15 @@ def test_a_prefill_worker_computes_texts_and_decode_settles_them(
     make_line: Callable[..., InProcessPipeline], qwen: Path
 ) -> None:
     line = make_line(load=lambda: open_model(qwen), engine=SETTINGS)
-    request = send_texts(line, TEXTS)
-    (result,) = line.run_until_results(1)
-    assert (result.id, result.error) == (request.id, None)
+    request, bare = send_texts(line, TEXTS), send_texts(line, TEXTS, embed=EmbedOptions(in_result=False))
+    results = {result.id: result for result in line.run_until_results(2)}
+    result = results[request.id]
+    assert (result.error, results[bare.id].error, results[bare.id].vectors) == (None, None, None)
     assert read_vectors(result.vectors).shape == (len(TEXTS), 48)
-    assert not [event for event in line.open_client().stream(request.id) if isinstance(event, TokenEvent)]
+    for one in (request, bare):
+        (end,) = line.open_client().stream(one.id)
+        assert isinstance(end, EndEvent)
+        assert end.vectors == result.vectors
 
 
 @pytest.mark.parametrize(("num_failures", "is_answered"), [(2, True), (99, False)])

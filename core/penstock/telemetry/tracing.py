@@ -149,7 +149,8 @@ def get_operation(request: Request | None) -> Operation:
 
 def read_operation(headers: Mapping[str, str]) -> Operation:
     """Return `gen_ai.operation.name` of a job, from its headers."""
-    return "chat" if headers.get(OPERATION_HEADER) == "chat" else "text_completion"
+    told = headers.get(OPERATION_HEADER)
+    return "chat" if told == "chat" else "embeddings" if told == "embeddings" else "text_completion"
 
 
 def build_attributes(operation: Operation, model: str, end: EndEvent) -> dict[str, AttributeValue]:

@@ -50,6 +50,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
         id=task.id,
         job=job_id,
         token_ids=task.token_ids,
+        embed=request.embed,
         sampling=request.sampling,
         seed=request.seed,
         tenant=request.tenant,
