@@ -200,6 +200,25 @@ def test_a_prefill_worker_computes_texts_and_decode_settles_them(
         assert end.vectors == result.vectors
 
 
+def test_decode_computes_texts_again_whose_record_is_lost(
+    make_line: Callable[..., InProcessPipeline], qwen: Path
+) -> None:
+    """Redis loses it behind the logged end, while the job waits for a worker."""
+    line = make_line(load=lambda: open_model(qwen), engine=SETTINGS)
+    asked: Any = {"embed": EmbedOptions(prompt="query", dimensions=16)}
+    wanted, lost = (send_texts(line, TEXTS, id=name, **asked) for name in ("wanted", "lost"))
+    line.run_prefill(2)
+    line.forget_record(lost.id)
+    results = {result.id: result for result in line.run_until_results(2)}
+    assert [result.error for result in results.values()] == [None, None]
+    assert results[lost.id].vectors == results[wanted.id].vectors
+    assert results[lost.id].usage.prompt_tokens == results[wanted.id].usage.prompt_tokens
+    (end,) = line.open_client().stream(lost.id)
+    assert isinstance(end, EndEvent)
+    assert end.vectors == results[wanted.id].vectors
+    assert not line.decode.engine.has_work()
+
+
 @pytest.mark.parametrize(("num_failures", "is_answered"), [(2, True), (99, False)])
 def test_a_request_that_fails_ends_alone(
     make_auto: MakeAuto, qwen: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int, is_answered: bool

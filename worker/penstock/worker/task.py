@@ -100,7 +100,7 @@ class Task:
     @property
     def has_texts(self) -> bool:
         """Whether vectors or scores are computed of it, and no tokens."""
-        return isinstance(self.message, Request) and self.message.texts is not None
+        return self.message is not None and self.message.texts is not None
 
     @property
     def tenant(self) -> str:
