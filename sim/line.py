@@ -99,6 +99,11 @@ class PipelineServers:
         for request in requests:
             self.publish_bytes(request.encode(), request.id)
 
+    def forget_record(self, request_id: str) -> None:
+        """Let the doubles of the records lose a request's record, with its log."""
+        assert self._records is not None
+        del self._records.records[request_id]
+
     def read_results(self) -> list[Result]:
         """Return all messages of the results topic."""
         return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results_topic)]

@@ -45,7 +45,7 @@ from sim.zones import ZONE_DELAY_S
 
 ROOT = Path(__file__).parents[1]
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "vectors", "endpoint")
+LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "vectors", "encoder", "endpoint")
 WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 """How many workers of prefill, of decode and of both there may be in a round with kills."""
 KILLS, MAX_KILLS_S = 60, 150.0
@@ -401,8 +401,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of names; all if there are none")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    preload_modules("sim.chaos.runner")
-    for scene in (one for one in SCENES if not given.names or any(name in one.name for name in given.names)):
+    scenes = [one for one in SCENES if not given.names or any(name in one.name for name in given.names)]
+    encoders = ["sentence_transformers"] if any("encoder" in scene.name for scene in scenes) else []
+    preload_modules("sim.chaos.runner", *encoders)
+    for scene in scenes:
         if scene.half_core and "SIM_HALF_CORE" not in os.environ:
             command = [str(ROOT / "tools/slow.sh"), sys.executable, "-m", "sim.scenes", scene.name]
             environment = {**os.environ, "SIM_HALF_CORE": "1"}

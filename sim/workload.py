@@ -4,20 +4,22 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import BertConfig, BertModel, Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model, load_stage_models
+from penstock.engine.loading.vector_files import open_checkpoint
 from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.vectors import Floats, normalize_vectors
 from penstock.engine.weights.files import DEMO_MODEL
@@ -27,6 +29,9 @@ from penstock.messages import EmbedOptions, Request, Sampling, Vectors
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
 from tools.tiny import build_tiny_model
+
+if TYPE_CHECKING:
+    from penstock.embed_worker.model import EmbedModel
 
 MAX_TOKENS = 24
 ENGINE_SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
@@ -144,13 +149,45 @@ def compute_vectors(texts: Iterable[str]) -> Vectors:
     assert model.text_reader is not None
     for row in model.text_reader.read_texts(list(texts), EmbedOptions()):
         engine = Engine(model, ENGINE_SETTINGS)
-        seq = Sequence("alone", row.token_ids, sampling=Sampling(), seed=0, max_new_tokens=1, is_pooled=True)
+        seq = EngineSequence("alone", row.token_ids, sampling=Sampling(), seed=0, max_new_tokens=1, is_pooled=True)
         engine.add_sequence(seq)
         while engine.has_work():
             engine.step()
         assert seq.vector is not None
         found.append(normalize_vectors(seq.vector[None])[0])
     return Vectors.pack_floats(b"".join(one.tobytes() for one in found), len(found[0]))
+
+
+@cache
+def make_encoder() -> Path:
+    """Write a tiny random encoder, which `embed` workers compute; return its directory. It has the demo model's
+    tokenizer.
+    """
+    config = BertConfig(
+        vocab_size=load_demo_model().vocab_size, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=3, max_position_embeddings=512,
+    )  # fmt: skip
+    directory = Path(tempfile.mkdtemp(prefix="penstock-encoder-"))
+    build_tiny_model(BertModel, config, 2, torch.device("cpu")).save_pretrained(directory)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", directory)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "</s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    write_modules(directory, config.hidden_size, "mean_tokens", 512)
+    return directory
+
+
+@cache
+def _open_encoder() -> "EmbedModel":
+    from penstock.embed_worker.model import EmbedModel  # imports sentence-transformers, which takes seconds
+
+    return EmbedModel(open_checkpoint(str(make_encoder())), EngineSettings(device="cpu", threads=1))
+
+
+def encode_texts(texts: Sequence[str]) -> Vectors:
+    """Return the vectors of texts by that encoder, each computed alone."""
+    model = _open_encoder()
+    found = [model.compute_rows([row]) for row in model.read_texts(texts, EmbedOptions())]
+    return Vectors.pack_floats(b"".join(one.tobytes() for one in found), found[0].shape[1])
 
 
 @cache
@@ -244,7 +281,7 @@ def _generate_with_engine(load: ModelLoader, prompt: tuple[int, ...], sampling_j
     """Return the tokens of an engine that has nothing else to do. Cached, as many tests need the same."""
     sampling = Sampling.model_validate_json(sampling_json)
     engine, grammar = Engine(load(), ENGINE_SETTINGS), start_grammar(sampling, load)
-    seq = Sequence(
+    seq = EngineSequence(
         "alone", list(prompt), sampling=sampling, seed=seed, max_new_tokens=sampling.max_tokens, grammar=grammar
     )
     engine.add_sequence(seq)

@@ -485,6 +485,11 @@ class Job(Wire):
     request's own message is bound by then."""
     token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     """The prompt's token ids."""
+    # Not on the wire where they are not set, like `fit_context`.
+    texts: list[str] | None = Field(default=None, max_length=MAX_TEXTS, fail_fast=True)
+    """Texts in place of a prompt. Their vectors are in the log; if Redis has lost that, they are computed again."""
+    embed: EmbedOptions | None = None
+    """How the request's texts are computed, and whether its result has the vectors."""
     sampling: Sampling = Sampling()
     seed: int = 0
     tenant: Tenant = "default"

@@ -26,12 +26,13 @@ from penstock.messages import (
     Request,
     Sampling,
     TokenEvent,
+    Vectors,
     encode_request,
     now_s,
 )
 from penstock.names import Pipeline, piece_token
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from sim.chaos.checker import name_vectors
+from sim.chaos.checker import ROUNDED, name_vectors
 from sim.chaos.history import History
 from sim.chaos.poison import POISON, name_poison, poison_request
 from sim.chaos.system import RETENTION_S
@@ -42,6 +43,7 @@ from sim.workload import (
     ModelLoader,
     compute_answers,
     compute_vectors,
+    encode_texts,
     load_demo_model,
     load_split_model,
     load_state_model,
@@ -64,11 +66,11 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "agents", "forms", "states", "vectors", "endpoint", "poison"]
+Load = Literal["text", "tools", "agents", "forms", "states", "vectors", "encoder", "endpoint", "poison"]
 """What is asked: texts of the demo model, calls of the tool model, turns of agents that call tools, texts of the demo
 model that are computed with other weights than their prompts, texts of a model whose layers keep states, texts and
-vectors of texts of a model that gives both, numbers of servers that count, or texts of the demo model where a poisonous
-request stands in the middle of every second hundred.
+vectors of texts of a model that gives both, vectors of texts of an encoder, numbers of servers that count, or texts of
+the demo model where a poisonous request stands in the middle of every second hundred.
 """
 _MODELS: dict[str, ModelLoader] = {
     "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
@@ -90,6 +92,8 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
         return _make_agents(max_tokens)
     if load == "endpoint":
         return [_count_numbers(number, max_tokens) for number in range(NUM_KNOWN_REQUESTS)]
+    if load == "encoder":
+        return [_ask_for_vectors(number, encode_texts, is_rounded=True) for number in range(NUM_KNOWN_REQUESTS)]
     work = (
         _make_tool_requests(max_tokens) if load == "tools" else make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
     )
@@ -102,17 +106,20 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     answers = compute_answers(work, _MODELS[load])
     known = list(zip(work, answers.values(), strict=True))
     if load == "vectors":
-        known[::2] = [_ask_for_vectors(number) for number in range(0, NUM_KNOWN_REQUESTS, 2)]
+        known[::2] = [_ask_for_vectors(number, compute_vectors) for number in range(0, NUM_KNOWN_REQUESTS, 2)]
     return known
 
 
-def _ask_for_vectors(number: int) -> tuple[Request, ExpectedAnswer]:
+def _ask_for_vectors(
+    number: int, compute: Callable[[Sequence[str]], Vectors], *, is_rounded: bool = False
+) -> tuple[Request, ExpectedAnswer]:
     """Return a request with texts, and its answer, in which the vectors stand for a text."""
     chance = random.Random(number)
     words = ["and", "the", "king", "of", "Israel", "said", "unto", "his", "people", "LORD", "land", "go", "bread"]
     lengths = [1 + int(chance.expovariate(0.02)) for _ in range(chance.choice([1, 5, 40]))]
     texts = [" ".join(chance.choices(words, k=min(400, length))) for length in lengths]
-    return Request(id=f"chaos-{number}", texts=texts), ExpectedAnswer([], name_vectors(compute_vectors(texts)), "stop")
+    named = name_vectors(compute(texts), is_rounded=is_rounded)
+    return Request(id=f"chaos-{number}", texts=texts), ExpectedAnswer([], named, "stop")
 
 
 def _count_numbers(number: int, max_tokens: int) -> tuple[Request, ExpectedAnswer]:
@@ -420,7 +427,7 @@ class Clients:
         for count, event in enumerate(self._read_events(request_id, after), start=1):
             texts.append(event.text)
             if isinstance(event, EndEvent):
-                texts.append(name_vectors(event.vectors))
+                texts.append(name_vectors(event.vectors, is_rounded=task.answer.text.startswith(ROUNDED)))
                 fields = {"finish": event.finish_reason, "count": event.num_events, "error": None}
                 parts = {"text": "".join(texts), "calls": parse_answer(task.request, texts).calls}
                 self._history.add_entry("end", id=request_id, reader=reader, **fields, **parts)

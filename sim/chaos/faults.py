@@ -63,6 +63,7 @@ def list_failpoints(stage: WorkerKind, bus: Bus) -> list[str]:
     """Return the failpoints that a worker of a stage can reach."""
     own = {
         "prefill": failpoints.PREFILL, "decode": failpoints.DECODE, "endpoint": failpoints.ENDPOINT,
+        "embed": [point for point in failpoints.ENDPOINT if point != "endpoint.3.appended"],  # it writes the end alone
         "auto": [point for point in (*failpoints.PREFILL, *failpoints.DECODE) if point not in LOOP_POINTS],
     }[stage]  # fmt: skip
     on_kafka = failpoints.KAFKA_PREFILL if stage == "prefill" else failpoints.KAFKA_DECODE

@@ -57,7 +57,7 @@ from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import RETENTION_S, TESTING, ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
-from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model, make_vector_model
+from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_encoder, make_state_model, make_vector_model
 from sim.zones import ZONES, ZonedServers
 
 POLL_S = 0.05
@@ -85,7 +85,7 @@ of which workers that are killed all the time answer two a second on a busy mach
 """
 _MODELS: Mapping[Load, Callable[[], Path]] = {
     "tools": lambda: TOOL_MODEL, "agents": lambda: TOOL_MODEL, "states": make_state_model, "vectors": make_vector_model,
-    "poison": make_poisoned_model,
+    "encoder": make_encoder, "poison": make_poisoned_model,
 }  # fmt: skip
 """What returns the directory of the workers' model, where that is not the demo model."""
 WriteLine = Callable[[str], None]
@@ -108,7 +108,8 @@ class ChaosRound:
     prefill: int = 3
     decode: int = 4
     auto: int = 0
-    """Workers of each kind. Where endpoints are asked, as many ask them as are `decode` and `auto`."""
+    """Workers of each kind. Where endpoints are asked, as many ask them as are `decode` and `auto`; so are `embed`
+    workers where there is an encoder."""
     num_in_flight: int = 16
     patience_s: float = 90.0
     """How long a client waits for a token or a result. Time in which a server is away does not count; bursts, and a
@@ -186,7 +187,7 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
                 lambda line: progress(line, stack.counts.kills.total()),
             )
         leaks = find_leaks(stack, RETENTION_S + LEAK_PATIENCE_S * stack.machine_slowness)
-        record_topics(stack, history)
+        record_topics(stack, history, is_rounded=plan.load == "encoder")
     found = [*check_history(read_history(path)), *leaks]
     return Outcome(found, stack.counts, len(clients.accepted_ids), path)
 
@@ -223,6 +224,8 @@ def make_stack(
     if endpoints:
         settings |= build_endpoint_environment([one.url for one in endpoints]) | ENDPOINT_SETTINGS
         size = {"endpoint": plan.decode + plan.auto}
+    elif plan.load == "encoder":
+        size = {"embed": plan.decode + plan.auto}
     size = {kind: count for kind, count in size.items() if count}
     away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
     size = {kind: count + more for kind, count in size.items()}
@@ -338,22 +341,23 @@ def find_leaks(stack: ChaosStack, patience_s: float) -> list[Finding]:
     return [Finding("leaked", "", line) for line in told]
 
 
-def record_topics(stack: Stack, history: History, **more: str) -> None:
+def record_topics(stack: Stack, history: History, *, is_rounded: bool = False, **more: str) -> None:
     """Stop the workers and record what the results and dead-letter topics hold, each with `more` fields."""
     stack.stop_workers()
     pipeline = Pipeline(stack.addresses.pipeline)
     bus = connect_bus(stack.addresses, BusSettings())
-    record_results((decode_message(Result, one.value) for one in bus.read_all(pipeline.results_topic)), history, **more)
+    results = (decode_message(Result, one.value) for one in bus.read_all(pipeline.results_topic))
+    record_results(results, history, is_rounded=is_rounded, **more)
     for message in bus.read_all(pipeline.dead_letter_topic):
         request_id = extract_request_id(message.value, message.key)
         history.add_entry("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""), **more)
 
 
-def record_results(results: Iterable[Result], history: History, **more: str) -> None:
+def record_results(results: Iterable[Result], history: History, *, is_rounded: bool = False, **more: str) -> None:
     """Record results, each with `more` fields."""
     for result in results:
         error = result.error.code if result.error else None
-        text = result.text + name_vectors(result.vectors)
+        text = result.text + name_vectors(result.vectors, is_rounded=is_rounded)
         fields = {"tokens": result.token_ids, "text": text, "finish": result.finish_reason, "error": error}
         # Results of endpoints name no tokens, and count those of the server: their text is compared.
         count = len(result.token_ids) if result.token_ids or not result.usage.completion_tokens else None

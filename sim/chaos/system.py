@@ -186,7 +186,7 @@ class ChaosStack(Stack):
         super().__init__(
             directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url,
             prefill=size.get("prefill", 0), decode=size.get("decode", 0), auto=size.get("auto", 0),
-            endpoint=size.get("endpoint", 0), environment={**ENVIRONMENT, **(more or {})},
+            endpoint=size.get("endpoint", 0), embed=size.get("embed", 0), environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._plan_kill, self._slowness = plan_of, slowness or {}
         self.counts = FaultCounts()

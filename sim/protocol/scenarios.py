@@ -19,7 +19,7 @@ class Scenario(NamedTuple):
 
 
 ONE_STAYS, BOTH_STAY = Rules(stays=(True, False)), Rules(stays=(True, True))
-VECTORS = BOTH_STAY._replace(last=0)
+VECTORS, HANDED_VECTORS = BOTH_STAY._replace(last=0), Rules(last=0)
 QUICK = {
     "nothing happens": Scenario(Budget()),
     "crashes": Scenario(Budget(crashes=2)),
@@ -106,6 +106,8 @@ QUICK = {
     "without tokens, produced twice": Scenario(Budget(crashes=1), VECTORS, requests=2),
     "without tokens, cancelled or failing": Scenario(Budget(cancels=1, fails=1), VECTORS),
     "without tokens, Redis empty": Scenario(Budget(losses=1, crashes=1), VECTORS),
+    "without tokens, handed off": Scenario(Budget(crashes=1, pauses=1), HANDED_VECTORS),
+    "without tokens, handed off, Redis empty": Scenario(Budget(losses=1, crashes=1), HANDED_VECTORS),
     "deleted": Scenario(Budget(deletes=1, crashes=1)),
     "deleted, without room": Scenario(Budget(deletes=1, waits=1), BOTH_STAY),
     "deleted, produced twice": Scenario(Budget(deletes=1, moves=1), requests=2),

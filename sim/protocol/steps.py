@@ -151,7 +151,8 @@ def _begin_run(
         cause = "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
     follows = index < 2 and rules.stays[index] and (tokens > 0 or attempts > 1)
     run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause, follows)
-    if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index]))):
+    # What has no tokens is computed whole, and its end written, also where it is handed off.
+    if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index] or not rules.last))):
         run = run._replace(phase="finish")
     worker = worker._replace(run=run)
     if ended == 2:

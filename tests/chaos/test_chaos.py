@@ -71,7 +71,7 @@ def test_a_seed_says_what_happens() -> None:
 
 
 @pytest.mark.parametrize("bus", BUSES)
-@pytest.mark.parametrize("kind", [*STAGES, "auto", "endpoint"])
+@pytest.mark.parametrize("kind", [*STAGES, "auto", "endpoint", "embed"])
 def test_every_point_has_its_turn(bus: Bus, kind: WorkerKind) -> None:
     plans = {plan_kill(1, bus, kind, f"{kind}-0", life).point for life in range(200)}
     assert plans == {*list_failpoints(kind, bus), ANY_TIME}

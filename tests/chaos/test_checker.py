@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock.messages import Vectors
 from penstock.names import START_HASH, event_id, roll_hash
-from sim.chaos.checker import check_history, count_by_kind
+from sim.chaos.checker import check_history, count_by_kind, name_vectors
 
 TOKENS = [7, 3, 3, 9, 4]
 CALLS = [["get_weather", '{"city": "Lisbon"}']]
@@ -138,3 +140,14 @@ def _forged() -> Entries:
 def test_what_is_broken_is_found(name: str) -> None:
     history, expected = BROKEN[name]
     assert kinds(history()) == expected
+
+
+@pytest.mark.parametrize(("away", "found"), [(0.0, set()), (2e-6, set()), (1e-4, {"wrong"}), (float("nan"), {"wrong"})])
+def test_vectors_of_other_batches_are_equal_but_for_rounding(away: float, found: set[str]) -> None:
+    def name(number: float) -> str:
+        numbers = np.array([0.5, number, -0.5], "<f4")
+        return name_vectors(Vectors.pack_floats(numbers.tobytes(), 3), is_rounded=True)
+
+    history = [one | {"text": name(0.25)} if "text" in one else one for one in good()]
+    history[-1]["text"] = name(0.25 + away)
+    assert kinds(history) == found

@@ -21,7 +21,7 @@ from penstock.engine.model.model import LoadedModel
 from penstock.engine.serving import ServingEngine
 from penstock.engine.vectors import Floats
 from penstock.errors import REFUSED_PROMPTS
-from penstock.messages import EmbedOptions, EndEvent, Request, Result, TokenEvent
+from penstock.messages import EmbedOptions, EndEvent, Request, Result
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, run_until_running
@@ -189,13 +189,36 @@ def test_a_prefill_worker_computes_texts_and_decode_settles_them(
     make_line: Callable[..., InProcessPipeline], qwen: Path
 ) -> None:
     line = make_line(load=lambda: open_model(qwen), engine=SETTINGS)
-    request = send_texts(line, TEXTS)
-    (result,) = line.run_until_results(1)
-    assert (result.id, result.error) == (request.id, None)
+    request, bare = send_texts(line, TEXTS), send_texts(line, TEXTS, embed=EmbedOptions(in_result=False))
+    results = {result.id: result for result in line.run_until_results(2)}
+    result = results[request.id]
+    assert (result.error, results[bare.id].error, results[bare.id].vectors) == (None, None, None)
     assert read_vectors(result.vectors).shape == (len(TEXTS), 48)
     recent = line.prefill.metrics.summarize_recent()["minute"]
-    assert (recent["texts"], recent["text_tokens"]) == (len(TEXTS), result.usage.prompt_tokens)
-    assert not [event for event in line.open_client().stream(request.id) if isinstance(event, TokenEvent)]
+    assert (recent["texts"], recent["text_tokens"]) == (2 * len(TEXTS), 2 * result.usage.prompt_tokens)
+    for one in (request, bare):
+        (end,) = line.open_client().stream(one.id)
+        assert isinstance(end, EndEvent)
+        assert end.vectors == result.vectors
+
+
+def test_decode_computes_texts_again_whose_record_is_lost(
+    make_line: Callable[..., InProcessPipeline], qwen: Path
+) -> None:
+    """Redis loses it behind the logged end, while the job waits for a worker."""
+    line = make_line(load=lambda: open_model(qwen), engine=SETTINGS)
+    asked: Any = {"embed": EmbedOptions(prompt="query", dimensions=16)}
+    wanted, lost = (send_texts(line, TEXTS, id=name, **asked) for name in ("wanted", "lost"))
+    line.run_prefill(2)
+    line.forget_record(lost.id)
+    results = {result.id: result for result in line.run_until_results(2)}
+    assert [result.error for result in results.values()] == [None, None]
+    assert results[lost.id].vectors == results[wanted.id].vectors
+    assert results[lost.id].usage.prompt_tokens == results[wanted.id].usage.prompt_tokens
+    (end,) = line.open_client().stream(lost.id)
+    assert isinstance(end, EndEvent)
+    assert end.vectors == results[wanted.id].vectors
+    assert not line.decode.engine.has_work()
 
 
 @pytest.mark.parametrize(("num_failures", "is_answered"), [(2, True), (99, False)])

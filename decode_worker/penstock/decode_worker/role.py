@@ -2,7 +2,8 @@
 
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
-    6  a job, which its claim has bound, and its log are read; KV that is not in the store is computed again
+    6  a job, which its claim has bound, and its log are read; KV that is not in the store is computed again, and so are
+       vectors whose log Redis has lost
     7  the answer is decoded, a token a step or several
     8  it ends
     9  the result is published
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.engine.contract import Outcome, SampledToken
+from penstock.engine.vectors import TextRequest
 from penstock.errors import InternalError, RequestError
 from penstock.messages import (
     EndEvent,
@@ -53,7 +55,12 @@ class DecodeRole(ModelRole):
     # 6. Claim.
 
     def read_request(self, task: Task, *, may_wait: bool) -> bool:
-        """Compile the grammar of a job, if it has one. Return True."""
+        """Read the texts of a job whose log Redis has lost, or compile its grammar, if it has one. Return False for
+        texts, which take time, unless this `may_wait`.
+        """
+        if task.num_texts:
+            task.seq = self.read_texts(task) if may_wait else None
+            return may_wait
         if (spec := _job_of(task).sampling.grammar) is not None:
             task.grammar = self.grammars.compile_grammar(spec)
         return True
@@ -74,7 +81,7 @@ class DecodeRole(ModelRole):
             error = InternalError(f"its job cannot be read: {refused.code}: {refused}")
         if error is None and job.error is not None:
             error = job.error.to_exception()
-        elif error is None and not job.token_ids:
+        elif error is None and not job.token_ids and job.texts is None:
             error = InternalError("a job without a prompt")
         around = tracing.extract_context(delivery.headers, tracing.with_request(self.pipeline, job.id, Context()))
         operation = read_operation(delivery.headers)
@@ -85,8 +92,13 @@ class DecodeRole(ModelRole):
         return task
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
-        """Have the engine go on after all tokens so far. Return False where the log's last token ends the answer."""
+        """Have the engine go on after all tokens so far, or compute texts. Return False where the log's last token ends
+        the answer.
+        """
         job = _job_of(task)
+        if isinstance(task.seq, TextRequest):
+            self.add_texts(task, task.seq, load)
+            return True
         if not self.add_to_engine(task, job.seed, load):
             return False
         if task.blocks is not None and task.blocks.last_hash != job.last_block:
@@ -124,8 +136,9 @@ class DecodeRole(ModelRole):
         job, num_tokens = _job_of(task), task.claim.num_tokens
         # A job with an error was given up in prefill. Its end there, which Redis lost, had the usage.
         is_prefilled = job.error is None or num_tokens > 0
+        num_prompt_tokens = task.num_prefilled_tokens if task.num_texts else len(job.token_ids)
         usage = Usage(
-            prompt_tokens=len(job.token_ids) if is_prefilled else 0,
+            prompt_tokens=num_prompt_tokens if is_prefilled else 0,
             cached_tokens=job.cached_tokens if is_prefilled else 0,
             completion_tokens=num_tokens,
         )
@@ -137,6 +150,7 @@ class DecodeRole(ModelRole):
             usage=usage,
             timings=timings,
             error=task.wire_error,
+            vectors=None if task.outcome is None else task.outcome.vectors,
         )
 
     # 9. Settle.
@@ -166,7 +180,7 @@ class DecodeRole(ModelRole):
             task.seq.num_pending_tokens - 1 if task.seq is not None and task.is_running else 0
         )  # else it may be stored
         sampling, num_generated = _job_of(task).sampling, task.claim.num_tokens
-        left = sampling.max_tokens - num_generated
+        left = 0 if task.num_texts else sampling.max_tokens - num_generated
         num_generated_if_open = num_generated if sampling.fit_context else None
         return TaskLoad(task.priority_class, task.is_running, max(0, pending), left, num_generated_if_open)
 

@@ -50,6 +50,8 @@ def build_job(task: Task, fingerprint: str) -> Job:
         id=task.id,
         job=job_id,
         token_ids=task.token_ids,
+        texts=request.texts if error is None else None,
+        embed=request.embed,
         sampling=request.sampling,
         seed=request.seed,
         tenant=request.tenant,

@@ -29,11 +29,10 @@ from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
 from penstock.engine.vectors import TextRequest
-from penstock.errors import REFUSED_TEXTS, InternalError, InvalidRequest, RequestError, is_failure
+from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
-    EmbedOptions,
     EndEvent,
     Job,
     Request,
@@ -51,7 +50,7 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.tracing import get_operation
-from penstock.worker.failure import UNWRITABLE, is_suspect, make_dead_letters, to_request_error
+from penstock.worker.failure import UNWRITABLE, make_dead_letters, to_request_error
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_failed_result, build_result_of_log
@@ -130,7 +129,8 @@ class PrefillRole(ModelRole):
             raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {task.priority_class!r}")
         try:
             if request.texts is not None:
-                task.seq, task.read_s = self._read_texts(task, request), now_s()
+                self.prompt_reader.check_model(request)
+                task.seq, task.read_s = self.read_texts(task), now_s()
                 return True
             is_raw = task.claim.is_read_raw
             task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
@@ -145,15 +145,6 @@ class PrefillRole(ModelRole):
         task.read_s = now_s()
         return True
 
-    def _read_texts(self, task: Task, request: Request) -> TextRequest:
-        """Return a request's texts, to be computed. Raises `InvalidRequest` where the model computes no vectors."""
-        self.prompt_reader.check_model(request)
-        if self.text_reader is None:
-            raise InvalidRequest(REFUSED_TEXTS)
-        options, texts = request.embed or EmbedOptions(), request.texts or ()
-        rows = self.text_reader.read_texts(texts, options)
-        return TextRequest(task.id, rows, options, task.priority_class, task)
-
     # 3. Compute.
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
@@ -164,8 +155,7 @@ class PrefillRole(ModelRole):
         request = task.message
         assert isinstance(request, Request)
         if isinstance(task.seq, TextRequest):
-            self.engine.add_texts(task.seq, task.tenant, request.weight, is_suspect=is_suspect(task.claim))
-            load.mean_prompt_tokens[task.priority_class].add(task.seq.num_prompt_tokens)
+            self.add_texts(task, task.seq, load)
             load.chars_per_token.add(count_prompt_chars(request), task.seq.num_prompt_tokens)
             return True
         # With a token in the log, an earlier attempt has computed them.
@@ -292,9 +282,7 @@ class PrefillRole(ModelRole):
         """Return the work that a request still needs, for the heartbeat."""
         seq, message = task.seq, task.message
         left = 0 if seq is None else max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
-        if message is None:
-            return TaskLoad(task.priority_class, task.is_running, left, 0)
-        if isinstance(seq, TextRequest):
+        if message is None or isinstance(seq, TextRequest):
             return TaskLoad(task.priority_class, task.is_running, left, 0)
         num_generated = 0 if task.hands_off else task.claim.num_tokens
         num_left = max(0, message.sampling.max_tokens - num_generated)

@@ -10,9 +10,10 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.response_template import find_call_mark
 from penstock.engine.text.token_text import TokenTexts, get_token_texts
-from penstock.engine.vectors import TextReader
+from penstock.engine.vectors import TextReader, TextRequest
+from penstock.errors import REFUSED_TEXTS, InvalidRequest
 from penstock.grammar.state import GrammarState
-from penstock.messages import Job, TokenEvent
+from penstock.messages import EmbedOptions, Job, TokenEvent
 from penstock.names import Pipeline
 from penstock.worker.failure import is_suspect
 from penstock.worker.grammars import GrammarCompiler
@@ -104,6 +105,22 @@ class ModelRole(Role):
         task.seq = seq
         load.mean_prompt_tokens[task.priority_class].add(len(seq.token_ids))
         return True
+
+    def read_texts(self, task: Task) -> TextRequest:
+        """Return a request's texts, to be computed. Raises `InvalidRequest` where the model computes no vectors."""
+        message = task.message
+        assert message is not None
+        if self.text_reader is None:
+            raise InvalidRequest(REFUSED_TEXTS)
+        options = message.embed or EmbedOptions()
+        rows = self.text_reader.read_texts(message.texts or (), options)
+        return TextRequest(task.id, rows, options, task.priority_class, task)
+
+    def add_texts(self, task: Task, texts: TextRequest, load: WorkerLoad) -> None:
+        """Have the engine compute texts that were read."""
+        weight = 1.0 if task.message is None else task.message.weight
+        self.engine.add_texts(texts, task.tenant, weight, is_suspect=is_suspect(task.claim))
+        load.mean_prompt_tokens[task.priority_class].add(texts.num_prompt_tokens)
 
     def finish_answer(self, task: Task) -> bool:
         """Have the last blocks of a request stored whose answer has ended. Return whether there are any.

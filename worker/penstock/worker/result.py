@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.errors import InternalError
-from penstock.messages import EndEvent, ErrorInfo, Job, Request, Result, TokenEvent
+from penstock.messages import EndEvent, ErrorInfo, Job, Result, TokenEvent
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.worker.failure import UNWRITABLE, make_dead_letters
@@ -24,7 +24,7 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     """
     end = None if task.outcome is None else task.outcome.end_event
     events: Iterable[TokenEvent | EndEvent] = task.claim.log if end is None else [*task.log_events, end]
-    options = task.message.embed if isinstance(task.message, Request) else None
+    options = None if task.message is None else task.message.embed
     result = build_result(job, model, events, with_vectors=options is None or options.in_result is None)
     if result is None:
         return None

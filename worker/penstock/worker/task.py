@@ -101,7 +101,7 @@ class Task:
     @property
     def num_texts(self) -> int:
         """How many texts it has, of which vectors or scores are computed, and no tokens."""
-        return len(self.message.texts or ()) if isinstance(self.message, Request) else 0
+        return 0 if self.message is None else len(self.message.texts or ())
 
     @property
     def tenant(self) -> str:
