@@ -18,8 +18,11 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
@@ -30,7 +33,7 @@ from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.layer import NativeLayer
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.weights.module import build_skeleton
-from penstock.errors import ModelLoadError
+from penstock.errors import EngineCheckFailed, ModelLoadError
 from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
 from tools.handover import export_blocks, export_state
 from tools.proof import (
@@ -58,12 +61,19 @@ from tools.tiny import CannotShrink, build_tiny_model, shrink_config, shrink_mod
 
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """transformers' names of model types."""
+SEEING = tuple(sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*ARCHITECTURES}))
+"""Those of models that also see, and have no class for their text alone."""
 CONTEXT_TOKENS = 128
 NUM_SEEDS = 5
 _CPU = torch.device("cpu")
 
 WORKS = "Work:"
 WORKS_AS_DECODER = "Work as decoders, if their configuration says `is_decoder`:"
+WHOLE = "Whole: one call computes the decoder."
+HAS_WINDOWS = "Layers: a window ends what a token sees."
+HAS_MIXTURES = "Layers: PyTorch computes rows of their mixtures of experts otherwise beside others."
+HAS_OTHER_LAYERS = "Parts: a layer is built otherwise than Llama's, such as by other norms, attention or states."
+NOT_TRIED = "Not tried: no small model could be made of the default configuration."
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,23 @@ def judge_architecture(architecture: str) -> Verdict:
     except (ModelLoadError, CannotShrink, Inconclusive) as error:
         reason = REASONS.get(architecture) or _make_sentence(error)
     return Verdict(architecture, names[architecture], reason)
+
+
+def judge_seeing(architecture: str) -> tuple[str, str]:
+    """Return an architecture of a model that also sees, and what the kernels compute of it, or why it is refused."""
+    try:
+        model = _prove_architecture(architecture)
+    except CannotShrink:
+        return architecture, NOT_TRIED
+    except EngineCheckFailed:
+        return architecture, "Not equal: a small model gives other tokens than `generate()`."
+    except ModelLoadError as error:
+        reason = REASONS.get(architecture) or _make_sentence(error)
+        return architecture, f"Refused: {reason[0].lower()}{reason[1:]}"
+    kernels = _describe_kernels(model)
+    if kernels == "layers":
+        return architecture, HAS_WINDOWS if "sliding_window" in find_windows(model.config) else HAS_MIXTURES
+    return architecture, WHOLE if kernels == "whole" else HAS_OTHER_LAYERS
 
 
 def judge_checkpoint(checkpoint: Checkpoint) -> CheckpointVerdict:
@@ -138,17 +165,17 @@ def _describe_kernels(model: LoadedModel) -> str:
     return "layers" if num_native == len(model.layout.layers) else "parts" + ", alone" * model.layout.attends_internally
 
 
-def _prove_architecture(architecture: str) -> None:
+def _prove_architecture(architecture: str) -> LoadedModel:
     try:
         config = CONFIG_MAPPING[architecture](**KEYWORDS.get(architecture, {}))
     except Exception as error:
         raise CannotShrink(f"no model can be made of its default configuration: {error}") from error
     check_config(config)
-    auto: Any = AutoModelForCausalLM
-    kind = auto._model_mapping[type(config)]  # noqa: SLF001 - as AutoModelForCausalLM.from_config does
+    auto: Any = AutoModelForImageTextToText if architecture in SEEING else AutoModelForCausalLM
+    kind = auto._model_mapping[type(config)]  # noqa: SLF001 - as its `from_config` does
     if kind.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
-    _prove_config(kind, shrink_config(config, SIZES.get(architecture)))
+    return _prove_config(kind, shrink_config(config, SIZES.get(architecture)))
 
 
 def _prove_config(kind: type[Any], config: Any) -> LoadedModel:
@@ -237,13 +264,16 @@ def _make_sentence(error: Exception) -> str:
     return f"{text[:1].upper()}{text[1:200]}".rstrip(".") + "."
 
 
-def update_page(page: str, checkpoints: list[CheckpointVerdict], verdicts: list[Verdict]) -> str:
+def update_page(
+    page: str, checkpoints: list[CheckpointVerdict], verdicts: list[Verdict], seeing: list[tuple[str, str]]
+) -> str:
     """Return docs/models.md with what was found out now; what else the page says stays."""
     sections = {
         "# Models": make_summary(checkpoints),
         "## The most used": make_usage_table(checkpoints),
         "## Published checkpoints": make_rows(checkpoints).removeprefix("\n"),
         "## All architectures of transformers": make_architectures(verdicts),
+        "## Architectures that also see": make_seeing(seeing),
     }
     for heading, text in sections.items():
         begin, rest = page.split(f"{heading}\n", 1)
@@ -282,6 +312,23 @@ configuration, by the same proof. A checkpoint may differ from the default.
 """
 
 
+def make_seeing(verdicts: list[tuple[str, str]]) -> str:
+    """Return a line for each kind of computation, and for each reason why a model that also sees is refused."""
+    groups: dict[str, list[str]] = {}
+    for architecture, group in verdicts:
+        groups.setdefault(group, []).append(architecture)
+    first = (WHOLE, HAS_WINDOWS, HAS_MIXTURES, HAS_OTHER_LAYERS)
+    num_whole, num_served = len(groups.get(WHOLE, ())), sum(len(groups.get(group, ())) for group in first)
+    order = sorted(groups, key=lambda group: (first.index(group) if group in first else len(first), group))
+    lines = "\n".join(f"- **{group}** {', '.join(groups[group])}" for group in order)
+    return f"""\
+{num_served} of the {len(verdicts)} further architectures of transformers that see work for texts in their default
+configuration, by the same proof; the native kernels compute the whole decoder of {num_whole}.
+
+{lines}
+"""
+
+
 def main() -> None:
     """Write the tables of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -296,7 +343,8 @@ def main() -> None:
     for architecture in track(ARCHITECTURES, "trying architectures", console=console):
         verdicts.append(judge_architecture(architecture))
         gc.collect()
-    file.write_text(update_page(file.read_text(), checkpoints, verdicts))
+    seeing = [judge_seeing(one) for one in track(SEEING, "trying those that also see", console=console)]
+    file.write_text(update_page(file.read_text(), checkpoints, verdicts, seeing))
     lines = [f'"{kind}": {json.dumps(sorted(names))}' for kind, names in sorted(proved_windows.items()) if names]
     PROVED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     num_served = sum(verdict.is_served for verdict in checkpoints)

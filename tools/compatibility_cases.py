@@ -27,6 +27,14 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
 
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+KEYWORDS |= {
+    name: {"text_config": {"rope_parameters": _AXES}}
+    for name in ("glm46v", "glm4v", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+}
+KEYWORDS["glm_ocr"] = {"text_config": {"rope_parameters": {**_AXES, "mrope_section": [8, 12, 12]}}}
+KEYWORDS["glm4v_moe"] = {"text_config": {"rope_parameters": {**_AXES, "mrope_section": [3, 4, 4]}}}
+
 SIZES: dict[str, dict[str, Any]] = {"reformer": {"axial_pos_embds_dim": [32, 32]}}
 """Sizes of the shrunken configuration that depend on each other in a way of their own."""
 
@@ -36,13 +44,17 @@ REASONS: dict[str, str] = {
     "gemma4_assistant": "It drafts for another model and cannot run alone.",
     "gemma4_unified_assistant": "It drafts for another model and cannot run alone.",
     "cpmant": "It puts tokens of its own before every prompt.",
+    "idefics": "It reads no text without a picture.",
+    "kosmos-2": "It reads no text without a picture.",
     "mamba2": "It caches no keys and values.",
     "minimax": "Its linear attention has a cache of its own.",
     "moshi": "`generate()` gives other tokens than the model's own forward pass, which the engine equals.",
+    "pi0": "It reads the state of a robot, too.",
     "qwen4_exp": "Its default configuration is of no whole model.",
     "qwen4_exp_text": "Its default configuration is of no whole model.",
     "recurrent_gemma": "It keeps its recurrent state in its modules, not in a cache.",
     "roc_bert": "Its random model says too few different tokens to prove anything.",
+    "step3p7": "Its default configuration is of no whole model.",
 }
 """Better words for what was found."""
 

@@ -23,9 +23,12 @@ from tests.engine.helpers import make_tiny
 from tools import compatibility, tiny
 from tools.compatibility import (
     ARCHITECTURES,
+    SEEING,
+    WHOLE,
     Verdict,
     judge_architecture,
     judge_checkpoint,
+    judge_seeing,
     make_architectures,
     update_page,
 )
@@ -84,8 +87,15 @@ def find_line(architecture: str) -> str:
 
 
 def test_the_page_has_every_architecture_once() -> None:
-    for architecture in ARCHITECTURES:
+    for architecture in (*ARCHITECTURES, *SEEING):
         find_line(architecture)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_vl", "aria", "idefics2", "aya_vision", "blip", "chameleon"])
+def test_the_page_says_what_the_kernels_compute_of_a_model_that_sees(architecture: str) -> None:
+    _, group = judge_seeing(architecture)
+    assert find_line(architecture).startswith(f"- **{group}** ")
+    check_proved_windows()
 
 
 def list_others() -> list[str]:
@@ -227,15 +237,19 @@ def test_what_is_found_out_goes_into_its_sections_and_the_rest_of_the_page_stays
     page = PAGE.read_text()
     (found,) = [one for one in read_checkpoints().values() if one.name == "Qwen/Qwen3-0.6B"]
     verdicts = [CheckpointVerdict(replace(found, name=name), "whole", "", "") for name in MOST_USED]
-    made = update_page(page, verdicts, [Verdict("llama", "LlamaForCausalLM", "")])
+    made = update_page(page, verdicts, [Verdict("llama", "LlamaForCausalLM", "")], [("llava", WHOLE)])
     assert f"**{len(MOST_USED)} of {len(MOST_USED)} published checkpoints**" in made
-    assert made.endswith("- **Work:** llama\n")
+    assert find_section(made, "## All architectures of transformers").endswith("- **Work:** llama\n\n")
+    assert made.endswith(f"- **{WHOLE}** llava\n")
     for heading in re.findall(r"^##? .*$", page, re.MULTILINE):
         assert (find_section(page, heading) == find_section(made, heading)) == (heading not in MADE_SECTIONS), heading
     assert f"at least\n{MIN_DISTINCT_TOKENS} different tokens" in find_section(made, "## How they are tried")
 
 
-MADE_SECTIONS = ("# Models", "## The most used", "## Published checkpoints", "## All architectures of transformers")
+MADE_SECTIONS = (
+    "# Models", "## The most used", "## Published checkpoints", "## All architectures of transformers",
+    "## Architectures that also see",
+)  # fmt: skip
 
 
 def find_section(page: str, heading: str) -> str:

@@ -27,8 +27,7 @@ _LAYER_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORM_CHILDREN = {"q_norm", "k_norm"}
 _MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
-_MODEL_CHILDREN = {"model", "lm_head"}
-_INNER_CHILDREN = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_DECODER_CHILDREN = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,8 @@ class NativeLayer(nn.Module):
 class RotaryTable:
     """The cosines and sines of a model's rotary embedding by position, computed once by its own module.
 
-    With small models and small batches that module takes as long as a layer.
+    With small models and small batches that module takes as long as a layer. One of three axes, for pictures, gives a
+    text's positions to each of them.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -240,13 +240,13 @@ class NativeModel:
     """
 
     def __init__(self, module: Any) -> None:
-        inner = module.model
-        self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, module.lm_head
-        self._rotary = RotaryTable(inner.rotary_emb)
-        self._layers = list(inner.layers)  # they hold the weights
+        decoder = module.get_decoder()
+        self._embed, self._norm, self._head = decoder.embed_tokens, decoder.norm, module.get_output_embeddings()
+        self._rotary = RotaryTable(decoder.rotary_emb)
+        self._layers = list(decoder.layers)  # they hold the weights
         self._stages: list[PagedLayers | NativeLayer] = []
         """Layers that are computed together, and those with a mixture of experts, in order."""
-        for has_mixture, layers in itertools.groupby(inner.layers, lambda layer: layer.mlp is not None):
+        for has_mixture, layers in itertools.groupby(decoder.layers, lambda layer: layer.mlp is not None):
             found = list(layers)
             paged = [one for layer in found for one in layer.paged.layers]
             self._stages += found if has_mixture else [PagedLayers(paged)]
@@ -365,22 +365,22 @@ class NativeModel:
 
 def has_common_layers(module: Any, is_linear: Callable[[nn.Module], bool]) -> bool:
     """Return whether the module is built like a model that `make_native_model` takes, as far as names and sizes say."""
-    inner = getattr(module, "model", None)
-    if inner is None or not (_child_names(module) <= _MODEL_CHILDREN and _child_names(inner) <= _INNER_CHILDREN):
+    decoder = module.get_decoder()
+    if module.get_output_embeddings() is None or not _child_names(decoder) <= _DECODER_CHILDREN:
         return False
-    found = [find_layer_parts(layer, is_linear) for layer in getattr(inner, "layers", [])]
+    found = [find_layer_parts(layer, is_linear) for layer in getattr(decoder, "layers", [])]
     return bool(found) and all(parts is not None and parts.attention.window is None for parts in found)
 
 
 def make_native_model(module: Any) -> NativeModel | None:
-    """Return the model as a `NativeModel` if it is built like Llama and all its layers are native; otherwise None.
+    """Return the model as a `NativeModel` if its decoder is built like Llama's, with native layers; otherwise None.
 
-    As with layers, the caller compares what it computes with the original.
+    What a model has beside its decoder and its head sees pictures, and texts do not reach it. As with layers, the
+    caller compares what it computes with the original.
     """
-    if {name for name, _ in module.named_children()} != _MODEL_CHILDREN:
+    decoder = module.get_decoder()
+    if module.get_output_embeddings() is None or {name for name, _ in decoder.named_children()} != _DECODER_CHILDREN:
         return None
-    if {name for name, _ in module.model.named_children()} != _INNER_CHILDREN:
-        return None
-    if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in module.model.layers):
+    if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in decoder.layers):
         return None
     return NativeModel(module)
