@@ -25,6 +25,7 @@ from penstock.messages import (
     GrammarSpec,
     Request,
     Sampling,
+    Text,
     TokenEvent,
     encode_request,
     now_s,
@@ -111,7 +112,7 @@ def _ask_for_vectors(number: int) -> tuple[Request, ExpectedAnswer]:
     chance = random.Random(number)
     words = ["and", "the", "king", "of", "Israel", "said", "unto", "his", "people", "LORD", "land", "go", "bread"]
     lengths = [1 + int(chance.expovariate(0.02)) for _ in range(chance.choice([1, 5, 40]))]
-    texts = [" ".join(chance.choices(words, k=min(400, length))) for length in lengths]
+    texts: list[Text] = [" ".join(chance.choices(words, k=min(400, length))) for length in lengths]
     return Request(id=f"chaos-{number}", texts=texts), ExpectedAnswer([], name_vectors(compute_vectors(texts)), "stop")
 
 

@@ -166,7 +166,8 @@ class PrefillRole(ModelRole):
         if isinstance(task.seq, TextRequest):
             self.engine.add_texts(task.seq, task.tenant, request.weight, is_suspect=is_suspect(task.claim))
             load.mean_prompt_tokens[task.priority_class].add(task.seq.num_prompt_tokens)
-            load.chars_per_token.add(count_prompt_chars(request), task.seq.num_prompt_tokens)
+            if num_chars := count_prompt_chars(request):
+                load.chars_per_token.add(num_chars, task.seq.num_prompt_tokens)
             return True
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
