@@ -25,7 +25,7 @@ from penstock.engine.vectors import Floats, normalize_vectors
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
-from penstock.messages import EmbedOptions, Request, Sampling, Vectors
+from penstock.messages import EmbedOptions, Request, Sampling, Text, Vectors
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
 from tools.tiny import build_tiny_model
@@ -143,7 +143,7 @@ def _load_native_vector_model() -> LoadedModel:
     return accelerate_model(load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_vector_model())})))
 
 
-def compute_vectors(texts: Iterable[str]) -> Vectors:
+def compute_vectors(texts: Iterable[Text]) -> Vectors:
     """Return the vectors of texts by that model, each by an engine that has nothing else to do."""
     model, found = _load_native_vector_model(), list[Floats]()
     assert model.text_reader is not None

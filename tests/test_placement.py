@@ -450,6 +450,13 @@ def test_the_hash_spreads_texts_that_begin_alike_and_keeps_chats_together() -> N
     assert len({choose(messages=make_chat("question", "answer", f"{number}")) for number in range(20)}) == 1
 
 
+def test_token_ids_in_place_of_a_text_are_chained_as_those_of_a_prompt() -> None:
+    ids = [*range(100)]
+    chain = make_chain(texts=[ids])
+    assert chain == make_chain(token_ids=ids)
+    assert (chain.is_tokens, count_prompt_chars(make_request(None, {"texts": ["a", ids]}))) == (True, 0)
+
+
 def test_a_worker_that_is_gone_or_silent_gets_nothing() -> None:
     placer, asked = placer_of(make_beat("a", [0]), make_beat("b", [1], waiting=9000)), make_prompt("p", 500)
     assert placer.choose_partition(asked, [0, 1], 1.0).worker == "a"

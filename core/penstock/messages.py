@@ -44,6 +44,8 @@ MAX_ERROR_CHARS = 1000
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Weight = Annotated[float, Field(ge=0.01, le=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = str | Annotated[list[TokenId], Field(fail_fast=True)]
+"""A text, or the token ids that the model reads in its place."""
 RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
 TokenBytes = list[Annotated[int, Field(ge=0, le=255)]]
 # Sorted, as the order says nothing: equal requests are to have one form.
@@ -317,7 +319,7 @@ class Request(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template beside `messages`, such as `tools`."""
     # Not on the wire where they are not set, like `fit_context`.
-    texts: list[str] | None = Field(default=None, max_length=MAX_TEXTS, fail_fast=True)
+    texts: list[Text] | None = Field(default=None, max_length=MAX_TEXTS, fail_fast=True)
     """Texts to compute vectors or scores of, in place of a prompt."""
     embed: EmbedOptions | None = None
     """How; only with `texts`."""
@@ -486,7 +488,7 @@ class Job(Wire):
     token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     """The prompt's token ids."""
     # Not on the wire where they are not set, like `fit_context`.
-    texts: list[str] | None = Field(default=None, max_length=MAX_TEXTS, fail_fast=True)
+    texts: list[Text] | None = Field(default=None, max_length=MAX_TEXTS, fail_fast=True)
     """Texts in place of a prompt. Their vectors are in the log; if Redis has lost that, they are computed again."""
     embed: EmbedOptions | None = None
     """How the request's texts are computed, and whether its result has the vectors."""

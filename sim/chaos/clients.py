@@ -25,6 +25,7 @@ from penstock.messages import (
     GrammarSpec,
     Request,
     Sampling,
+    Text,
     TokenEvent,
     Vectors,
     encode_request,
@@ -119,7 +120,7 @@ def _ask_for_vectors(
     lengths = [1 + int(chance.expovariate(0.02)) for _ in range(chance.choice([1, 5, 40]))]
     texts = [" ".join(chance.choices(words, k=min(400, length))) for length in lengths]
     named = name_vectors(compute(texts), is_rounded=is_rounded)
-    return Request(id=f"chaos-{number}", texts=texts), ExpectedAnswer([], named, "stop")
+    return Request(id=f"chaos-{number}", texts=list[Text](texts)), ExpectedAnswer([], named, "stop")
 
 
 def _count_numbers(number: int, max_tokens: int) -> tuple[Request, ExpectedAnswer]:

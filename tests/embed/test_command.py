@@ -23,14 +23,32 @@ from tests.embed.test_model import compute, measure_cosine
 from tests.embed.test_worker import read_vectors
 
 
-@pytest.mark.parametrize(("name", "worker", "pooling"), [("bert", "embed", "mean"), ("mistral", "auto", "lasttoken")])
+@pytest.mark.parametrize(
+    ("name", "worker", "pooling", "is_on_hub"),
+    [("bert", "embed", "mean", False), ("mistral", "auto", "lasttoken", False), ("qwen3", "auto", "lasttoken", True)],
+)
 def test_one_command_serves_a_checkpoint_for_vectors(
-    tmp_path: Path, terminal: Terminal, name: str, worker: str, pooling: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: Terminal,
+    name: str,
+    worker: str,
+    pooling: str,
+    is_on_hub: bool,
 ) -> None:
-    directory = write_checkpoint(tmp_path / "tiny", name, prompts={"query": "bar "}, default_prompt_name="query")
+    """Also one of the hub by its name, here from the hub's cache."""
+    cached = tmp_path / "hub" / "models--org--tiny"
+    directory = cached / "snapshots" / ("c0ffee" + "0" * 34) if is_on_hub else tmp_path / "tiny"
+    model, source = ("org/tiny", "org/tiny") if is_on_hub else ("tiny", str(directory))
+    write_checkpoint(directory, name, prompts={"query": "bar "}, default_prompt_name="query")
+    if is_on_hub:
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(directory.name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     port, log = find_free_port(), tmp_path / "up.log"
     command = [
-        sys.executable, "-m", "penstock.cli.main", "up", str(directory), "--port", str(port),
+        sys.executable, "-m", "penstock.cli.main", "up", source, "--port", str(port),
         "--gateway-port", str(find_free_port()), "--data", str(tmp_path / "data"),
     ]  # fmt: skip
     child = start_child(command, name="up", log=log)
@@ -38,7 +56,7 @@ def test_one_command_serves_a_checkpoint_for_vectors(
         wait_for(lambda: "Penstock is up" in log.read_text(), "it is up")
         addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0", kafka="")
         (beat,) = read_worker_status(addresses)
-        assert (beat["stage"], beat["model"], beat["model_source"]) == (worker, "tiny", str(directory))
+        assert (beat["stage"], beat["model"], beat["model_source"]) == (worker, model, source)
         assert (beat["task"], beat["dimensions"], beat["pooling"]) == ("embed", 48, pooling)
         assert (beat["prompts"], beat["default_prompt"], beat.get("matryoshka")) == ({"query": "bar "}, "query", None)
         line = next(line for line in log.read_text().splitlines() if line.startswith("Try: curl"))

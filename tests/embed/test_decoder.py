@@ -1,7 +1,7 @@
 """A model whose vectors are its last tokens' is computed by the engine, in workers that answer chats beside it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from penstock.engine.model.model import LoadedModel
 from penstock.engine.serving import ServingEngine
 from penstock.engine.vectors import Floats
 from penstock.errors import REFUSED_PROMPTS
-from penstock.messages import EmbedOptions, EndEvent, Request, Result
+from penstock.messages import EmbedOptions, EndEvent, Request, Result, Text
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, run_until_running
@@ -67,7 +67,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3", generates=True, prompts=PROMPTS, truncate_dim=48)
 
 
-def send_texts(line: InProcessPipeline, texts: list[str], **fields: Any) -> Request:
+def send_texts(line: InProcessPipeline, texts: Sequence[Text], **fields: Any) -> Request:
     asked: Any = {"texts": texts, **fields}
     request = make_request(None, asked)
     line.send_requests(request)
@@ -121,6 +121,39 @@ def test_the_longest_texts_are_computed_whole(make_line: Callable[..., InProcess
     assert error is not None
     assert (error.code, "8,193 tokens" in error.message) == ("prompt_too_long", True)
     worker.close()
+
+
+def test_token_ids_get_the_bits_of_the_text_that_has_them(make_auto: MakeAuto, qwen: Path) -> None:
+    """They are read as they are: no prompt and no token of the end is added."""
+    line, worker = make_auto(qwen)
+    reader = open_model(qwen).text_reader
+    assert reader is not None
+    prompted = EmbedOptions(prompt="query")
+    wanted = read_answer(line, worker, send_texts(line, TEXTS, embed=prompted))
+    ids = [row.token_ids for row in reader.read_texts(TEXTS, prompted)]
+    request = send_texts(line, [*ids, TEXTS[0]], id="ids")
+    found = read_answer(line, worker, request)
+    plain = read_answer(line, worker, send_texts(line, TEXTS[:1]))
+    assert found.tobytes() == wanted.tobytes() + plain.tobytes()
+    longest = max(ids, key=len)
+    limit = reader.card.max_length
+    (end,), (start,) = (
+        reader.read_texts([longest * limit], EmbedOptions(truncate=side)) for side in ("end", "start")
+    )  # fmt: skip
+    assert (end.token_ids, start.token_ids) == ((longest * limit)[:limit], (longest * limit)[-limit:])
+    size = reader.card.vocab_size
+    wrong: list[tuple[list[list[int]], dict[str, Any], str, str]] = [
+        ([[1, 2], [3, size, size + 1]], {}, "invalid_request", rf"texts[1][1]: the model has no token {size}: "),
+        ([[]], {}, "invalid_request", "texts[0] is empty"),
+        ([longest * limit], {}, "prompt_too_long", f"{limit:,}"),
+        ([[1]], {"embed": EmbedOptions(query="a")}, "invalid_request", "query"),
+        ([[1]], {"embed": prompted}, "invalid_request", "prompt: token ids are read as they are"),
+    ]
+    for given, fields, code, words in wrong:
+        refused = send_texts(line, given, **fields)
+        error = run_until_results(line, worker, len(line.read_results()) + 1)[refused.id].error
+        assert error is not None
+        assert (error.code, words in error.message) == (code, True), error.message
 
 
 def test_an_answer_is_one_end_and_leaves_nothing_behind(make_auto: MakeAuto, qwen: Path) -> None:

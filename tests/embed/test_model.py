@@ -1,6 +1,7 @@
 """A model reads and computes texts as sentence-transformers does, and refuses what it cannot."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.embed_worker.model import EmbedModel
 from penstock.engine.loading.vector_files import is_for_embedding, open_checkpoint
 from penstock.engine.vectors import Floats, cut_vectors
 from penstock.errors import InvalidRequest, ModelLoadError, PromptTooLong, RequestError
-from penstock.messages import EmbedOptions
+from penstock.messages import EmbedOptions, Text
 from tests.embed.checkpoints import (
     KINDS,
     draw_text,
@@ -35,7 +36,7 @@ def measure_cosine(some: Floats, others: Floats) -> float:
     return float(((some * others).sum(axis=1) / lengths).min())
 
 
-def compute(model: EmbedModel, texts: list[str], **options: Any) -> Floats:
+def compute(model: EmbedModel, texts: Sequence[Text], **options: Any) -> Floats:
     return model.compute_rows(model.read_texts(texts, EmbedOptions(**options)))
 
 
@@ -46,6 +47,34 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, name: str) -
     found = compute(open_model(directory), TEXTS)
     theirs = SentenceTransformer(str(directory), device="cpu").encode(TEXTS)
     assert measure_cosine(found, theirs) >= 0.99999
+    model = open_model(directory)
+    ids = [row.token_ids for row in model.read_texts(TEXTS, EmbedOptions())]
+    np.testing.assert_allclose(compute(model, ids), theirs, atol=1e-5)
+
+
+def test_token_ids_are_read_as_they_are(tmp_path: Path) -> None:
+    """A prompt that is left out of the mean is none of theirs, also beside a text that has it."""
+    prompts = {"query": "bar fern "}
+    directory = write_checkpoint(tmp_path, prompts=prompts, default_prompt_name="query")
+    pooling = directory / "1_Pooling" / "config.json"
+    write_json(pooling, json.loads(pooling.read_text()) | {"include_prompt": False})
+    model, library = open_model(directory), SentenceTransformer(str(directory), device="cpu")
+    ids = [row.token_ids for row in model.read_texts(TEXTS, EmbedOptions(prompt=""))]
+    np.testing.assert_allclose(compute(model, ids), library.encode(TEXTS, prompt=""), atol=1e-5)
+    first, second = model.read_texts([TEXTS[0], ids[0]], EmbedOptions())
+    assert first.token_ids != second.token_ids == ids[0]
+    assert first.shared != second.shared
+    (end,), (start,) = (
+        model.read_texts([[*range(200)]], EmbedOptions(truncate=side)) for side in ("end", "start")
+    )  # fmt: skip
+    assert (end.token_ids, start.token_ids) == ([*range(120)], [*range(80, 200)])
+    with pytest.raises(PromptTooLong, match=r"texts\[0\] has 121 tokens"):
+        model.read_texts([[5] * 121], EmbedOptions())
+    size = model.card.vocab_size
+    with pytest.raises(InvalidRequest, match=rf"texts\[1\]\[1\]: the model has no token {size}: its vocabulary has"):
+        model.read_texts([[1], [2, size, size + 1]], EmbedOptions())
+    with pytest.raises(InvalidRequest, match="prompt: token ids are read as they are"):
+        model.read_texts([[1]], EmbedOptions(prompt="query"))
 
 
 def test_scores_are_those_of_sentence_transformers(tmp_path: Path) -> None:
@@ -55,6 +84,8 @@ def test_scores_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     theirs = CrossEncoder(str(directory), device="cpu").predict([(TEXTS[2], text) for text in TEXTS])
     np.testing.assert_allclose(found[:, 0], theirs, atol=1e-6)
     assert np.ptp(theirs) > 0.01
+    with pytest.raises(InvalidRequest, match=r"texts\[1\]: token ids have no score"):
+        compute(open_model(directory), ["a", [1]], query="why")
 
 
 def test_a_decoder_scores_by_two_tokens_as_sentence_transformers_has_it(tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def test_the_result_may_go_without_vectors(line: EmbedPipeline, bert: EmbedModel
     assert measure_cosine(read_vectors(end.vectors), compute(bert, TEXTS)[:, :16]) >= 0.99999
 
 
+def test_token_ids_have_the_vector_of_their_text(line: EmbedPipeline, bert: EmbedModel) -> None:
+    line.add_embed_worker(bert)
+    ids = [row.token_ids for row in bert.read_texts(TEXTS, EmbedOptions())]
+    line.send(None, texts=ids)
+    (result,) = line.run_until_results(1)
+    assert result.usage.prompt_tokens == sum(map(len, ids))
+    np.testing.assert_allclose(read_vectors(result.vectors), compute(bert, TEXTS), atol=1e-5)
+
+
 def test_the_same_texts_have_the_same_vectors(line: EmbedPipeline, bert: EmbedModel) -> None:
     line.add_embed_worker(bert)
     for _ in range(2):

@@ -11,9 +11,11 @@ from huggingface_hub import constants
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.loading.loading import open_model
+from penstock.engine.loading.vector_files import is_for_embedding, is_for_engine
 from penstock.engine.weights import files
 from penstock.engine.weights.files import DEMO_MODEL, check_model_here, find_model, ignore_progress
 from penstock.errors import ModelLoadError, ModelUnavailable
+from tests.embed.checkpoints import write_checkpoint
 
 NAME = "org/model"
 
@@ -129,6 +131,22 @@ def test_only_what_the_hub_will_say_again_is_final(
     with pytest.raises(ModelLoadError, match=rf"cannot load model '{NAME}': .*{words}") as caught:
         open_model(EngineSettings(model=NAME))
     assert caught.value.exit_status == kind.exit_status
+
+
+@pytest.mark.parametrize(("name", "is_decoder"), [("bert", False), ("qwen3", True)])
+def test_a_decoder_for_vectors_is_known_by_small_files_and_loaded_with_its_modules(
+    hub: Hub, tmp_path: Path, name: str, is_decoder: bool
+) -> None:
+    directory = write_checkpoint(tmp_path / "model", name)
+    found = [file for file in directory.rglob("*") if file.is_file()]
+    hub.files = {str(file.relative_to(directory)): file.read_bytes() for file in found}
+    assert (is_for_embedding(NAME), is_for_engine(NAME)) == (True, is_decoder)
+    assert not [place for place in hub.asked if place.endswith((".safetensors", "/tokenizer.json"))]
+    if is_decoder:
+        settings = EngineSettings(model=NAME, threads=1, cache_dir=str(tmp_path / "cache"))
+        assert open_model(settings).text_reader is not None
+    hub.status = 0
+    assert is_for_engine(NAME) == is_decoder, "the hub is silent, and its cache has the files"
 
 
 @pytest.mark.parametrize(

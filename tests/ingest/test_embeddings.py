@@ -18,13 +18,14 @@ import httpx
 import openai
 import pytest
 
+from penstock.client.core import MAX_PART_BYTES
 from penstock.ingest.cohere.embed import COHERE_EMBED
 from penstock.ingest.cohere.rerank import RERANKS
 from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.elsewhere import _describe_request
 from penstock.ingest.ignored import IGNORED_FIELDS, IGNORED_HEADER
 from penstock.ingest.tenants import Caller
-from penstock.messages import EndEvent, ErrorInfo, Request, Usage, Vectors
+from penstock.messages import EndEvent, ErrorInfo, Request, Text, Usage, Vectors
 from penstock.testing.gateway import TestGateway
 from sim.waiting import wait_for
 from tests.gateways import GatewayProcess, ScriptedPipeline
@@ -36,13 +37,13 @@ SIZE = 12
 PROMPTS = {"query": "query: ", "passage": "passage: ", "clustering": "clustering: "}
 
 
-def compute_vector(text: str, size: int = SIZE) -> list[float]:
-    """Numbers that only this text has, which float32 has exactly."""
-    digest = hashlib.sha256(text.encode()).digest()
+def compute_vector(text: Text, size: int = SIZE) -> list[float]:
+    """Numbers that only this text has, or these token ids, which float32 has exactly."""
+    digest = hashlib.sha256((text if isinstance(text, str) else repr(text)).encode()).digest()
     return [(byte - 127.5) / 128 for byte in digest[:size]]
 
 
-def compute_score(query: str, text: str) -> float:
+def compute_score(query: str, text: Text) -> float:
     return compute_vector(f"{query}\n{text}", 1)[0]
 
 
@@ -62,7 +63,10 @@ def compute(request: Request) -> EndEvent:
     query, size = request.embed.query, request.embed.dimensions or SIZE
     prompt = f"{request.embed.prompt}: " if request.embed.prompt else ""
     numbers = [
-        compute_vector(prompt + text, size) if query is None else [compute_score(query, text)] for text in request.texts
+        compute_vector(prompt + text if isinstance(text, str) else text, size)
+        if query is None
+        else [compute_score(query, text)]
+        for text in request.texts
     ]
     return end(numbers, sum(map(len, request.texts)))
 
@@ -198,7 +202,7 @@ def test_answers_without_vectors_are_an_error(scripted: ScriptedPipeline, gatewa
     ("body", "param", "words"),
     [
         ({"input": [1, 2, 3]}, "input", "check_embedding_ctx_length=False"),
-        ({"input": [[1], [2]]}, "input", "check_embedding_ctx_length=False"),
+        ({"input": [[1], [2]]}, "input", "PENSTOCK_GATEWAY_EMBED_TOKEN_IDS=model"),
         ({"input": ""}, "input", "at least 1 character"), ({"input": ["a", ""]}, "input.1", "at least 1 character"),
         ({"input": []}, "input", "at least 1 item"), ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": {"a": 1}}, "input", "string or a valid list"), ({"input": [None]}, "input.0", "valid string"),
@@ -217,6 +221,57 @@ def test_what_is_no_input_is_refused(
     answer = post(gateway, "/v1/embeddings", {"model": scripted.model, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert words in error["message"]
+    assert scripted.read_requests() == []
+
+
+@pytest.fixture
+def lenient(scripted: ScriptedPipeline) -> Iterator[TestGateway]:
+    """A gateway whose callers mean the model's own token ids."""
+    scripted.report(task="embed", dimensions=SIZE, pooling="mean", prompts=PROMPTS)
+    with scripted.open_gateway(gateway={"embed_token_ids": "model"}) as made:
+        wait_for(partial(has_task, made, scripted.model, "embed"), "the gateway knows", every_s=0.1)
+        yield made
+
+
+def test_token_ids_of_the_model_are_carried_and_split_by_their_number(
+    scripted: ScriptedPipeline, lenient: TestGateway
+) -> None:
+    draw = random.Random(3)
+    inputs = [[draw.randrange(30_000) for _ in range(draw.randrange(1, 90))] for _ in range(130)]
+    inputs.append([7] * (MAX_PART_BYTES // 4))
+    with scripted.answer_texts(compute) as answered, open_sdk(lenient) as sdk:
+        found = sdk.embeddings.create(model=scripted.model, input=inputs)
+        assert [one.embedding for one in found.data] == [compute_vector(ids) for ids in inputs]
+        assert found.usage.prompt_tokens == sum(map(len, inputs))
+        one = sdk.embeddings.create(model=scripted.model, input=inputs[0])
+        assert [one.embedding for one in one.data] == [compute_vector(inputs[0])]
+        text = sdk.embeddings.create(model=scripted.model, input="one")
+        assert text.data[0].embedding == compute_vector("one")
+    lengths = [len(ids) for request in answered[:4] for ids in request.texts or ()]
+    assert sorted(len(request.texts or ()) for request in answered[:4]) == [1, 2, 64, 64]
+    assert sorted(lengths) == sorted(map(len, inputs))
+    ask = _describe_request("/v1/embeddings", {"model": "m", "input": inputs}, Caller())
+    assert ask.num_tokens == sum(map(len, inputs))
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "words"),
+    [
+        ([[]], "input.0", "at least 1 item"), ([[1], []], "input.1", "at least 1 item"), ([], "input", "at least 1"),
+        ([1, True], "input.1", "valid integer"), ([[1, True]], "input.0.1", "valid integer"),
+        ([1, -1], "input.1", "greater than or equal to 0"), ([[1, -1]], "input.0.1", "greater than or equal to 0"),
+        ([1, 2.5], "input.1", "valid integer"), ([[1]] * 2049, "input", "at most 2048"),
+        ([[1], "a"], "input", ""), ([2**31], "input.0", "less than"),
+    ],
+)  # fmt: skip
+def test_what_is_no_token_id_is_refused(
+    scripted: ScriptedPipeline, lenient: TestGateway, given: Any, param: str, words: str
+) -> None:
+    answer = post(lenient, "/v1/embeddings", {"model": scripted.model, "input": given})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"].startswith(param)
     assert words in error["message"]
     assert scripted.read_requests() == []
 
@@ -359,6 +414,20 @@ def test_lines_of_a_batch_get_vectors(scripted: ScriptedPipeline, tmp_path: Path
         )
 
 
+def test_lines_of_a_batch_may_have_token_ids(scripted: ScriptedPipeline, tmp_path: Path) -> None:
+    scripted.report(task="embed")
+    settings: dict[str, Any] = {
+        "batch": {"store": str(tmp_path), "look_s": 0.05},
+        "gateway": {"embed_token_ids": "model"},
+    }
+    with scripted.answer_texts(compute), scripted.open_gateway(**settings) as gateway, open_sdk(gateway) as sdk:
+        made = run_batch(sdk, scripted.model, [[[1, 2], [3]]])
+        assert made.output_file_id
+        (found,) = read(sdk.files.content(made.output_file_id).content)
+    data = found["response"]["body"]["data"]
+    assert [one["embedding"] for one in data] == [compute_vector([1, 2]), compute_vector([3])]
+
+
 def run_batch(sdk: openai.OpenAI, model: str, inputs: list[Any]) -> Any:
     """Return a batch that has ended, with a line for each input."""
     rows = [
@@ -394,7 +463,7 @@ def test_the_example_finds_what_a_text_says(
     def count_words(request: Request) -> EndEvent:
         found = [[0.0] * 97 for _ in request.texts or ()]
         for vector, one in zip(found, request.texts or (), strict=True):
-            for word in re.findall("[a-z]+", one.lower()):
+            for word in re.findall("[a-z]+", str(one).lower()):
                 vector[int(hashlib.sha256(word.encode()).hexdigest(), 16) % 97] += 1
         return end(found, 1)
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.client.aio import AsyncClient
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load_settings
+from penstock.config.settings import BusSettings, GatewaySettings, load_settings
 from penstock.errors import BusUnavailable
 from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.loosen import LoosenedGrammar
@@ -80,7 +80,8 @@ async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -
 
             async def find_pipeline(_: str) -> ModelPipeline:
                 found = await _find_pipeline(client, models, addresses.pipeline)
-                return found._replace(loosen_grammar=loosen_grammar)
+                takes_ids = load_settings(GatewaySettings).embed_token_ids == "model"
+                return found._replace(loosen_grammar=loosen_grammar, takes_token_ids=takes_ids)
 
             try:
                 with _show_progress(notes, total, len(journal.finished_rows), journal.num_failed) as meter:

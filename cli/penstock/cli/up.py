@@ -26,7 +26,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.config.sources import variable_name
 from penstock.endpoint_worker.endpoints import parse_urls
-from penstock.engine.loading.vector_files import find_decoder, is_for_embedding
+from penstock.engine.loading.vector_files import is_for_embedding, is_for_engine
 from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.ops.status import read_worker_status
@@ -265,7 +265,7 @@ def up(
     engine = load_engine_settings(model, served_name, endpoint_source)
     is_embedding = not endpoint_source and engine.model != "demo" and is_for_embedding(engine.model)
     if (engine_kind or engine.kind) == "own":  # which computes vectors of decoders beside text
-        is_embedding = is_embedding and find_decoder(Path(engine.model).expanduser()) is None
+        is_embedding = is_embedding and not is_for_engine(engine.model)
     workers = choose_workers(
         {"prefill": prefill, "decode": decode, "auto": num_auto},
         endpoint_source,

@@ -98,11 +98,12 @@ def chain_prompt(request: Request, explain: Callable[[str], object] | None = Non
     link. Tenants share no KV, so they share no link.
     """
     digest, links, home, length = _begin_digest(request.tenant), list[Link](), b"", 0
-    for opening, content in _list_parts(request):
+    parts = _list_parts(request)
+    for opening, content in parts:
         digest.update(opening)
         length, start = length + len(content), 0
         while start < len(content) and len(links) < MAX_LINKS:
-            first = PIECE_TOKENS if request.token_ids is not None else PIECE_CHARS
+            first = PIECE_CHARS if isinstance(content, str) else PIECE_TOKENS
             piece = content[start : start + (first << len(links) // PIECES_OF_A_LENGTH)]
             digest.update(piece.encode() if isinstance(piece, str) else struct.pack(f"<{len(piece)}I", *piece))
             links.append(Link(digest.copy().digest()[:16], (links[-1].length if links else 0) + len(piece)))
@@ -114,7 +115,8 @@ def chain_prompt(request: Request, explain: Callable[[str], object] | None = Non
         session.update(b"session" + request.session.encode())
         home = session.digest()[:16]
     home = home or digest.digest()[:16]
-    is_tokens, is_alone = request.token_ids is not None, request.session is None and request.messages is None
+    is_tokens = not any(isinstance(content, str) for _, content in parts)
+    is_alone = request.session is None and request.messages is None
     hash_key = links[-1].digest if is_alone and links else b""
     return PromptChain(
         request.priority_class or "interactive", home, tuple(links), length, is_tokens, hash_key, explain
@@ -133,7 +135,7 @@ def _open_part(name: str) -> bytes:
 USER_OPENING = _open_part("user")
 
 
-def _list_parts(request: Request) -> Iterable[tuple[bytes, str | list[int]]]:
+def _list_parts(request: Request) -> Collection[tuple[bytes, str | list[int]]]:
     if request.messages is not None:
         return [(_open_part(message.role), message.content) for message in request.messages]
     if request.texts is not None:
@@ -142,9 +144,9 @@ def _list_parts(request: Request) -> Iterable[tuple[bytes, str | list[int]]]:
 
 
 def count_prompt_chars(request: Request) -> int:
-    """Return the length of a prompt in characters, as its chain has it; 0 for token ids."""
-    contents = [message.content for message in request.messages or ()]
-    return sum(map(len, (request.prompt or "", *contents, *(request.texts or ()))))
+    """Return the length of a prompt in characters, as its chain has it; 0 where it has token ids."""
+    contents = [content for _, content in _list_parts(request)]
+    return sum(map(len, contents)) if all(isinstance(content, str) for content in contents) else 0
 
 
 @dataclass(frozen=True)

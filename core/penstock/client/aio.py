@@ -42,7 +42,7 @@ from penstock.client.core import (
     unpack_floats,
 )
 from penstock.errors import BusUnavailable, PenstockError, RequestLost
-from penstock.messages import EncodedRequest, encode_request, now_s
+from penstock.messages import EncodedRequest, Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import AsyncMailbox, LiveFeed
@@ -195,7 +195,7 @@ class AsyncClient(BaseClient):
 
     async def embed(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Text],
         prompt: str | None = None,
         dimensions: int | None = None,
         truncate: Literal["start", "end"] | None = None,
@@ -250,7 +250,7 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
-    async def _compute(self, texts: Sequence[str], options: Mapping[str, Any], timeout_s: float) -> list[list[float]]:
+    async def _compute(self, texts: Sequence[Text], options: Mapping[str, Any], timeout_s: float) -> list[list[float]]:
         parts, ids = split_texts(texts), list[str]()
         try:
             for part in parts:

@@ -47,6 +47,7 @@ from penstock.messages import (
     PromptToken,
     Request,
     Sampling,
+    Text,
     Timings,
     TokenEvent,
     ToolCall,
@@ -86,7 +87,7 @@ class RequestFields(TypedDict, total=False):
     messages: Sequence[ChatMessage | dict[str, Any]] | None
     token_ids: Sequence[int] | None
     chat_template_kwargs: Mapping[str, Any] | None
-    texts: Sequence[str] | None
+    texts: Sequence[Text] | None
     embed: EmbedOptions | Mapping[str, Any] | None
     id: str | None
     model: str | None
@@ -283,15 +284,15 @@ def raise_on_error(events: Sequence[Event]) -> Iterator[Event]:
         yield event
 
 
-def split_texts(texts: Sequence[str]) -> list[list[int]]:
+def split_texts(texts: Sequence[Text]) -> list[list[int]]:
     """Return the places of texts in groups, each for one request: of like length, the longest first, at most
-    `MAX_TEXTS` and `MAX_PART_BYTES` together. A longer text is alone.
+    `MAX_TEXTS` and `MAX_PART_BYTES` together, where a token id counts as four. A longer text is alone.
 
     Raises `InvalidRequest` for what is not a sequence of texts.
     """
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest("texts must be a sequence of strings")
-    sizes = [len(text.encode(errors="replace")) for text in texts]
+    if isinstance(texts, str) or not all(isinstance(text, str | list) for text in texts):
+        raise InvalidRequest("texts must be a sequence of strings, or of lists of token ids")
+    sizes = [len(text.encode(errors="replace")) if isinstance(text, str) else 4 * len(text) for text in texts]
     parts, num_bytes = list[list[int]](), 0
     for place in sorted(range(len(texts)), key=sizes.__getitem__, reverse=True):
         if not parts or len(parts[-1]) == MAX_TEXTS or num_bytes + sizes[place] > MAX_PART_BYTES:

@@ -39,7 +39,7 @@ from penstock.client.core import (
     unpack_floats,
 )
 from penstock.errors import BusUnavailable, PenstockError
-from penstock.messages import encode_request, now_s
+from penstock.messages import Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import LiveThread, Mailbox
@@ -110,7 +110,7 @@ class Client(BaseClient):
 
     def embed(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Text],
         prompt: str | None = None,
         dimensions: int | None = None,
         truncate: Literal["start", "end"] | None = None,
@@ -166,7 +166,7 @@ class Client(BaseClient):
     ) -> None:
         self.close()
 
-    def _compute(self, texts: Sequence[str], options: Mapping[str, Any], timeout_s: float) -> list[list[float]]:
+    def _compute(self, texts: Sequence[Text], options: Mapping[str, Any], timeout_s: float) -> list[list[float]]:
         parts, ids = split_texts(texts), list[str]()
         try:
             for part in parts:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidRequest, ModelError, ModelLoadError, PromptTooLong
-from penstock.messages import MAX_VECTOR_FLOATS, EmbedOptions, EmbedTask, Logprobs, Usage, Vectors
+from penstock.messages import MAX_VECTOR_FLOATS, EmbedOptions, EmbedTask, Logprobs, Text, Usage, Vectors
 from penstock.names import PriorityClass
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -39,6 +39,7 @@ class VectorCard:
     """How many numbers a text has, unless the request says; 1 for a score."""
     max_length: int
     """The most tokens of a text."""
+    vocab_size: int
     pooling: str
     prompts: Mapping[str, str]
     """The texts that may be put before a text, by name."""
@@ -61,7 +62,7 @@ class VectorCard:
             "default_prompt": self.default_prompt,
         }
 
-    def check_texts(self, texts: Sequence[str], options: EmbedOptions) -> None:
+    def check_texts(self, texts: Sequence[Text], options: EmbedOptions) -> None:
         """Raise `InvalidRequest` for a request that this model cannot compute."""
         if self.task == "embed" and options.query is not None:
             raise InvalidRequest("query: this pipeline's model computes vectors, ask one with a reranker for scores")
@@ -78,9 +79,22 @@ class VectorCard:
         if (num := len(texts) * (dimensions or self.size)) > MAX_VECTOR_FLOATS:
             raise InvalidRequest(f"{num:,} numbers are more than an answer may have, {MAX_VECTOR_FLOATS:,}: send less")
         for index, text in enumerate((*texts, options.query or "query")):
-            if not text or "\0" in text:
+            if not text or (isinstance(text, str) and "\0" in text):
                 whose = f"texts[{index}]" if index < len(texts) else "embed.query"
                 raise InvalidRequest(f"{whose} {'is empty' if not text else 'has a NUL character: leave it out'}")
+            if not isinstance(text, str):
+                self._check_ids(index, text, options)
+
+    def _check_ids(self, index: int, ids: Sequence[int], options: EmbedOptions) -> None:
+        """Raise `InvalidRequest` for token ids in place of a text that this model cannot read."""
+        if options.query is not None:
+            raise InvalidRequest(f"texts[{index}]: token ids have no score by a query: send the text")
+        if options.prompt:
+            raise InvalidRequest(f"prompt: token ids are read as they are: put the ids of {options.prompt!r} before")
+        if (place := next((at for at, one in enumerate(ids) if one >= self.vocab_size), None)) is not None:
+            raise InvalidRequest(
+                f"texts[{index}][{place}]: the model has no token {ids[place]}: its vocabulary has {self.vocab_size:,}"
+            )
 
     def find_prompt(self, name: str | None) -> str:
         """Return the text of a prompt, or of the default one. Raises `InvalidRequest`."""
@@ -98,6 +112,17 @@ class VectorCard:
                 f"texts[{index}] has {num_tokens:,} tokens, and the model reads {self.max_length:,}: send "
                 "less, or say by `truncate` where it is cut (start or end)"
             )
+
+    def fit_ids(
+        self, index: int, ids: Sequence[int], truncate: str | None, start: Sequence[int] = (), end: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the token ids of a text, cut where it says so, between those around it. Raises as `check_length`."""
+        room = self.max_length - len(start) - len(end)
+        if truncate is not None and len(ids) > room:
+            ids = ids[:room] if truncate == "end" else ids[len(ids) - room :]
+        row = [*start, *ids, *end]
+        self.check_length(index, len(row) if ids else 0)
+        return row
 
     def _list_prompts(self) -> str:
         named = sorted(name for name, text in self.prompts.items() if text)
@@ -118,20 +143,17 @@ class TextReader:
     end_ids: Sequence[int]
     """The tokens around each text."""
 
-    def read_texts(self, texts: Sequence[str], options: EmbedOptions) -> list[TextRow]:
-        """Return the tokens of each text. Raises `InvalidRequest` or `PromptTooLong`."""
+    def read_texts(self, texts: Sequence[Text], options: EmbedOptions) -> list[TextRow]:
+        """Return the tokens of each text; token ids as they are. Raises `InvalidRequest` or `PromptTooLong`."""
         self.card.check_texts(texts, options)
         prompt = self.card.find_prompt(options.prompt)
-        room = self.card.max_length - len(self.start_ids) - len(self.end_ids)
-        return [self._read_text(index, prompt + text, room, options.truncate) for index, text in enumerate(texts)]
+        return [self._read_text(index, text, prompt, options.truncate) for index, text in enumerate(texts)]
 
-    def _read_text(self, index: int, text: str, room: int, truncate: str | None) -> TextRow:
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if truncate is not None and len(ids) > room:
-            ids = ids[:room] if truncate == "end" else ids[len(ids) - room :]
-        row = [*self.start_ids, *ids, *self.end_ids]
-        self.card.check_length(index, len(row) if ids else 0)
-        return TextRow(row)
+    def _read_text(self, index: int, text: Text, prompt: str, truncate: str | None) -> TextRow:
+        if not isinstance(text, str):
+            return TextRow(self.card.fit_ids(index, text, truncate))
+        ids = list(self.tokenizer(prompt + text, add_special_tokens=False)["input_ids"])
+        return TextRow(self.card.fit_ids(index, ids, truncate, self.start_ids, self.end_ids))
 
 
 @dataclass(eq=False)

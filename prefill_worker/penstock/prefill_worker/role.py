@@ -156,7 +156,8 @@ class PrefillRole(ModelRole):
         assert isinstance(request, Request)
         if isinstance(task.seq, TextRequest):
             self.add_texts(task, task.seq, load)
-            load.chars_per_token.add(count_prompt_chars(request), task.seq.num_prompt_tokens)
+            if num_chars := count_prompt_chars(request):
+                load.chars_per_token.add(num_chars, task.seq.num_prompt_tokens)
             return True
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None

@@ -23,7 +23,7 @@ from penstock.engine.sequence import State
 from penstock.engine.vectors import Floats, TextReader, TextRequest, VectorCard
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.kvstore.block import BlockHasher, PromptBlocks
-from penstock.messages import Logprobs, Vectors
+from penstock.messages import Logprobs, Text, Vectors
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
 
@@ -61,7 +61,7 @@ class FormulaModel:
     @cached_property
     def text_reader(self) -> TextReader:
         """Reads texts to compute vectors of."""
-        card = VectorCard("embed", VECTOR_SIZE, MAX_LENGTH, "lasttoken", {}, "")
+        card = VectorCard("embed", VECTOR_SIZE, MAX_LENGTH, self.vocab_size, "lasttoken", {}, "")
         return TextReader(card, self.tokenizer, normalizes=False, has_head=True, start_ids=(), end_ids=())
 
     @cached_property
@@ -82,9 +82,11 @@ def compute_vector(token_ids: Sequence[int]) -> Floats:
     return ((np.frombuffer(told, dtype=np.uint8) - 127.5) / 128).astype("<f4")
 
 
-def compute_vectors(texts: Sequence[str]) -> Vectors:
+def compute_vectors(texts: Sequence[Text]) -> Vectors:
     """Return the vectors of texts."""
-    rows = [compute_vector(load_tokenizer()(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    tokenizer = load_tokenizer()
+    ids = [tokenizer(one, add_special_tokens=False)["input_ids"] if isinstance(one, str) else one for one in texts]
+    rows = [compute_vector(one) for one in ids]
     return Vectors.pack_floats(b"".join(one.tobytes() for one in rows), VECTOR_SIZE)
 
 

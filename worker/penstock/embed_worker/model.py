@@ -5,8 +5,9 @@ texts of about one length, as many as make `batch_tokens` tokens, and so little 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.loading.vector_files import Checkpoint, find_end_tokens
 from penstock.engine.vectors import Floats, TextRow, VectorCard
 from penstock.errors import ModelLoadError, choose_load_error
-from penstock.messages import EmbedOptions
+from penstock.messages import EmbedOptions, Text
 
 BATCH_TOKENS, GPU_BATCH_TOKENS = 1024, 16384
 """The most tokens of a batch with its padding, on a CPU and on a GPU; a longer text is a batch of its own."""
@@ -59,6 +60,7 @@ class EmbedModel:
             task=self.task,
             size=self._find_size(),
             max_length=self._find_max_length(),
+            vocab_size=self._model[0].model.get_input_embeddings().num_embeddings,
             pooling=self.pooling,
             prompts={name: text or "" for name, text in self._model.prompts.items()},
             default_prompt=default_prompt or self._model.default_prompt_name or "",
@@ -71,16 +73,26 @@ class EmbedModel:
 
     # Reading
 
-    def read_texts(self, texts: Sequence[str], options: EmbedOptions) -> list[TextRow]:
-        """Return the tokens of each text. Raise `InvalidRequest` or `PromptTooLong`."""
+    def read_texts(self, texts: Sequence[Text], options: EmbedOptions) -> list[TextRow]:
+        """Return the tokens of each text; token ids as they are. Raise `InvalidRequest` or `PromptTooLong`."""
         self.card.check_texts(texts, options)
-        inputs = list(texts) if options.query is None else [(options.query, text) for text in texts]
-        prompt = self.card.find_prompt(options.prompt)
+        prompt, strings = self.card.find_prompt(options.prompt), [text for text in texts if isinstance(text, str)]
+        inputs = strings if options.query is None else [(options.query, text) for text in strings]
+        read = iter(self._tokenize(inputs, prompt, options.truncate) if inputs else ())
+        return [
+            self._end_row(index, next(read)) if isinstance(text, str) else self._read_ids(index, text, options.truncate)
+            for index, text in enumerate(texts)
+        ]
+
+    def _tokenize(
+        self, inputs: Sequence[Any], prompt: str, truncate: Literal["start", "end"] | None = None
+    ) -> list[TextRow]:
+        """Return the tokens of texts or pairs as the library has them."""
         room = self.card.max_length - len(self._end_ids)
-        cutting = {"truncation": "longest_first", "max_length": room} if options.truncate else {"truncation": False}
+        cutting = {"truncation": "longest_first", "max_length": room} if truncate else {"truncation": False}
         with self._lock:
             side, self._tokenizer.truncation_side = (
-                self._tokenizer.truncation_side, {"start": "left", "end": "right"}[options.truncate or "end"],
+                self._tokenizer.truncation_side, {"start": "left", "end": "right"}[truncate or "end"],
             )  # fmt: skip
             try:
                 found = self._model.preprocess(
@@ -92,16 +104,22 @@ class EmbedModel:
                 self._tokenizer.truncation_side = side
         rows, types = found.pop("input_ids"), found.pop("token_type_ids", None)
         shared = {name: value for name, value in found.items() if name != "attention_mask"}
-        return [
-            self._make_row(index, ids, None if types is None else types[index], shared)
-            for index, ids in enumerate(rows)
-        ]
+        return [TextRow(ids, None if types is None else types[index], shared) for index, ids in enumerate(rows)]
 
-    def _make_row(self, index: int, ids: list[int], types: list[int] | None, shared: Mapping[str, Any]) -> TextRow:
-        num_end = len(self._end_ids)
+    def _end_row(self, index: int, row: TextRow) -> TextRow:
+        ids, types, num_end = row.token_ids, row.type_ids, len(self._end_ids)
         end = self._end_ids if num_end and ids[-num_end:] != self._end_ids else []
         self.card.check_length(index, len(ids) + len(end) if ids else 0)
-        return TextRow([*ids, *end], None if types is None else [*types, *types[-1:] * len(end)], shared)
+        return TextRow([*ids, *end], None if types is None else [*types, *types[-1:] * len(end)], row.shared)
+
+    @cached_property
+    def _plain_row(self) -> TextRow:
+        """A text without a prompt: what else it tells the modules, token ids tell them too."""
+        return self._tokenize(["a"], "")[0]
+
+    def _read_ids(self, index: int, ids: Sequence[int], truncate: str | None) -> TextRow:
+        row, plain = self.card.fit_ids(index, ids, truncate), self._plain_row
+        return TextRow(row, None if plain.type_ids is None else plain.type_ids[:1] * len(row), plain.shared)
 
     # Computing
 

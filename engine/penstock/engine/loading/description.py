@@ -158,9 +158,10 @@ class Load:
         """
         if self.vectors is None:
             return None
-        size, context = self.config.get_text_config().hidden_size, self.context_length
         try:
-            return make_text_reader(self.vectors, self.tokenizer, size, context, has_head=self.has_head)
+            return make_text_reader(
+                self.vectors, self.tokenizer, self.config.get_text_config(), self.context_length, has_head=self.has_head
+            )
         except Exception as error:
             if not self.has_head:
                 raise
@@ -169,15 +170,16 @@ class Load:
 
 
 def make_text_reader(
-    checkpoint: Checkpoint, tokenizer: Any, size: int, context_length: int, *, has_head: bool
+    checkpoint: Checkpoint, tokenizer: Any, config: Any, context_length: int, *, has_head: bool
 ) -> TextReader:
-    """Return the reader of a checkpoint whose model says `size` numbers of a token. Raises `ModelLoadError`."""
+    """Return the reader of a checkpoint whose model has this configuration. Raises `ModelLoadError`."""
     whole, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
     start_ids, end_ids = find_around(whole, bare)
     card = VectorCard(
         task="embed",
-        size=size,
+        size=config.hidden_size,
         max_length=min(context_length, checkpoint.max_length or context_length, tokenizer.model_max_length),
+        vocab_size=config.vocab_size,
         pooling="lasttoken",
         prompts=checkpoint.prompts,
         default_prompt=checkpoint.about.get("default_prompt_name") or "",

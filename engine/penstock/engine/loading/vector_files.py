@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.weights.files import Progress, check_whole_model, find_whole_model, list_model_files
+from penstock.engine.weights.files import (
+    MODULES_FILE,
+    Progress,
+    check_whole_model,
+    find_vector_files,
+    find_whole_model,
+    list_model_files,
+)
 from penstock.errors import ModelLoadError, build_damage_error
 from penstock.messages import EmbedTask
 
-MODULES_FILE, ABOUT_FILE = "modules.json", "config_sentence_transformers.json"
+ABOUT_FILE = "config_sentence_transformers.json"
 _MODULES = (
     "Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling", "LogitScore",
 )  # fmt: skip
@@ -94,6 +101,14 @@ def is_for_embedding(name: str) -> bool:
             return True
         path = Path(name).expanduser() / "config.json"
         return path.is_file() and _is_classifier(_read_object(path))
+    except (ModelLoadError, OSError, ImportError):
+        return False
+
+
+def is_for_engine(name: str) -> bool:
+    """Return whether the engine computes a model's vectors, by its small files: those of the hub are downloaded."""
+    try:
+        return find_decoder(find_vector_files(name)) is not None
     except (ModelLoadError, OSError, ImportError):
         return False
 

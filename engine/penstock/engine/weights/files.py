@@ -15,6 +15,8 @@ from penstock.engine.weights.file_checks import check_config_file, check_descrip
 from penstock.errors import ModelLoadError, ModelUnavailable, build_damage_error, choose_load_error
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
+MODULES_FILE = "modules.json"
+_VECTOR_FILES = [MODULES_FILE, "config_sentence_transformers.json", "sentence_bert_config.json", "config.json"]
 PACKED_MAGIC = b"PENSTOCK"
 PACKED_PRELUDE = struct.Struct("<8sIIQQQ16s8x")
 """The beginning of a packed file: magic, version, 0, the table's offset and length, the file's length, the digest."""
@@ -84,6 +86,14 @@ def find_whole_model(name: str, report: Progress | None = None) -> Path:
     """
     directory = _find_directory(name)
     return directory or _download_model(name, report or ignore_progress, with_folders=True)
+
+
+@_explain_unreadable_files()
+def find_vector_files(name: str) -> Path:
+    """Return the directory of a model with the small files that say what its vectors are; those of a model of the hub
+    are downloaded. Raises `ModelLoadError`.
+    """
+    return _find_directory(name) or _download_vector_files(name)
 
 
 @_explain_unreadable_files()
@@ -215,28 +225,46 @@ def _download_model(name: str, report: Progress, *, with_folders: bool = False) 
     """
     if (known := _downloaded.get(name)) is not None and known.is_dir():
         return known
-    from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    report("downloading", 0.0)
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+    with _limit_waits(), _explain_hub_errors():
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            _check_hub(name)
+            described = Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"]))
+            check_config_file(described, generates=not with_folders)
+        ignored = ["onnx/*", "openvino/*"] if with_folders else ["*/*"]
+        path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+    if not with_folders and (path / MODULES_FILE).is_file():
+        _download_vector_files(name, path.name)
+    _downloaded[name] = path
+    report("downloading", 1.0)
+    return path
+
+
+def _download_vector_files(name: str, revision: str | None = None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with _limit_waits(), _explain_hub_errors():
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*_VECTOR_FILES, "*/config.json"]))
+
+
+@contextmanager
+def _limit_waits() -> Iterator[None]:
+    """Limit how long the hub may take for each answer: most requests of its library have no limit of their own."""
+    from huggingface_hub import constants, get_session
 
     def limit_wait(request: Any) -> None:
         limits = request.extensions["timeout"]
         request.extensions["timeout"] = {part: limits[part] or constants.HF_HUB_ETAG_TIMEOUT for part in limits}
 
-    hooks = get_session().event_hooks  # most of its requests have no limit of their own
+    hooks = get_session().event_hooks
     get_session().event_hooks = {**hooks, "request": [*hooks["request"], limit_wait]}
-    report("downloading", 0.0)
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
-        with _explain_hub_errors():
-            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-                _check_hub(name)
-                described = Path(snapshot_download(name, allow_patterns=["config.json", "adapter_config.json"]))
-                check_config_file(described, generates=not with_folders)
-            ignored = ["onnx/*", "openvino/*"] if with_folders else ["*/*"]
-            path = _downloaded[name] = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+        yield
     finally:
         get_session().event_hooks = hooks
-    report("downloading", 1.0)
-    return path
 
 
 def find_weight_files(directory: Path) -> list[Path]:

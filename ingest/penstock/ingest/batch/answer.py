@@ -56,6 +56,7 @@ from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
+from penstock.ingest.openai.texts import check_token_ids
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.ingest.regions.lending import Lender
 from penstock.messages import GrammarSpec, Usage
@@ -81,6 +82,8 @@ class ModelPipeline(NamedTuple):
     """How calls and reasoning are told from the text of its answers; None: they cannot be."""
     loosen_grammar: Callable[[GrammarSpec, frozenset[str]], Awaitable[LoosenedGrammar]] | None = None
     """Leaves out of the schemas of tools what cannot be enforced; None: workers refuse what cannot be."""
+    takes_token_ids: bool = False
+    """Whether token ids in place of texts are the model's own (`PENSTOCK_GATEWAY_EMBED_TOKEN_IDS`)."""
 
 
 FindPipeline = Callable[[str], Awaitable[ModelPipeline]]
@@ -225,7 +228,8 @@ class RowAnswers:
             endpoint = ENDPOINTS[row.url]
             body = endpoint.parse_body(row.body)
             requests = [apply_terms(args, self._terms) for args in endpoint.make_requests(body, request_id)]
-            client, template, loosen = await self._wait_for_pipeline(body.model)
+            client, template, loosen, takes_ids = await self._wait_for_pipeline(body.model)
+            check_token_ids(requests, takes_ids=takes_ids)
             form = use_response_template(endpoint, body, requests, template)
             if form.loose_names and loosen is not None and (grammar := requests[0].get("grammar")) is not None:
                 held = await loosen(grammar, form.loose_names)

@@ -59,7 +59,7 @@ from penstock.ingest.openai.endpoint import (
     name_loosened,
     use_response_template,
 )
-from penstock.ingest.openai.texts import TextsEndpoint
+from penstock.ingest.openai.texts import TextsEndpoint, check_token_ids
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.streaming.answers import settle_after_end
 from penstock.ingest.tenants import Caller
@@ -157,6 +157,7 @@ async def accept_request(
     made = endpoint.make_requests(body, request_id)
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
+        check_token_ids(made, takes_ids=gateway.settings.gateway.embed_token_ids == "model")
     names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
     submit_args = [_complete_args(args, caller, headers, chain, retain_s) for args in made]
     form = use_response_template(endpoint, body, submit_args, served.response_template)
@@ -266,8 +267,9 @@ def measure_prompts(submit_args: Sequence[SubmitArgs]) -> PromptSize:
 
 
 def _measure_prompt(args: SubmitArgs) -> PromptSize:
-    if (token_ids := args.get("token_ids")) is not None:
-        return PromptSize(len(token_ids) * BYTES_PER_TOKEN_ID, len(token_ids))
+    lists = [args.get("token_ids") or (), *(text for text in args.get("texts") or () if not isinstance(text, str))]
+    if num_ids := sum(map(len, lists)):
+        return PromptSize(num_ids * BYTES_PER_TOKEN_ID, num_ids)
     num_bytes = num_chars = 0
     for text in _prompt_texts(args):
         num_bytes += len(text) if text.isascii() else len(text.encode())
@@ -337,8 +339,7 @@ def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
     yield args.get("prompt") or ""
     options = args.get("embed")
     query = (options.query if isinstance(options, EmbedOptions) else None) or ""
-    for text in args.get("texts") or ():
-        yield query + text
+    yield from (query + text for text in args.get("texts") or () if isinstance(text, str))
     for message in args.get("messages") or ():
         turn = message.model_dump() if isinstance(message, ChatMessage) else message
         yield turn["content"]

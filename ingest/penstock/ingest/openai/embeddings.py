@@ -4,39 +4,28 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field
 
 from penstock.client.core import Answer, unpack_floats
-from penstock.ingest.openai.body import UNSUPPORTED_CODE, ShortText
+from penstock.ingest.openai.body import ShortText
+from penstock.ingest.openai.completions import TokenIds
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.texts import MAX_INPUTS, NonEmptyText, Texts, TextsBody, TextsEndpoint, count_tokens
-from penstock.messages import EmbedOptions
+from penstock.messages import EmbedOptions, Text
 from penstock.names import PriorityClass
 
 Dimensions = Annotated[int, Field(ge=1, lt=2**16)]
 
 
-def _refuse_token_ids(value: object) -> object:
-    """Refuse ids of tokens: clients send those of OpenAI's own tokenizers, which mean other text to this model."""
-    listed = value if isinstance(value, list) else []
-    if any(isinstance(one, list) or (isinstance(one, int) and not isinstance(one, bool)) for one in listed):
-        raise PydanticCustomError(
-            UNSUPPORTED_CODE,
-            "token ids are of another tokenizer than this model's. Send texts: with LangChain's OpenAIEmbeddings by "
-            "check_embedding_ctx_length=False.",
-        )
-    return value
-
-
 class EmbeddingsBody(TextsBody):
     """A request to `/v1/embeddings`."""
 
-    input: Annotated[
-        NonEmptyText | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_INPUTS)],
-        BeforeValidator(_refuse_token_ids),
-    ]
-    """A text, or several; no token ids."""
+    input: (
+        NonEmptyText
+        | TokenIds
+        | Annotated[list[NonEmptyText] | list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    """A text, or several; where the gateway takes them, each as this model's token ids."""
     dimensions: Dimensions | None = None
     """Only so many leading numbers of each vector, where the model was trained for that."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -49,7 +38,9 @@ class EmbeddingsBody(TextsBody):
     def list_texts(self) -> list[Texts]:
         """Return its texts, and what is computed of each."""
         options = EmbedOptions(prompt=self.prompt_name, dimensions=self.dimensions, in_result=False)
-        return [Texts([self.input] if isinstance(self.input, str) else self.input, options)]
+        is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        texts: Sequence[Text] = [self.input] if is_one else self.input  # type: ignore[list-item, assignment]
+        return [Texts(texts, options)]
 
     @property
     def priority_class(self) -> PriorityClass:

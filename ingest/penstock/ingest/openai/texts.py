@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import Field
 
 from penstock.client.core import Answer, build_answer, join_vectors, split_texts
-from penstock.ingest.openai.body import ModelBody
+from penstock.ingest.openai.body import ModelBody, unsupported_value
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_request_ids
 from penstock.ingest.openai.sse import DONE_ID, NO_POSITION, SseEvent
-from penstock.messages import EmbedOptions, EndEvent, TokenEvent
+from penstock.messages import EmbedOptions, EndEvent, Text, TokenEvent
 from penstock.names import PriorityClass
 
 MAX_INPUTS = 2048
@@ -23,7 +23,7 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 class Texts(NamedTuple):
     """Texts of which the same is computed."""
 
-    texts: Sequence[str]
+    texts: Sequence[Text]
     options: EmbedOptions
 
 
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     places: list[int]
     """Where its texts are among all of the body."""
-    texts: list[str]
+    texts: list[Text]
     options: EmbedOptions
 
 
@@ -104,6 +104,19 @@ class TextsEndpoint(ApiEndpoint[T]):
     def make_chunks(self, meta: StreamMeta) -> "WholeAnswer":
         """Return the maker of the answer's stream."""
         return WholeAnswer(self, meta)
+
+
+def check_token_ids(requests: Sequence[SubmitArgs], *, takes_ids: bool) -> None:
+    """Raise `ApiError` 400 for token ids in place of texts, unless callers mean the model's: SDKs send those of
+    OpenAI's tokenizers, which mean other text to this model.
+    """
+    if not takes_ids and any(not isinstance(text, str) for args in requests for text in args.get("texts") or ()):
+        raise unsupported_value(
+            "input",
+            "token ids are of another tokenizer than this model's. Send texts: with LangChain's OpenAIEmbeddings by "
+            "check_embedding_ctx_length=False. If they are this model's, set PENSTOCK_GATEWAY_EMBED_TOKEN_IDS=model "
+            "for the gateway.",
+        )
 
 
 def count_tokens(answers: Sequence[Answer]) -> int:
