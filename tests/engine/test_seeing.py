@@ -13,11 +13,13 @@ from penstock.engine.loading import dtype as dtypes
 from penstock.engine.loading.dtype import choose_dtype
 from penstock.engine.loading.loading import load_model, open_model
 from penstock.engine.loading.packed import pack_model
+from penstock.engine.loading.probe import check_config
 from penstock.engine.loading.proof import prove_model
 from penstock.engine.model.layer import NativeModel, RotaryTable
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.model.trial import compute_tokens, make_trial_sequence
 from penstock.engine.sequence import Sequence
+from penstock.errors import ModelLoadError
 from tests.engine.helpers import (
     copy_tokenizer,
     generate_with_transformers,
@@ -186,3 +188,9 @@ def test_a_packed_file_of_a_model_that_sees_has_all_of_it_in_one_call(tmp_path: 
     assert model.native is not None
     assert isinstance(model.native.body, NativeModel)
     assert run_sequences(Engine(model, settings), [sequence(prompt, 10) for prompt in PROMPTS]) == expected
+
+
+def test_layers_that_see_the_prompt_and_a_window_of_the_answer_are_refused() -> None:
+    """Their window is in the cache of `generate()`, which the engine does not use."""
+    with pytest.raises(ModelLoadError, match="see the whole prompt"):
+        check_config(transformers.AutoConfig.for_model("unlimited_ocr"))

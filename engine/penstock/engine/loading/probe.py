@@ -80,6 +80,8 @@ def check_config(config: Any) -> None:
         kinds.update(getattr(text, name, None) or [])
     if kinds & _COMPRESSED:
         raise ModelLoadError("it cannot be served: its layers compress several tokens to one, and cache that")
+    if "reference_sliding_attention" in kinds:
+        raise ModelLoadError("it cannot be served: its layers see the whole prompt, and only the last of the answer")
 
 
 def find_unscaled_context(config: Any) -> int | None:
