@@ -254,6 +254,24 @@ def test_decode_computes_texts_again_whose_record_is_lost(
     assert not line.decode.engine.has_work()
 
 
+def test_what_decode_has_not_read_of_lost_texts_is_not_counted(
+    make_line: Callable[..., InProcessPipeline], qwen: Path
+) -> None:
+    """It is cancelled before decode computes again what prefill has found in part."""
+    line = make_line(load=lambda: open_model(qwen), engine=SETTINGS)
+    long = ["some words to find " * 4]
+    send_texts(line, long, id="before")
+    line.run_prefill(1)
+    lost = send_texts(line, long, id="lost")
+    line.run_prefill(2)
+    line.forget_record(lost.id)
+    line.open_client().cancel(lost.id)
+    result = next(result for result in line.run_until_results(2) if result.id == lost.id)
+    assert result.error is not None
+    assert result.error.code == "cancelled"
+    assert (result.usage.prompt_tokens, result.usage.cached_tokens) == (0, 0)
+
+
 @pytest.mark.parametrize(("num_failures", "is_answered"), [(2, True), (99, False)])
 def test_a_request_that_fails_ends_alone(
     make_auto: MakeAuto, qwen: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int, is_answered: bool

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from penstock.client.core import MAX_PART_BYTES
 from penstock.ingest.cohere.embed import COHERE_EMBED
@@ -24,6 +25,8 @@ from penstock.ingest.cohere.rerank import RERANKS
 from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.elsewhere import _describe_request
 from penstock.ingest.ignored import IGNORED_FIELDS, IGNORED_HEADER
+from penstock.ingest.openai.completions import CompletionBody
+from penstock.ingest.openai.embeddings import EmbeddingsBody
 from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent, ErrorInfo, Request, Text, Usage, Vectors
 from penstock.testing.gateway import TestGateway
@@ -274,6 +277,15 @@ def test_what_is_no_token_id_is_refused(
     assert error["param"].startswith(param)
     assert words in error["message"]
     assert scripted.read_requests() == []
+
+
+@pytest.mark.parametrize("bad", [-1, None, [], [-1]])
+@pytest.mark.parametrize(("body", "field"), [(EmbeddingsBody, "input"), (CompletionBody, "prompt")])
+def test_a_long_list_ends_at_its_first_error(body: type[BaseModel], field: str, bad: object) -> None:
+    """Each error takes kilobytes."""
+    with pytest.raises(ValidationError) as raised:
+        body.model_validate_json(json.dumps({"model": "m", field: [bad] * 10_000}))
+    assert raised.value.error_count() < 10
 
 
 def test_hostile_bodies_are_errors_and_nul_is_a_text(scripted: ScriptedPipeline, gateway: TestGateway) -> None:

@@ -136,10 +136,13 @@ class DecodeRole(ModelRole):
         job, num_tokens = _job_of(task), task.claim.num_tokens
         # A job with an error was given up in prefill. Its end there, which Redis lost, had the usage.
         is_prefilled = job.error is None or num_tokens > 0
-        num_prompt_tokens = task.num_prefilled_tokens if task.num_texts else len(job.token_ids)
+        counted = len(job.token_ids), job.cached_tokens
+        if task.num_texts:  # what was computed here: decode reads them where Redis has lost what prefill found
+            counted = task.num_prefilled_tokens, task.num_cached_tokens
+        num_prompt_tokens, num_cached_tokens = counted if is_prefilled else (0, 0)
         usage = Usage(
-            prompt_tokens=num_prompt_tokens if is_prefilled else 0,
-            cached_tokens=job.cached_tokens if is_prefilled else 0,
+            prompt_tokens=num_prompt_tokens,
+            cached_tokens=num_cached_tokens,
             completion_tokens=num_tokens,
         )
         timings = job.timings.model_copy(update={"decode_started": task.started_s, "finished": now_s()})

@@ -60,7 +60,7 @@ class EmbedModel:
             task=self.task,
             size=self._find_size(),
             max_length=self._find_max_length(),
-            vocab_size=self._model[0].model.get_input_embeddings().num_embeddings,
+            vocab_size=self._find_vocab_size(),
             pooling=self.pooling,
             prompts={name: text or "" for name, text in self._model.prompts.items()},
             default_prompt=default_prompt or self._model.default_prompt_name or "",
@@ -160,6 +160,13 @@ class EmbedModel:
         if self._model.num_labels != 1:
             raise ModelLoadError(f"it tells {self._model.num_labels} classes apart, and a score is one number")
         return 1
+
+    def _find_vocab_size(self) -> int:
+        """Return how many token ids it knows; 0 where its embedding does not say, so that it takes texts alone."""
+        try:
+            return int(self._model[0].model.get_input_embeddings().num_embeddings)
+        except (AttributeError, NotImplementedError):
+            return 0
 
     def _find_max_length(self) -> int:
         """Return how many tokens a text may have: what the checkpoint says, and no more than it has positions for."""

@@ -8,10 +8,10 @@ from pydantic_core import PydanticCustomError
 
 from penstock.client.core import Answer, unpack_floats
 from penstock.ingest.errors import ApiError
-from penstock.ingest.openai.body import UNSUPPORTED_CODE, ShortText, allow_only
+from penstock.ingest.openai.body import UNSUPPORTED_CODE, NonEmptyText, ShortText, allow_only
 from penstock.ingest.openai.embeddings import Dimensions, encode_base64, list_floats
 from penstock.ingest.openai.endpoint import ApiEndpoint, B, StreamMeta, SubmitArgs
-from penstock.ingest.openai.texts import MAX_INPUTS, NonEmptyText, Texts, TextsBody, TextsEndpoint, count_tokens
+from penstock.ingest.openai.texts import MAX_INPUTS, Texts, TextsBody, TextsEndpoint, count_tokens
 from penstock.messages import EmbedOptions
 
 _PROMPTS: Mapping[str, Sequence[str]] = {

@@ -8,10 +8,10 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from penstock.client.core import Answer, unpack_floats
 from penstock.ingest.cohere.embed import CohereEndpoint, make_cohere_meta
-from penstock.ingest.openai.body import MAX_CHOICES, allow_only
+from penstock.ingest.openai.body import MAX_CHOICES, NonEmptyText, allow_only
 from penstock.ingest.openai.embeddings import EmbeddingsUsage, make_usage
 from penstock.ingest.openai.endpoint import StreamMeta
-from penstock.ingest.openai.texts import MAX_INPUTS, NonEmptyText, Texts, TextsBody, TextsEndpoint
+from penstock.ingest.openai.texts import MAX_INPUTS, Texts, TextsBody, TextsEndpoint
 from penstock.messages import EmbedOptions
 
 DOCS_PER_UNIT = 100

@@ -84,6 +84,10 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Metadata = Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)]
 ShortText = Annotated[str, StringConstraints(max_length=256)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
+# A long list ends at its first error: each one takes kilobytes, and the gateway's time.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Inputs = Annotated[list[NonEmptyText], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 

@@ -6,27 +6,28 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.client.core import Answer
-from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, NumTopLogprobs, allow_only
+from penstock.ingest.openai.body import (
+    MAX_CHOICES,
+    CompletionsBody,
+    Inputs,
+    NonEmptyText,
+    NumTopLogprobs,
+    TokenIds,
+    allow_only,
+)
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_request_ids, make_submit_args
 from penstock.ingest.openai.sse import DONE_ID, NO_POSITION, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
 from penstock.ingest.openai.tokens import CompletionUsage, finish_reason, make_completion_usage, token_text
-from penstock.messages import EndEvent, Logprobs, PromptToken, TokenEvent, TokenId, TokenLogprob, Usage
+from penstock.messages import EndEvent, Logprobs, PromptToken, TokenEvent, TokenLogprob, Usage
 
 DEFAULT_MAX_TOKENS = 16
 """The limit of an answer if none is given, as at OpenAI."""
-
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class CompletionBody(CompletionsBody):
     """A request to `/v1/completions`."""
 
-    prompt: (
-        NonEmptyText
-        | TokenIds
-        | Annotated[list[NonEmptyText] | list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
-    )
+    prompt: NonEmptyText | TokenIds | Annotated[Inputs, Field(min_length=1, max_length=MAX_CHOICES)]
     """Text, token ids, or a list of either; each is answered separately."""
     logprobs: NumTopLogprobs | None = None
     """Return the log probabilities of each token and of this many likeliest ones."""

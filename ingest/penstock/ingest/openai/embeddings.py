@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from penstock.client.core import Answer, unpack_floats
-from penstock.ingest.openai.body import ShortText
-from penstock.ingest.openai.completions import TokenIds
+from penstock.ingest.openai.body import Inputs, NonEmptyText, ShortText, TokenIds
 from penstock.ingest.openai.endpoint import StreamMeta
-from penstock.ingest.openai.texts import MAX_INPUTS, NonEmptyText, Texts, TextsBody, TextsEndpoint, count_tokens
+from penstock.ingest.openai.texts import MAX_INPUTS, Texts, TextsBody, TextsEndpoint, count_tokens
 from penstock.messages import EmbedOptions, Text
 from penstock.names import PriorityClass
 
@@ -20,11 +19,7 @@ Dimensions = Annotated[int, Field(ge=1, lt=2**16)]
 class EmbeddingsBody(TextsBody):
     """A request to `/v1/embeddings`."""
 
-    input: (
-        NonEmptyText
-        | TokenIds
-        | Annotated[list[NonEmptyText] | list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
-    )
+    input: NonEmptyText | TokenIds | Annotated[Inputs, Field(min_length=1, max_length=MAX_INPUTS)]
     """A text, or several; where the gateway takes them, each as this model's token ids."""
     dimensions: Dimensions | None = None
     """Only so many leading numbers of each vector, where the model was trained for that."""

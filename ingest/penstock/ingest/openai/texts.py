@@ -4,9 +4,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
-
-from pydantic import Field
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from penstock.client.core import Answer, build_answer, join_vectors, split_texts
 from penstock.ingest.openai.body import ModelBody, unsupported_value
@@ -17,7 +15,6 @@ from penstock.names import PriorityClass
 
 MAX_INPUTS = 2048
 """The most texts of one POST, as at OpenAI."""
-NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class Texts(NamedTuple):
