@@ -20,7 +20,8 @@ def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
         "model_validate_json Request", "dumps",  # the last one: to the template's process
     ]  # fmt: skip
     assert {one.what for one in found.passes if one.is_walk} == {"walk measure_prompts", "walk chain_prompt"}
-    assert len(found.passes) == 7
+    # Decode may read the job before or after the first token is with the client.
+    assert len([one for one in found.passes if one.process != "worker decode"]) == 7
 
 
 def test_the_packages_files_count_and_not_the_environments_whatever_the_repository_is_called() -> None:
