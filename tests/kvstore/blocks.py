@@ -33,8 +33,8 @@ def new_names(count: int) -> list[BlockKey]:
 
 
 def content(name: BlockKey, form: BlockFormat = FORM) -> bytes:
-    """The payload that belongs to a name."""
-    return random.Random(name.hash).randbytes(form.payload_bytes)
+    """The payload that belongs to a name. It does not end with a zero, which memory that is cut there has, too."""
+    return random.Random(name.hash).randbytes(form.payload_bytes - 1) + b"\1"
 
 
 def block(name: BlockKey, form: BlockFormat = FORM, is_valid: Callable[[], bool] = is_always_valid) -> Block:
