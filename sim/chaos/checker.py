@@ -36,7 +36,7 @@ from penstock.names import START_HASH, parse_event_id, roll_hash
 KINDS = ("lost", "duplicated", "diverged", "wrong", "reordered", "stuck", "leaked")
 """A history shows all but the last: what a process or a server keeps though nobody needs it."""
 ROUNDED = "vectors "
-"""What the text begins with that stands for vectors whose bits are not promised."""
+"""A text that stands for vectors whose bits are not promised begins with this."""
 MAX_ROUNDING = 1e-5
 Entry = dict[str, Any]
 
@@ -76,8 +76,8 @@ def check_history(history: Iterable[Entry]) -> list[Finding]:
 def name_vectors(found: Vectors | None, *, is_rounded: bool = False) -> str:
     """Return what stands for vectors where answers have a text; an empty one for none.
 
-    Equal names mean the same bits. Of vectors that are `is_rounded` otherwise in another batch it has all numbers, and
-    they are compared to `MAX_ROUNDING`.
+    Equal names mean the same bits. If vectors are rounded otherwise in another batch (`is_rounded`), the name has all
+    numbers, and `is_same_text` compares them to `MAX_ROUNDING`.
     """
     if found is None:
         return ""

@@ -65,7 +65,7 @@ def run_batch(
 async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -> tuple[int, int]:
     """Send the rows that are not finished. Returns the number of rows, and how many failed."""
     total, digest = await check_batch_file(source)
-    addresses = load_settings(Addresses)
+    addresses, takes_ids = load_settings(Addresses), load_settings(GatewaySettings).takes_token_ids
     with Journal(output, errors, digest) as journal:
         if journal.finished_rows:
             notes.print(f"{len(journal.finished_rows):,} of {total:,} rows are finished already", highlight=False)
@@ -80,7 +80,6 @@ async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -
 
             async def find_pipeline(_: str) -> ModelPipeline:
                 found = await _find_pipeline(client, models, addresses.pipeline)
-                takes_ids = load_settings(GatewaySettings).embed_token_ids == "model"
                 return found._replace(loosen_grammar=loosen_grammar, takes_token_ids=takes_ids)
 
             try:

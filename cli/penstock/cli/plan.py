@@ -13,7 +13,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings, SloSettings, load_settings
 from penstock.errors import DependencyMissing
 from penstock.ops.status import read_worker_status
-from penstock.plan.trace import compute_quantile, read_trace
+from penstock.plan.trace import compute_quantile, has_answers, read_trace
 
 
 def plan(
@@ -45,9 +45,8 @@ def plan(
 
         rates = measure_engine(settings, round(compute_quantile([one.prompt_tokens for one in arrivals], 0.5)))
     else:
-        has_answers = any(one.output_tokens for one in arrivals)
         beats = read_worker_status(load_settings(Addresses))
-        rates = average_rates(beats, settings, model or None, has_answers=has_answers)
+        rates = average_rates(beats, settings, model or None, has_answers=has_answers(arrivals))
     made = make_plan(arrivals, rates, goals)
     if as_json:
         sys.stdout.write(json.dumps(made.as_json()) + "\n")

@@ -16,7 +16,7 @@ from penstock.plan.goodput import MET_SHARE, Slos, Timing, compute_met_share, fi
 from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
 from penstock.plan.rates import CHANGES, DecodeBatch, WorkerRates
 from penstock.plan.simulator import LEFT_OUT, Simulation
-from penstock.plan.trace import Arrival, compute_peak, compute_quantile
+from penstock.plan.trace import Arrival, compute_peak, compute_quantile, has_answers
 
 NOT_SIMULATED = f"prefix hits, and sessions, which go to one worker; the transfer of KV; {LEFT_OUT}"
 GOODPUT_STEP, GOODPUT_STEPS = 1.2, 8
@@ -119,8 +119,8 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     A trace of texts alone, which have no answers, needs no decode worker: its workers read requests and end them. Each
     text is a prompt of its own, so that a request's tokens need not fit the pool together.
     """
-    has_answers = any(one.output_tokens for one in trace)
-    rates = rates if has_answers else replace(rates, pool_blocks=None)
+    decodes = has_answers(trace)
+    rates = rates if decodes else replace(rates, pool_blocks=None)
     batch, size = choose_batch(trace, rates, goals), rates.block_size
     slo = SloSettings(interactive_ttft_s=goals.slos["interactive"].ttft_s, interactive_gap_s=goals.gap_s)
 
@@ -140,7 +140,7 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     outputs = compute_peak(trace, lambda one: one.output_tokens, goals.window_s)
     kv_blocks = compute_peak(trace, lambda one: blocks(one) * answer_s(one), goals.window_s)
     prefill = count_workers(prompts, rates.prefill_tokens_per_s, goals.utilisation)
-    decode = count_workers(outputs, batch.tokens_per_s, goals.utilisation) if has_answers else 0
+    decode = count_workers(outputs, batch.tokens_per_s, goals.utilisation) if decodes else 0
     by_blocks = count_workers(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else min(1, decode)
     num_decode = max(decode, by_blocks)
 
@@ -220,7 +220,7 @@ def choose_batch(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> 
                 f"no number of workers gives {share:.0%} of the first tokens within {limit_s:g} s: prompts alone take "
                 f"{alone_s:.3g} s; {CHANGES} (--ttft-s, PENSTOCK_SLO_…_TTFT_S)"
             )
-    if not any(one.output_tokens for one in trace):
+    if not has_answers(trace):
         return rates.batches[0]
     itl_s = min(goals.slos[priority_class].itl_s for priority_class in by_class) if goals.itl_s is None else goals.itl_s
     return rates.choose_batch(itl_s)

@@ -30,6 +30,11 @@ class Arrival(NamedTuple):
     """The id that all turns of one chat share; empty if the trace has none."""
 
 
+def has_answers(trace: Sequence[Arrival]) -> bool:
+    """Return whether any request has an answer of tokens: those of texts alone have none."""
+    return any(one.output_tokens for one in trace)
+
+
 def read_trace(file: Path) -> list[Arrival]:
     """Return the requests of a JSONL file, by time. Raises `PlanError` with the line at fault."""
     try:

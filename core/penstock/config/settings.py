@@ -426,11 +426,16 @@ class GatewaySettings(Settings):
     """A request whose client has closed its connection is cancelled after so many seconds without a reader, unless it
     had an `Idempotency-Key`, a session, `background` or `store`. 0: it goes on, as its client may come back."""
     embed_token_ids: Literal["refuse", "model"] = "refuse"
-    """What token ids mean in `/v1/embeddings`. `model`: they are of this model's vocabulary, and read as they are.
-    `refuse`: they are an error, as SDKs send ids of OpenAI's tokenizers."""
+    """`refuse`: token ids in `/v1/embeddings` are an error, as SDKs send ids of OpenAI's tokenizers. `model`: they are
+    of this model's vocabulary, and read as they are."""
     prices: str = ""
     """A TOML file with the prices of tokens and of worker-hours, for `penstock usage --cost`, the page and the metrics.
     Empty: there are none."""
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """Whether token ids in place of texts are the model's own."""
+        return self.embed_token_ids == "model"
 
 
 class BatchSettings(Settings):

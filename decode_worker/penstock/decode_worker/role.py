@@ -134,12 +134,12 @@ class DecodeRole(ModelRole):
     def build_end_event(self, task: Task) -> EndEvent:
         """Return the end of the log, stamped now."""
         job, num_tokens = _job_of(task), task.claim.num_tokens
-        # A job with an error was given up in prefill. Its end there, which Redis lost, had the usage.
-        is_prefilled = job.error is None or num_tokens > 0
-        counted = len(job.token_ids), job.cached_tokens
         if task.num_texts:  # what was computed here: decode reads them where Redis has lost what prefill found
-            counted = task.num_prefilled_tokens, task.num_cached_tokens
-        num_prompt_tokens, num_cached_tokens = counted if is_prefilled else (0, 0)
+            num_prompt_tokens, num_cached_tokens = task.num_prefilled_tokens, task.num_cached_tokens
+        elif job.error is None or num_tokens > 0:
+            num_prompt_tokens, num_cached_tokens = len(job.token_ids), job.cached_tokens
+        else:  # it was given up in prefill: its end there, which Redis lost, had the usage
+            num_prompt_tokens = num_cached_tokens = 0
         usage = Usage(
             prompt_tokens=num_prompt_tokens,
             cached_tokens=num_cached_tokens,

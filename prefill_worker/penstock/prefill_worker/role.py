@@ -25,7 +25,6 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
 from penstock.engine.vectors import TextRequest
@@ -156,16 +155,14 @@ class PrefillRole(ModelRole):
         assert isinstance(request, Request)
         if isinstance(task.seq, TextRequest):
             self.add_texts(task, task.seq, load)
-            if num_chars := count_prompt_chars(request):
-                load.chars_per_token.add(num_chars, task.seq.num_prompt_tokens)
+            load.count_chars(request, task.seq.num_prompt_tokens)
             return True
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
         if not self.add_to_engine(task, request.seed, load, start, num_prompt_logprobs):
             return False
-        if num_chars := count_prompt_chars(request):
-            load.chars_per_token.add(num_chars, len(task.token_ids))
+        load.count_chars(request, len(task.token_ids))
         if self.backpressure is not None and task.priority_class == "batch":
             self.backpressure.note_batch_admitted()
         if task.hands_off:

@@ -17,7 +17,6 @@ holder only settles, with the vectors in the log.
 from collections.abc import Collection
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES
-from penstock.bus.placement import count_prompt_chars
 from penstock.embed_worker.engine import EmbedEngine, EmbedSequence
 from penstock.embed_worker.model import EmbedModel
 from penstock.engine.contract import SampledToken
@@ -87,8 +86,7 @@ class EmbedRole(WholeRole):
         assert isinstance(task.seq, EmbedSequence)
         num_tokens = task.seq.num_prompt_tokens
         load.mean_prompt_tokens[task.priority_class].add(num_tokens)
-        if num_chars := count_prompt_chars(request_of(task)):
-            load.chars_per_token.add(num_chars, num_tokens)
+        load.count_chars(request_of(task), num_tokens)
         self.engine.add_request(task.seq)
         failpoint("endpoint.2.asked")
         return True

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.messages import estimate_open_answer_tokens
+from penstock.bus.placement import count_prompt_chars
+from penstock.messages import Request, estimate_open_answer_tokens
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.running_mean import RunningMean
 
@@ -85,6 +86,11 @@ class WorkerLoad:
         """
         mean_tokens = self.mean_prompt_tokens[priority_class].value
         return (1, min(1, max_requests)) if mean_tokens is None else (max(1, round(mean_tokens)), max_requests)
+
+    def count_chars(self, request: Request, num_tokens: int) -> None:
+        """Count how many characters the tokens of a prompt have, unless it came as token ids."""
+        if num_chars := count_prompt_chars(request):
+            self.chars_per_token.add(num_chars, num_tokens)
 
     def summarize_load(
         self,

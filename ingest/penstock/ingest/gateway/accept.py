@@ -157,7 +157,7 @@ async def accept_request(
     made = endpoint.make_requests(body, request_id)
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
-        check_token_ids(made, takes_ids=gateway.settings.gateway.embed_token_ids == "model")
+        check_token_ids(made, takes_ids=gateway.settings.gateway.takes_token_ids)
     names_chat = headers.x_session_affinity or any(args.get("session") for args in made)
     submit_args = [_complete_args(args, caller, headers, chain, retain_s) for args in made]
     form = use_response_template(endpoint, body, submit_args, served.response_template)

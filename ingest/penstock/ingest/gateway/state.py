@@ -163,7 +163,7 @@ class Gateway(Streams):
     async def find_pipeline(self, model: str) -> ModelPipeline:
         """Return the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         served = await self.models.find_model(model)
-        takes_ids = self.settings.gateway.embed_token_ids == "model"
+        takes_ids = self.settings.gateway.takes_token_ids
         return ModelPipeline(self.get_client(served.pipeline), served.response_template, self.loosen_grammar, takes_ids)
 
     async def _follow_pipelines(self) -> None:
