@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from penstock.config.settings import KVSettings
 from penstock.kvstore.block import (
     BlockHasher,
     BlockKey,
+    Span,
     derive_tenant_salt,
     derive_tenant_tag,
     hash_blocks,
@@ -84,6 +87,61 @@ def test_answers_that_are_named_apart_share_the_prompts_full_blocks_alone(
     shared = len(tokens) // size if first == second else min(first, second) // size
     assert found[:shared] == other[:shared]
     assert set(found[shared:]).isdisjoint(other[shared:])
+
+
+def hash_pictures(tokens: list[int], spans: Iterable[Span], size: int, steps: Iterable[int] = ()) -> list[bytes]:
+    """Return the hashes of all blocks, the partial one included, of a sequence that grows in these steps."""
+    chain = BlockHasher(ROOT, derive_tenant_tag(b"salt"), size, spans=[*spans])
+    for length in sorted(steps):
+        chain.hash_full_blocks(tokens[:length])
+    chain.hash_full_blocks(tokens)
+    tail = chain.hash_tail_block(tokens)
+    return [key.hash for key in (*chain.keys, *([tail] if tail else []))]
+
+
+@given(st.integers(1, 9), st.data())
+def test_blocks_with_rows_of_pictures_are_named_by_picture_row_and_place(size: int, data: st.DataObject) -> None:
+    """Ids are the same everywhere, so only the spans tell blocks apart."""
+    length = data.draw(st.integers(1, 40))
+    tokens = [7] * length
+    cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6, unique=True)))
+    spans = [
+        Span(first, end - first, data.draw(st.sampled_from(PICTURES)), data.draw(st.integers(0, 3)))
+        for first, end in list(pairwise(cuts))[::2]
+    ]
+    found = hash_pictures(tokens, spans, size)
+    assert found == hash_pictures(tokens, spans, size, data.draw(st.lists(st.integers(0, length))))
+    assert found == hash_pictures(tokens, [row for span in spans for row in cut_rows(span, size)], size)
+    plain = hash_blocks(ROOT, tokens, size)
+    num_plain = spans[0].first // size
+    assert found[:num_plain] == plain[:num_plain]
+    assert set(found[num_plain:]).isdisjoint(plain)
+    at = data.draw(st.integers(0, len(spans) - 1))
+    changed = data.draw(st.sampled_from(list(change_span(spans[at]))))
+    other = hash_pictures(tokens, [*spans[:at], *changed, *spans[at + 1 :]], size)
+    num_same = spans[at].first // size
+    assert found[:num_same] == other[:num_same]
+    assert set(found[num_same:]).isdisjoint(other)
+
+
+PICTURES = [bytes([number]) * 32 for number in range(3)]
+
+
+def cut_rows(span: Span, size: int) -> Iterator[Span]:
+    """Yield what blocks have of a span, as spans of their own."""
+    bounds = [span.first, *range((span.first // size + 1) * size, span.end, size), span.end]
+    for first, end in pairwise(bounds):
+        yield Span(first, end - first, span.name, span.row + first - span.first)
+
+
+def change_span(span: Span) -> Iterator[list[Span]]:
+    """Yield what may be in its place and means something else: text, another picture, other rows, rows elsewhere."""
+    yield []
+    yield [span._replace(name=b"other" + bytes(27))]
+    yield [span._replace(row=span.row + 1)]
+    if span.num_tokens > 1:
+        yield [span._replace(first=span.first + 1, num_tokens=span.num_tokens - 1)]
+        yield [span._replace(num_tokens=1), Span(span.first + 1, 1, span.name, span.row)]
 
 
 def keys_of(tenant: str, secret: str, fingerprint: str, block_size: int = 4) -> set[bytes]:

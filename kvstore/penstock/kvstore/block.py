@@ -2,7 +2,8 @@
 
 A block's hash is SHA-256 over its parent's hash and its token ids. The chain begins with the model's fingerprint and
 the tenant's salt: equal hashes mean the same model, the same tenant and the same tokens from the first on, in every
-process. The last block of a prompt may be partial; its hash covers the tokens it has.
+process. The last block of a prompt may be partial; its hash covers the tokens it has. Where tokens stand for a picture
+(`Span`), the hash also covers which one, and which of its rows they are.
 
 Layout of a stored block, little endian; the content follows the header at once:
 
@@ -21,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import xxhash
 
@@ -33,6 +36,7 @@ RAW = 0
 """Codec number of a content that is the payload itself."""
 _FIELDS = struct.Struct("<4sHBBIIQQ32s32s16s16sQ")
 _CHECKSUM = struct.Struct("<Q")
+_PLACE = struct.Struct("<QQQ")
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
 
 
@@ -192,21 +196,53 @@ class BlockFormat:
         return header == self.make_header(name, header.checksum, header.codec, header.content_bytes)
 
 
+class Span(NamedTuple):
+    """Tokens of a prompt, one behind the other, that stand for rows of a picture: their ids do not say which."""
+
+    first: int
+    """Index of the first of them among the prompt's tokens."""
+    num_tokens: int
+    name: bytes
+    """Digest of all that the picture's rows follow from (32 bytes)."""
+    row: int = 0
+    """Which row of the picture the first token stands for."""
+
+    @property
+    def end(self) -> int:
+        """The index behind the last of them."""
+        return self.first + self.num_tokens
+
+
 class BlockHasher:
     """Computes the keys of one sequence's blocks as the sequence grows: `block_size` tokens each, after `root`.
 
     With `scan_chunk_tokens`, the KV of a token depends on how the tokens before it were divided among the model's
     calls. The model reads full scan chunks of that many tokens first, then the rest of the prompt, then one token at a
     time. The hashes of blocks after the last full scan chunk therefore also cover the length of the prompt.
+
+    A block that has tokens of `spans` also covers the picture's name, which row of it the block has first, and where.
     """
 
     def __init__(
-        self, root: bytes, tenant_tag: bytes, block_size: int, scan_chunk_tokens: int = 0, num_prompt_tokens: int = 0
+        self,
+        root: bytes,
+        tenant_tag: bytes,
+        block_size: int,
+        scan_chunk_tokens: int = 0,
+        num_prompt_tokens: int = 0,
+        spans: Sequence[Span] = (),
     ) -> None:
         self.keys: list[BlockKey] = []
         """Keys of the full blocks so far, in order."""
         self.block_size = block_size
         self._root, self._tenant_tag = root, tenant_tag
+        self._spans: dict[int, list[Span]] = {}
+        """By the index of a block: what it has of each span."""
+        for span in spans:
+            for index in range(span.first // block_size, -(-span.end // block_size)):
+                first, end = max(span.first, index * block_size), min(span.end, (index + 1) * block_size)
+                part = Span(first, end - first, span.name, span.row + first - span.first)
+                self._spans.setdefault(index, []).append(part)
         self._first_answer_block = -1
         self.num_prompt_tokens = num_prompt_tokens
         self._last_scan_chunk_block = (
@@ -216,8 +252,9 @@ class BlockHasher:
     def hash_full_blocks(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Add the keys of the blocks that became full, and return them. `token_ids` are all tokens so far."""
         num_known, size = len(self.keys), self.block_size
-        cut, end = self._last_scan_chunk_block, len(token_ids) // size
-        for first, last in ((num_known, cut), (cut, end)) if num_known < cut < end else ((num_known, end),):
+        end = len(token_ids) // size
+        cuts = {self._last_scan_chunk_block, *self._spans, *(index + 1 for index in self._spans)}
+        for first, last in pairwise([num_known, *sorted(cut for cut in cuts if num_known < cut < end), end]):
             hashes = hash_blocks(self._parent_hash(first), token_ids[first * size : last * size], size)
             self.keys += [BlockKey(block_hash, size, self._tenant_tag) for block_hash in hashes]
         return self.keys[num_known:]
@@ -246,6 +283,9 @@ class BlockHasher:
             parent = hashlib.sha256(b"prompt" + self.num_prompt_tokens.to_bytes(8, "little") + parent).digest()
         if index == self._first_answer_block:
             parent = hashlib.sha256(b"answer" + self.num_prompt_tokens.to_bytes(8, "little") + parent).digest()
+        for span in self._spans.get(index, ()):
+            place = _PLACE.pack(span.row, span.first, span.num_tokens)
+            parent = hashlib.sha256(b"picture" + span.name + place + parent).digest()
         return parent
 
 

@@ -23,6 +23,7 @@ from penstock.kvstore.block import (
     BlockKey,
     PromptBlocks,
     ReadRequest,
+    Span,
     derive_tenant_root,
 )
 from penstock.kvstore.codec import Element, make_codecs
@@ -184,14 +185,14 @@ class KVStore:
             tiers.append(RedisTier.open(block_format, addresses, budget_bytes, KEEP_S, codecs))
         return cls(layout, tiers, settings)
 
-    def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
-        """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens."""
+    def make_hasher(self, tenant: str, num_prompt_tokens: int = 0, spans: Sequence[Span] = ()) -> BlockHasher:
+        """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens and these spans."""
         layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self.layout.fingerprint, tenant)
-        return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens)
+        return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens, spans)
 
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
-        """Return the names of the blocks of a tenant's prompt."""
-        hasher = self.make_hasher(tenant, len(token_ids))
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
+        hasher = self.make_hasher(tenant, len(token_ids), spans)
         hasher.hash_full_blocks(token_ids)
         tail_key = hasher.hash_tail_block(token_ids)
         if self.layout.has_separate_answer_keys:
