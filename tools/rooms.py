@@ -32,7 +32,7 @@ FLOORS = [floor for floors in HOUSE.values() for floor in floors]
 PORTIONS = [ROOT / folder for folder in HOUSE]
 """These folders. Each has a folder `penstock/` without `__init__.py`."""
 ENGINE_FLOORS = (
-    ("counts", "drafts", "gguf", "device", "text"),
+    ("counts", "drafts", "gguf", "device", "text", "pictures"),
     ("sequence", "kernels", "vectors"),
     ("contract", "memory", "weights", "sampling"),
     ("limits", "steps", "scheduling"),

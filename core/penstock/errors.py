@@ -18,6 +18,7 @@ PenstockError
 │   ├── OutOfMemory            computing it takes more memory than there is
 │   ├── StoreUnreachable       its stored data cannot be read or written
 │   ├── ModelError             computing it fails
+│   │   └── PicturesNeeded       a row of a picture is to be computed by a worker without its pixels
 │   └── InternalError          a bug or a fault of the machine; the message says what is known
 ├── StreamError              reading a token stream
 │   ├── StreamDiverged         the log has other tokens than the reader saw
@@ -202,6 +203,12 @@ class ModelError(RequestError):
     """Computing the request fails."""
 
     code = "model_error"
+
+
+class PicturesNeeded(ModelError):
+    """A row of a picture is to be computed, its KV being lost, by a worker that has no pixels: one that reads the
+    picture can go on.
+    """
 
 
 class InternalError(RequestError):

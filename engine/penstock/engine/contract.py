@@ -27,7 +27,7 @@ from penstock.worker_speed import WorkerSpeed
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
     from penstock.engine.sequence import Sequence as EngineSequence
     from penstock.engine.vectors import TextReader, TextRequest
-    from penstock.kvstore.block import PromptBlocks
+    from penstock.kvstore.block import PromptBlocks, Span
 
 
 class ModelCard(Protocol):
@@ -300,8 +300,8 @@ class InferenceEngine(TokenSource, Protocol):
         At most `max_tokens` of each request count.
         """
 
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> "PromptBlocks":
-        """Return the names of the blocks of a tenant's prompt."""
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: "Sequence[Span]" = ()) -> "PromptBlocks":
+        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
 
     def add_request(self, request: "EngineSequence") -> None:
         """Load what the stores have of a request's blocks, then compute it. It has its `blocks`, by `hash_prompt`.

@@ -9,6 +9,8 @@ grammar forces. Each is compared with the token that comes, also where it was no
 is known without computing drafts, and a sequence whose guesses fail costs nothing but the comparison.
 """
 
+from collections.abc import Collection
+
 from penstock.grammar.state import GrammarState
 
 NGRAM_TOKENS = (2, 1)
@@ -24,7 +26,9 @@ FIRST_SHARE_RIGHT, NEWEST_WEIGHT = 0.5, 0.25
 class Drafter:
     """Guesses the next tokens of one sequence by its n-grams, and counts how often guesses were right."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Collection[int] = ()) -> None:
+        """`rows` are the ids of tokens that stand for pictures: guesses end before them."""
+        self._rows = rows
         self._num_read = 0
         """Leading tokens of the sequence that are indexed and were compared."""
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in NGRAM_TOKENS]
@@ -92,6 +96,11 @@ class Drafter:
         if not self._num_equal:
             return []
         draft = token_ids[self._source : self._source + max_tokens]
+        if (
+            self._rows
+            and (first := next((at for at, token in enumerate(draft) if token in self._rows), None)) is not None
+        ):
+            return draft[:first]
         period = len(draft)
         while len(draft) < max_tokens:
             draft.append(draft[len(draft) - period])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.counts import TokenCounts
 from penstock.engine.drafts import Drafter
+from penstock.engine.pictures.rows import Pictures
 from penstock.errors import GrammarFailed, SequenceFailed
 from penstock.grammar.state import GrammarState
 from penstock.kvstore.block import BlockHasher, PromptBlocks
@@ -66,6 +67,9 @@ class Sequence:
     An `is_pooled` sequence has no output: it is done once its prompt is computed, and `vector` is what the model's head
     would read at the last token.
 
+    With `pictures` some tokens of the prompt stand for rows of pictures. Penalties do not count them, and no draft has
+    them.
+
     An `is_suspect` sequence may make a step fail: it is computed alone until one of its tokens was sampled.
     """
 
@@ -94,6 +98,7 @@ class Sequence:
         retain_s: float = 0.0,
         since_s: float = 0.0,
         is_pooled: bool = False,
+        pictures: Pictures | None = None,
         context: Any = None,
     ) -> None:
         self.id, self.priority_class, self.since_s = id, priority_class, since_s
@@ -101,7 +106,7 @@ class Sequence:
         self.tenant, self.weight = tenant, weight
         """The tenant's share of the tokens where tenants compete."""
         self.is_suspect, self.is_pooled = is_suspect, is_pooled
-        self.grammar = grammar
+        self.grammar, self.pictures = grammar, pictures
         self.num_prompt_logprobs = num_prompt_logprobs
         self._blocks, self.lease_owner, self.was_handed_off = blocks, lease_owner, was_handed_off and not lease_owner
         self.retain_s, self.context = retain_s, context
@@ -152,7 +157,8 @@ class Sequence:
     @cached_property
     def drafter(self) -> Drafter:
         """What guesses its next tokens. A sequence that is handed off with its first token has no use for it."""
-        return Drafter()
+        rows = set() if self.pictures is None else {self.token_ids[span.first] for span in self.pictures.spans}
+        return Drafter(rows)
 
     @property
     def num_output_tokens(self) -> int:
@@ -221,7 +227,8 @@ class Sequence:
     def count_tokens(self) -> TokenCounts:
         """Return how often each token occurs, up to the last one. Later calls change the counts that are returned."""
         if self._counts is None:
-            self._counts = TokenCounts(self.token_ids[: self.num_prompt_tokens])
+            prompt = self.token_ids[: self.num_prompt_tokens]
+            self._counts = TokenCounts(prompt if self.pictures is None else self.pictures.leave_out_rows(prompt))
             self._num_counted_tokens = self.num_prompt_tokens
         self._counts.add_output(self.token_ids[self._num_counted_tokens :])
         self._num_counted_tokens = len(self.token_ids)

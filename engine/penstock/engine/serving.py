@@ -26,10 +26,11 @@ from penstock.engine.contract import (
 from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
+from penstock.engine.pictures.rows import SeenPicture
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.vectors import TextRequest, normalize_vectors
 from penstock.errors import SequenceFailed
-from penstock.kvstore.block import BlockKey, PromptBlocks
+from penstock.kvstore.block import BlockKey, PromptBlocks, Span
 from penstock.kvstore.retention import RetentionChange
 from penstock.kvstore.store import KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
@@ -144,6 +145,8 @@ class ServingEngine:
         """By id: the prompts of texts that are not computed yet, each with its request and its place in that."""
         self._unfed: dict[str, deque[Sequence]] = {}
         """By request: those of them that the core does not have yet."""
+        self._unseen: list[tuple[Sequence, list[Future[SeenPicture]]]] = []
+        """Requests whose blocks were loaded, with the pictures that the model is still to see for them."""
         self._ended: list[Ended] = []
         """The ends of requests with texts that were not collected yet."""
         self._transfers = self._make_transfers()
@@ -194,9 +197,9 @@ class ServingEngine:
 
     # Requests
 
-    def hash_prompt(self, tenant: str, token_ids: Items[int]) -> PromptBlocks:
-        """Return the names of the blocks of a tenant's prompt."""
-        return self.store.hash_prompt(tenant, token_ids)
+    def hash_prompt(self, tenant: str, token_ids: Items[int], spans: Items[Span] = ()) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
+        return self.store.hash_prompt(tenant, token_ids, spans)
 
     def add_request(self, request: Sequence) -> None:
         """Load the blocks of all tokens that a request has, output included, then compute it.
@@ -453,7 +456,7 @@ class ServingEngine:
         """Yield an event for each load that is done, and each store that a job waited for, in the order of their ends,
         and before these for each request whose texts are computed.
 
-        Sequences whose blocks were loaded are in the core then.
+        Sequences whose blocks were loaded are in the core then, unless the model is still to see their pictures.
         """
         ended, self._ended = self._ended, []
         yield from ended
@@ -463,11 +466,32 @@ class ServingEngine:
                 case LoadOperation():
                     loaded = self._finish_load(seq, operation)
                     if self._seqs.get(seq.id) is seq:
-                        self.core.add_sequence(seq)
+                        self._see_pictures(seq, len(operation.missing_tiers) * self.store.layout.block_size)
                         yield loaded
                 case StoreOperation() if operation.lease_owner and operation.blocks:
                     num_blocks = len(operation.blocks)
                     yield Stored(seq.context, num_blocks, operation.started_s, operation.finished_s)
+
+        unseen, self._unseen = self._unseen, []
+        for seq, pictures in unseen:
+            if self._seqs.get(seq.id) is not seq:
+                continue
+            if all(picture.done() for picture in pictures):
+                self.core.add_sequence(seq)
+            else:
+                self._unseen.append((seq, pictures))
+
+    def _see_pictures(self, seq: Sequence, num_found: int) -> None:
+        """Have the model see the pictures of a request that KV was not found of, on its thread beside the steps; then
+        compute the request.
+        """
+        pictures = [] if seq.pictures is None else seq.pictures.see_behind(num_found)
+        if not pictures:
+            self.core.add_sequence(seq)
+            return
+        self._unseen.append((seq, pictures))
+        for picture in pictures:
+            picture.add_done_callback(lambda _: self.wake_waiter())
 
     def _finish_load(self, seq: Sequence, load: LoadOperation) -> Loaded:
         """Note what is to be written of a sequence whose blocks were loaded, and return the event."""
@@ -489,8 +513,8 @@ class ServingEngine:
         return Loaded(seq.context, *found, load.started_s, load.finished_s)
 
     def is_moving_blocks(self) -> bool:
-        """Return whether transfers are under way or were not collected yet."""
-        return len(self._transfers) > 0 or bool(self._ended)
+        """Return whether transfers are under way or were not collected yet, or pictures are to be seen."""
+        return len(self._transfers) > 0 or bool(self._ended) or bool(self._unseen)
 
     def wait_for_event(self) -> None:
         """Wait a moment at most for something to collect, or for `wake_waiter`."""
@@ -541,6 +565,7 @@ class ServingEngine:
         for request_id in [*self._seqs, *{request.id: None for _, request, _ in self._rows.values()}]:
             self.remove_request(request_id)
         self._ended.clear()
+        self._unseen.clear()
 
 
 def _find_request(seq: SequenceProgress) -> SequenceProgress:

@@ -22,7 +22,7 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.engine.vectors import Floats, TextReader, TextRequest, VectorCard
 from penstock.engine.weights.files import DEMO_MODEL
-from penstock.kvstore.block import BlockHasher, PromptBlocks
+from penstock.kvstore.block import BlockHasher, PromptBlocks, Span
 from penstock.messages import Logprobs, Text, Vectors
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
@@ -139,9 +139,9 @@ class FormulaEngine:
             if seq.is_waiting and seq.priority_class in ranks
         )
 
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PromptBlocks:
         """Return the names of a prompt's blocks."""
-        hasher = BlockHasher(bytes(32), bytes(16), BLOCK_SIZE, 0, len(token_ids))
+        hasher = BlockHasher(bytes(32), bytes(16), BLOCK_SIZE, 0, len(token_ids), spans)
         hasher.hash_full_blocks(token_ids)
         return PromptBlocks(hasher, hasher.hash_tail_block(token_ids), len(token_ids) // BLOCK_SIZE)
 

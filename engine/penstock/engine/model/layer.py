@@ -198,8 +198,8 @@ class NativeLayer(nn.Module):
 class RotaryTable:
     """The cosines and sines of a model's rotary embedding by position, computed once by its own module.
 
-    With small models and small batches that module takes as long as a layer. One of three axes, for pictures, gives a
-    text's positions to each of them.
+    With small models and small batches that module takes as long as a layer. One of three axes, for pictures, takes a
+    text's positions for each of them.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -208,6 +208,8 @@ class RotaryTable:
         self._is_fixed = getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
         self._rows = (torch.empty(0), torch.empty(0))
         """[positions, size] each."""
+        self._axes = torch.empty(0)
+        """The axis of each number of a row, [size], where there are three."""
 
     def get_table(self, x: Tensor, last_position: int) -> tuple[Tensor, Tensor] | None:
         """Return the cosines and sines of all positions up to `last_position`, at least: [positions, size] each.
@@ -223,13 +225,27 @@ class RotaryTable:
         return self._rows
 
     def find_rows(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of position ids [1, T], [1, T, size] each, of `x`'s dtype."""
+        """Return the cosines and sines of position ids [1, T], or [3, 1, T] on three axes: [1, T, size] each, of `x`'s
+        dtype.
+        """
         table = self.get_table(x, int(position_ids.max()))
         if table is None:
             found: tuple[Tensor, Tensor] = self._rotary(x, position_ids)
             return found
+        if position_ids.dim() == 3:
+            # From the table, too: torch rounds a row otherwise than the same row among others.
+            numbers = torch.arange(table[0].shape[1])
+            positions = position_ids[self._find_axes(x), 0].T
+            return table[0][positions, numbers][None], table[1][positions, numbers][None]
         positions = position_ids[0]
         return table[0][positions][None], table[1][positions][None]
+
+    def _find_axes(self, x: Tensor) -> Tensor:
+        """Return the axis of each number of a row: the one whose position 1 gives it a sine."""
+        if not len(self._axes):
+            sines = self._rotary(x.float(), torch.eye(3, dtype=torch.int64)[:, None])[1][0]
+            self._axes = sines.abs().argmax(0)
+        return self._axes
 
 
 class NativeModel:
@@ -269,6 +285,8 @@ class NativeModel:
         They are valid until the next call.
         """
         batch = step.batch
+        if batch.seen_rows is not None:
+            return self._compute_stages(step, batch.input_ids, batch.seen_rows.position_ids, batch.logits_to_keep)
         table = None if self._args is None else self._rotary.get_table(self._like, batch.last_position)
         if self._args is None or table is None:
             return self.compute_rows(step, batch.position_ids, batch.logits_to_keep)
@@ -288,11 +306,15 @@ class NativeModel:
         return self._compute_model(self._args, step, addresses, len(kept), table)
 
     def _compute_stages(self, step: NativeStep, ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
-        """Compute the parts one after the other: ids and positions [1, T] to logits [rows to keep, vocabulary]."""
-        x = self._embed(ids)
+        """Compute the parts one after the other: ids [1, T], and positions, to logits [rows to keep, vocabulary]."""
+        x, stages, seen = self._embed(ids), self._stages, step.batch.seen_rows
+        if seen is not None:
+            x[0, seen.at], stages = seen.seen.rows, self._layers
         tables = self._rotary.find_rows(x, positions)
-        for stage in self._stages:
+        for number, stage in enumerate(stages):
             x = stage.compute(step, x, tables, None)
+            if seen is not None and number < len(seen.seen.added):
+                x[0, seen.at] += seen.seen.added[number]
         self.hidden = self._norm(x[0, kept])
         logits: Tensor = self._head(self.hidden)
         return logits

@@ -29,6 +29,7 @@ from penstock.engine.steps.choice import FirstOfEqual
 from penstock.engine.steps.latent import LatentHeads, expand_latents
 from penstock.engine.steps.masks import OwnAttention, Unsupported, make_mask_rule
 from penstock.engine.steps.step import SingleSequenceStep, Step, current_step
+from penstock.engine.steps.step_batch import SeenRows
 
 ATTENTION_NAME = "penstock"
 """The attention implementation's name in transformers."""
@@ -58,7 +59,32 @@ def run_module(module: Any, step: Step, **given: Any) -> Any:
     """
     usual = {"position_ids": step.batch.position_ids, "past_key_values": PagedCache(), "use_cache": True}
     with run_with_step(module, step):
+        if step.batch.seen_rows is not None:
+            with _read_seen(module, step.batch.input_ids, step.batch.seen_rows) as read:
+                return module(**{**usual, **read, **given})
         return module(input_ids=step.batch.input_ids, **{**usual, **given})
+
+
+@contextmanager
+def _read_seen(module: Any, ids: Tensor, rows: SeenRows) -> Iterator[dict[str, Any]]:
+    """Let the module add behind its first layers, within the context, what it sees in pictures; yield what it reads."""
+    x = module.get_input_embeddings()(ids)
+    x[0, rows.at] = rows.seen.rows
+
+    def add_behind(layer: Any, added: Tensor) -> Any:
+        def add(_: Any, given: Any, out: Tensor) -> Tensor:
+            out[0, rows.at] += added
+            return out
+
+        return layer.register_forward_hook(add)
+
+    layers = module.get_decoder().layers
+    handles = [add_behind(layer, added) for layer, added in zip(layers, rows.seen.added, strict=False)]
+    try:
+        yield {"inputs_embeds": x, "position_ids": rows.position_ids}
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Layers(list[Any]):

@@ -54,7 +54,7 @@ class NativeStep(Step):
     def find_first_keys(self, visible: Visibility | None) -> Tensor | None:
         """Return the first position that each row sees in a kind of layer, int32 [T]; None if that is 0 for all."""
         if visible is not None and visible not in self._first_keys:
-            self._first_keys[visible] = find_first_visible(visible, self.batch.position_ids[0])
+            self._first_keys[visible] = find_first_visible(visible, self.batch.places)
         return None if visible is None else self._first_keys[visible]
 
     def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,18 +6,35 @@ processor's cache, and its first operation takes 100 us.
 
 from array import array
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.device import to_device
+from penstock.engine.pictures.rows import SeenPicture
 from penstock.engine.sequence import Plan, Sequence
+from penstock.errors import RequestError, SequenceFailed
+
+
+class SeenRows(NamedTuple):
+    """The rows of pictures among the new tokens of a step."""
+
+    at: Tensor
+    """Where they are in the flat batch: [rows]."""
+    seen: SeenPicture
+    """What the model sees in all of them."""
+    position_ids: Tensor
+    """The positions of all T new tokens: [1, T], or [3, 1, T] on three axes."""
 
 
 class StepBatch:
     """The tensors of one step. The drafts of the sequences are part of it.
 
-    `plan` counts them, and is reordered: sequences with one new token first, then those with several.
+    `plan` counts them, and is reordered: sequences with one new token first, then those with several. Raises
+    `SequenceFailed` for a sequence of which a row of a picture is needed and cannot be had.
     """
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
@@ -39,6 +56,7 @@ class StepBatch:
     def _collect_tokens(self) -> None:
         self._ids: list[int] = []
         self._positions: list[int] = []
+        self._places: list[int] = []
         self._slot_blocks: list[int] = []
         self._logit_rows: list[int] = []
         self.prompt_rows: list[tuple[Sequence, range]] = []
@@ -49,7 +67,7 @@ class StepBatch:
             start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
             self._ids += seq.token_ids[start:end]
             self._ids += seq.draft
-            self._positions += range(start, end)
+            self._places += range(start, end)
             self._slot_blocks += [seq.block_table[position // size] for position in range(start, end)]
             last = (end - 1) // size
             if end % size and start <= last * size:
@@ -60,9 +78,43 @@ class StepBatch:
                 positions = range(max(start, len(seq.prompt_logprobs)), min(end, seq.num_prompt_tokens - 1))
                 self.prompt_rows.append((seq, positions))
                 prompt_logit_rows += [len(self._ids) - end + position for position in positions]
+        self._positions = self._places
+        """They differ where a sequence has pictures, and its model positions of three axes."""
+        self.seen_rows: SeenRows | None = None
+        """The rows of pictures that the step computes."""
+        if any(seq.pictures is not None for seq, _ in self.plan):
+            self._collect_pictures()
         self.num_sampled_rows = len(self._logit_rows)
         """The first rows of logits, which tokens are sampled from. Those of `prompt_rows` follow."""
         self._logit_rows += prompt_logit_rows
+
+    def _collect_pictures(self) -> None:
+        """Find the positions of all tokens, and what the model sees in the rows of pictures among them."""
+        row, at, parts, found = 0, list[int](), list[SeenPicture](), list[NDArray[np.int64]]()
+        has_axes = any(seq.pictures is not None and seq.pictures.has_axes for seq, _ in self.plan)
+        for seq, num in self.plan:
+            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
+            if seq.pictures is None:
+                found.append(np.broadcast_to(np.arange(start, end), (3, num)))
+            else:
+                found.append(seq.pictures.find_positions(start, end))
+                try:
+                    for first, seen in seq.pictures.find_seen(start, end):
+                        at += range(row + first - start, row + first - start + len(seen.rows))
+                        parts.append(seen)
+                except RequestError as error:
+                    raise SequenceFailed(seq, error) from error
+            row += num
+        positions = np.concatenate(found, 1)
+        if has_axes:
+            self._positions = positions[0].tolist()
+        if parts:
+            seen = SeenPicture(
+                torch.cat([part.rows for part in parts]),
+                tuple(map(torch.cat, zip(*(part.added for part in parts), strict=True))),
+            )
+            ids = self._to_tensor((positions if has_axes else positions[:1]).ravel().tolist())
+            self.seen_rows = SeenRows(self._to_tensor(at), seen, ids.view(3, 1, -1) if has_axes else ids[None])
 
     def _to_tensor(self, values: list[int]) -> Tensor:
         return to_device(values, self.device, torch.int64)
@@ -70,7 +122,7 @@ class StepBatch:
     @cached_property
     def row_values(self) -> "array[int]":
         """The ids, positions, blocks and rows in the blocks of the T new tokens, one list behind the other."""
-        rows = [position % self.block_size for position in self._positions]
+        rows = [place % self.block_size for place in self._places]
         return array("q", self._ids + self._positions + self._slot_blocks + rows)
 
     @cached_property
@@ -90,8 +142,13 @@ class StepBatch:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Their positions, each in its own sequence: [1, T]."""
+        """Their positions, each in its own sequence: [1, T]; on the first axis where there are three."""
         return self._rows[1:2]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """How many tokens of its sequence are before each: [T]."""
+        return self._rows[1] if self._places is self._positions else self._to_tensor(self._places)
 
     @property
     def last_position(self) -> int:
@@ -102,7 +159,7 @@ class StepBatch:
     def answer_rows(self) -> Tensor:
         """Which of the T new tokens are behind their sequence's prompt: [T]."""
         ends = [seq.num_prompt_tokens for seq, num in self.plan for _ in range(num)]
-        return self.position_ids[0] >= self._to_tensor(ends)
+        return self.places >= self._to_tensor(ends)
 
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,147 @@
+"""Reads pictures for a model: transformers' own processors make pixels, and the tokens that stand for their rows.
+
+A picture is prepared by itself, by Pillow whatever else is installed: pixels depend on no other picture of the prompt,
+and on no worker.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import transformers
+from numpy.typing import NDArray
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from penstock.engine.pictures.rows import Grid, Pictures, find_axis_positions
+from penstock.engine.pictures.vision import Pixels, Vision
+from penstock.errors import InvalidRequest, ModelLoadError
+from penstock.kvstore.block import Span
+
+FAMILIES = frozenset({
+    "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
+    "smolvlm",
+})  # fmt: skip
+"""Types of models whose tokens were compared with those of `generate()`. In others, rows of a picture may see those
+behind them, which chunks of a prompt do not allow."""
+_AXES = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
+"""Those with positions of three axes."""
+
+
+class PicturePrompt(NamedTuple):
+    """A prompt with the rows of its pictures."""
+
+    token_ids: list[int]
+    spans: list[Span]
+    positions: NDArray[np.int64] | None
+    """On three axes: [3, tokens]. None where each token's is its place."""
+    pixels: dict[bytes, tuple[Pixels, int]]
+    """By name of a picture: its pixels, and how many rows it has."""
+
+    def make_pictures(self, vision: Vision, salt: bytes) -> Pictures:
+        """Return the pictures of a tenant's sequence, to be seen by `vision`."""
+        return Pictures(self.spans, self.positions, lambda name: vision.see(salt + name, *self.pixels[name]))
+
+
+class PictureReader:
+    """Makes a prompt of a chat's tokens and its pictures."""
+
+    def __init__(self, directory: Path, config: Any) -> None:
+        """Load the processor of a model. Raises `ModelLoadError` where its pictures cannot be read."""
+        if config.model_type not in FAMILIES:
+            raise ModelLoadError(f"pictures of models of type {config.model_type} are not read here, only texts")
+        try:
+            self.processor = _load_processor(directory, config)
+        except Exception as error:
+            reason = " ".join(str(error).split())  # of a library that is missing, with what to install
+            raise ModelLoadError(f"its processor of pictures cannot be loaded: {reason}") from error
+        self.row_id: int = config.image_token_id
+        """The token that a chat has for each picture, and a prompt for each row."""
+        self._has_axes = config.model_type in _AXES
+        images = self.processor.image_processor
+        settings = json.dumps(images.to_dict(), sort_keys=True, default=str)
+        self._settings = f"{type(images).__name__} {settings}".encode()
+
+    def read_chat(self, token_ids: Sequence[int], pictures: Sequence[tuple[bytes, Any]]) -> PicturePrompt:
+        """Return the prompt of a chat whose tokens have one for each picture.
+
+        `pictures` are the digest of each, and the picture itself, as Pillow's `Image` in RGB. Raises `InvalidRequest`.
+        """
+        if token_ids.count(self.row_id) != len(pictures):
+            raise InvalidRequest(
+                f"the chat template has places for {token_ids.count(self.row_id)} pictures, and the chat has "
+                f"{len(pictures)}"
+            )
+        ids, spans, pixels = list[int](), list[Span](), dict[bytes, tuple[Pixels, int]]()
+        grids, left = list[tuple[int, Grid]](), enumerate(pictures, 1)
+        for token_id in token_ids:
+            if token_id != self.row_id:
+                ids.append(token_id)
+                continue
+            number, (digest, picture) = next(left)
+            replacement, found = self._prepare(number, picture, len(pictures))
+            name = hashlib.sha256(b"picture %dx%d " % picture.size + digest + self._settings).digest()
+            first = list(_find_spans(replacement, self.row_id, name, len(ids)))
+            if self._has_axes:
+                grids.append((first[0].first, self._find_grid(found)))
+            spans += first
+            ids += replacement
+            pixels[name] = found, sum(span.num_tokens for span in first)
+        return PicturePrompt(ids, spans, find_axis_positions(len(ids), grids) if grids else None, pixels)
+
+    def _prepare(self, number: int, picture: Any, num_pictures: int) -> tuple[list[int], Pixels]:
+        """Return the tokens in the place of a picture, and its pixels."""
+        try:
+            found = self.processor(
+                images=[picture], text=[self.processor.image_token], add_special_tokens=False, return_tensors="pt"
+            )
+        except Exception as error:  # it refuses some shapes, each processor by an error of its own
+            raise InvalidRequest(
+                f"picture {number} of {num_pictures} cannot be read for this model: {error}"
+            ) from error
+        pixels = {key: x for key, x in found.items() if key not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        if "batch_num_images" in pixels and num_pictures > 1:
+            raise InvalidRequest("this model reads one picture of a chat: it divides one otherwise beside others")
+        return found["input_ids"][0].tolist(), pixels
+
+    def _find_grid(self, pixels: Pixels) -> Grid:
+        time, height, width = pixels["image_grid_thw"][0].tolist()
+        merge = self.processor.image_processor.merge_size
+        return time, height // merge, width // merge
+
+
+def _find_spans(token_ids: Sequence[int], row_id: int, name: bytes, first: int) -> "list[Span]":
+    """Return the rows of a picture among the tokens in its place, of which the first is the prompt's `first`."""
+    spans, row = list[Span](), 0
+    for is_row, group in groupby(token_ids, lambda token_id: token_id == row_id):
+        num = len(list(group))
+        if is_row:
+            spans.append(Span(first, num, name, row))
+            row += num
+        first += num
+    return spans
+
+
+def _load_processor(directory: Path, config: Any) -> Any:
+    """Return the processor of a model's texts and pictures. That of videos, which needs torchvision, is left out."""
+    stock: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+    known = inspect.signature(stock.__init__).parameters
+
+    class Processor(stock):  # type: ignore[misc]
+        def __init__(self, image_processor: Any, tokenizer: Any, **given: Any) -> None:
+            super().__init__(image_processor=image_processor, tokenizer=tokenizer, **given)
+
+    described, _ = stock.get_processor_dict(directory)
+    given = {name: value for name, value in described.items() if name in known}
+    if "video_processor" in known:
+        given["video_processor"] = None
+    images = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+    # One of its own: some processors add tokens to it.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    return Processor(
+        images, tokenizer, **{name: x for name, x in given.items() if name not in ("image_processor", "tokenizer")}
+    )

@@ -1,0 +1,111 @@
+"""Where a prompt has rows of pictures, at which positions they are, and what the model sees in them.
+
+A *row* is a token of the prompt that stands for a part of a picture. Its id is the same for all rows of all pictures;
+what the model reads in its place was computed from pixels. Behind the first layers, some models add more to it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PicturesNeeded
+from penstock.kvstore.block import Span
+
+if TYPE_CHECKING:  # `penstock plan` schedules sequences without torch
+    from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""How many rows a picture has in time, in height, and in width."""
+
+
+class SeenPicture(NamedTuple):
+    """What the model sees in a picture: [rows, hidden size] each."""
+
+    rows: "Tensor"
+    """What it reads in the place of the tokens' embeddings."""
+    added: "tuple[Tensor, ...]" = ()
+    """What is added behind the first layers, one behind the other."""
+
+    def cut(self, first: int, end: int) -> "SeenPicture":
+        """Return the same of some of the rows."""
+        return SeenPicture(self.rows[first:end], tuple(rows[first:end] for rows in self.added))
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory it takes."""
+        return sum(rows.numel() * rows.itemsize for rows in (self.rows, *self.added))
+
+
+See = Callable[[bytes], "Future[SeenPicture]"]
+"""Has the model see the picture of a name. A second call returns the same."""
+
+
+class Pictures:
+    """The pictures of a prompt. `spans` have their rows in order, those of a picture in one span or in several.
+
+    `positions` are those of the prompt's tokens, [3, tokens], for a rotary embedding of three axes. `see` is None in a
+    worker without pixels, which can go on only where no row of a picture is to be computed.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], positions: NDArray[np.int64] | None = None, see: See | None = None
+    ) -> None:
+        assert spans, "a prompt without pictures"
+        self.spans, self._positions, self._see = spans, positions, see
+        self.end = spans[-1].end
+        """The index behind the last row."""
+        self.has_axes = positions is not None
+        self.delta = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
+        """What is added to the place of a token behind the prompt to get its position."""
+
+    def find_positions(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return the positions of the tokens from `start` to before `end`, behind the prompt too: [3, tokens]."""
+        places = np.arange(start, end)
+        if self._positions is None:
+            return np.broadcast_to(places, (3, end - start))
+        num_prompt = self._positions.shape[1]
+        behind = np.broadcast_to(places[places >= num_prompt] + self.delta, (3, max(0, end - max(start, num_prompt))))
+        return np.concatenate([self._positions[:, start:end], behind], 1)
+
+    def find_seen(self, start: int, end: int) -> Iterator[tuple[int, SeenPicture]]:
+        """Yield what the model sees in the rows from `start` to before `end`: where each part begins, and the part.
+
+        Waits until it has seen them. Raises `PicturesNeeded` where there are no pixels, and what made seeing fail.
+        """
+        for span in self.spans:
+            first, last = max(start, span.first), min(end, span.end)
+            if first < last:
+                if self._see is None:
+                    raise PicturesNeeded(f"token {first:,} of the prompt is of a picture, whose pixels are not here")
+                shift = span.row - span.first
+                yield first, self._see(span.name).result().cut(first + shift, last + shift)
+
+    def see_behind(self, start: int) -> "list[Future[SeenPicture]]":
+        """Have the model see what is needed to compute the prompt from a token on."""
+        names = dict.fromkeys(span.name for span in self.spans if span.end > start)
+        return [] if self._see is None else [self._see(name) for name in names]
+
+    def leave_out_rows(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens of the prompt that stand for themselves."""
+        bounds = [0, *(bound for span in self.spans for bound in (span.first, span.end)), len(token_ids)]
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        return [token_id for first, end in pairs for token_id in token_ids[first:end]]
+
+
+def find_axis_positions(num_tokens: int, pictures: Sequence[tuple[int, Grid]]) -> NDArray[np.int64]:
+    """Return the positions of a prompt's tokens on three axes, [3, tokens].
+
+    `pictures` are the first row of each, and its rows in time, height and width. A picture takes as many positions as
+    its longer side has rows, and so the text behind it has lower ones than places.
+    """
+    parts, place, position = [], 0, 0
+    for first, grid in pictures:
+        parts.append(np.broadcast_to(np.arange(first - place) + position, (3, first - place)))
+        position += first - place
+        parts.append(np.indices(grid).reshape(3, -1) + position)
+        place, position = first + int(np.prod(grid)), position + max(grid[1:])
+    rest = num_tokens - place
+    return np.concatenate([*parts, np.broadcast_to(np.arange(rest) + position, (3, rest))], 1)

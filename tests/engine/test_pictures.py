@@ -1,0 +1,382 @@
+"""Prompts with pictures get the tokens of `generate()`, in chunks, in batches, and where only their KV is known."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine.engine import Engine
+from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.proof import prove_model
+from penstock.engine.model.model import LoadedModel
+from penstock.engine.model.trial import compute_tokens
+from penstock.engine.pictures.rows import Pictures, See, SeenPicture, find_axis_positions
+from penstock.engine.pictures.vision import Vision
+from penstock.engine.sequence import Sequence as EngineSequence
+from penstock.engine.serving import ServingEngine
+from penstock.engine.steps import hooks
+from penstock.errors import ModelError, PicturesNeeded, SequenceFailed
+from penstock.kvstore.block import BlockHasher, Span
+from penstock.kvstore.store import KVStore, StoreLayout
+from tests.engine.helpers import BLOCK, GREEDY, run_sequences, sequence
+from tests.engine.test_seeing import IMAGE_TOKEN, SEEING, TEXT, save_seeing
+from tools.handover import export_blocks, import_blocks
+
+GRID = (1, 4, 6)
+TILED = ("idefics3", "smolvlm")
+"""Their pixels have a dimension for the tiles of all pictures of a prompt."""
+NEW = 12
+
+
+def draw_pixels(name: str, seed: int) -> dict[str, Tensor]:
+    """Return what a processor would give of a picture."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance)
+
+    if name.startswith("qwen"):
+        return {"pixel_values": draw(96, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 8, 12]])}
+    if name == "mistral3":
+        return {"pixel_values": draw(1, 3, 56, 56), "image_sizes": torch.tensor([[56, 56]])}
+    return {"pixel_values": draw(1, 1, 3, 56, 56) if name in TILED else draw(1, 3, 56, 56)}
+
+
+@dataclass
+class Prompt:
+    """A prompt, and its pictures as rows and for `generate()`."""
+
+    token_ids: list[int]
+    spans: list[Span] = field(default_factory=list)
+    pixels: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def join_pixels(self, name: str) -> dict[str, Tensor]:
+        """Return the keyword arguments of `generate()`."""
+        dim = 1 if name in TILED else 0
+        found = {key: torch.cat([one[key] for one in self.pixels], dim) for key in (self.pixels or [{}])[0]}
+        if found and name.startswith("qwen"):
+            found["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in self.token_ids]])
+        return found
+
+
+class Case:
+    """A tiny model, its prompts, and what `generate()` answers."""
+
+    def __init__(self, name: str, directory: Path, dtype: str = "float32") -> None:
+        self.name = name
+        self.settings = EngineSettings(
+            model=str(save_seeing(name, directory)), max_step_tokens=48, pool_mb=16, threads=1, dtype=dtype,
+            cache_dir=str(directory / "cache"),
+        )  # fmt: skip
+        model = load_model(self.settings)
+        self.vision = Vision(model.module, model.stock_attention)
+        self.num_rows = self._count_rows(model)
+        self.prompts = self._make_prompts()
+        self.expected = [self._generate(model, prompt) for prompt in self.prompts]
+        self.positions = [self._find_positions(prompt) for prompt in self.prompts]
+        self.has_right_positions = all(map(self._check_positions(model), self.prompts, self.positions))
+        self.model = prove_model(model, self.settings)
+        self.pixels = {self._name(one): one for prompt in self.prompts for one in prompt.pixels}
+
+    def _count_rows(self, model: LoadedModel) -> int:
+        with torch.inference_mode():
+            module = model.module
+            module.set_attn_implementation(model.stock_attention)
+            output = getattr(module, "model", module).get_image_features(**draw_pixels(self.name, 0), return_dict=True)
+        found = output.pooler_output
+        return int(sum(one.numel() for one in found)) // int(TEXT["hidden_size"])
+
+    def _make_prompts(self) -> list[Prompt]:
+        """Two with a picture, one with two side by side, one with a picture twice, the first's ids with another
+        picture, one behind long text, and a text.
+        """
+        chance = torch.Generator().manual_seed(5)
+
+        def draw(num: int) -> list[int]:
+            return torch.randint(20, 900, (num,), generator=chance).tolist()
+
+        prompts = [
+            self._make_prompt(draw(before), seeds, draw(after))
+            for before, seeds, after in [(7, [1], 9), (40, [2], 21), (3, [3, 4], 5), (20, [1, 1], 7), (45, [], 0)]
+        ]
+        first = prompts[0]
+        at = first.spans[0].first
+        return [*prompts, self._make_prompt(first.token_ids[:at], [6], first.token_ids[first.spans[-1].end :])]
+
+    def _make_prompt(self, before: list[int], seeds: Sequence[int], after: list[int]) -> Prompt:
+        prompt = Prompt(list(before))
+        for seed in seeds:
+            pixels = draw_pixels(self.name, seed)
+            if self.name.startswith("qwen") and len(prompt.token_ids) and prompt.token_ids[-1] == IMAGE_TOKEN:
+                prompt.token_ids += [1003, 1002]  # the template has them, and positions need something between
+            span = Span(len(prompt.token_ids), self.num_rows, self._name(pixels))
+            prompt.token_ids += [IMAGE_TOKEN] * self.num_rows
+            prompt.spans.append(span)
+            prompt.pixels.append(pixels)
+        prompt.token_ids += after
+        return prompt
+
+    @staticmethod
+    def _name(pixels: dict[str, Tensor]) -> bytes:
+        return hashlib.sha256(pixels["pixel_values"].numpy().tobytes()).digest()
+
+    def _find_positions(self, prompt: Prompt) -> Any:
+        if not self.name.startswith("qwen") or not prompt.spans:
+            return None
+        return find_axis_positions(len(prompt.token_ids), [(span.first, GRID) for span in prompt.spans])
+
+    def _check_positions(self, model: LoadedModel) -> Callable[[Prompt, Any], bool]:
+        def check(prompt: Prompt, positions: Any) -> bool:
+            if positions is None:
+                return True
+            given = prompt.join_pixels(self.name)
+            ids = torch.tensor([prompt.token_ids])
+            right, _ = model.module.model.get_rope_index(
+                ids, given["mm_token_type_ids"], given["image_grid_thw"], attention_mask=torch.ones_like(ids)
+            )
+            return bool((right[:, 0].numpy() == positions).all())
+
+        return check
+
+    @torch.inference_mode()
+    def _generate(self, model: LoadedModel, prompt: Prompt) -> list[int]:
+        module, ids = model.module, torch.tensor([prompt.token_ids])
+        module.set_attn_implementation(model.stock_attention)
+        if hasattr(module.model, "rope_deltas"):
+            module.model.rope_deltas = None
+        output = module.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
+            **prompt.join_pixels(self.name),
+        )  # fmt: skip
+        module.set_attn_implementation(hooks.ATTENTION_NAME)
+        answer: list[int] = output[0, len(prompt.token_ids) :].tolist()
+        return answer
+
+    def see(self, name: bytes) -> "Future[SeenPicture]":
+        """See a picture with the model's own vision part."""
+        return self.vision.see(name, self.pixels[name], self.num_rows)
+
+    def make_sequence(self, number: int, *, with_pixels: bool = True, given: Sequence[int] = ()) -> EngineSequence:
+        """Return a prompt's sequence, with names of its blocks."""
+        prompt = self.prompts[number]
+        hasher = BlockHasher(bytes(32), bytes(16), BLOCK, spans=prompt.spans)
+        pictures = None
+        if prompt.spans:
+            pictures = Pictures(prompt.spans, self.positions[number], self.see if with_pixels else None)
+        keys = [key.hash for key in hasher.hash_full_blocks(prompt.token_ids)]
+        return sequence(
+            prompt.token_ids, NEW, name=f"p{number}", block_keys=keys, pictures=pictures, output_token_ids=given
+        )
+
+
+@pytest.fixture(scope="module", params=[*SEEING])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    found = Case(request.param, tmp_path_factory.mktemp(request.param))
+    yield found
+    found.vision.close()
+
+
+def test_mixed_batches_in_chunks_give_the_tokens_of_generate(case: Case) -> None:
+    assert len({token for answer in case.expected for token in answer}) > 12
+    assert case.prompts[0].token_ids == case.prompts[-1].token_ids
+    assert case.expected[0] != case.expected[-1], "the picture makes no difference"
+    assert case.has_right_positions
+    engine = Engine(case.model, case.settings)
+    assert run_sequences(engine, [case.make_sequence(at) for at in range(len(case.prompts))]) == case.expected
+
+
+def test_an_engine_without_pixels_goes_on_from_kv_and_positions(case: Case) -> None:
+    """Blocks inside pictures are found by their names; the partial block at the end comes with them."""
+    first, second = (Engine(case.model, case.settings) for _ in range(2))
+    seqs = [case.make_sequence(at) for at in range(len(case.prompts))]
+    run_sequences(first, seqs, remove=False)
+    copies = []
+    for at, seq in enumerate(seqs):
+        copy = case.make_sequence(at, with_pixels=False, given=case.expected[at][:1])
+        assert import_blocks(second, copy, export_blocks(first, seq)) == len(copy.block_keys)
+        copies.append(copy)
+    assert run_sequences(second, copies) == case.expected
+
+
+def test_an_engine_without_pixels_says_whose_are_needed(case: Case) -> None:
+    engine = Engine(case.model, case.settings)
+    bad, text = case.make_sequence(0, with_pixels=False), case.make_sequence(4)
+    engine.add_sequence(bad)
+    engine.add_sequence(text)
+    with pytest.raises(SequenceFailed) as caught:
+        engine.step()
+    assert caught.value.seq is bad
+    assert isinstance(caught.value.error, PicturesNeeded)
+    engine.remove_sequence(bad)
+    while engine.has_work():
+        engine.step()
+    assert text.output_token_ids == case.expected[4]
+
+
+def test_without_native_kernels_tokens_are_the_same(case: Case) -> None:
+    engine = Engine(load_model(case.settings), case.settings)
+    assert engine.model.native is None
+    assert run_sequences(engine, [case.make_sequence(at) for at in range(len(case.prompts))]) == case.expected
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    found = Case("llava", tmp_path_factory.mktemp("serving"))
+    yield found
+    found.vision.close()
+
+
+@contextmanager
+def open_servers(case: Case, directory: Path, num: int) -> Iterator[list[ServingEngine]]:
+    """Open engines over one KV store."""
+    settings = KVSettings(shared_mb=16, shared_dir=str(directory), redis_mb=0)
+    store = KVStore.open(StoreLayout.from_model(case.model), settings, "", "pictures")
+    store.set_compute_speed(lambda: 1e-3)  # to read is always faster
+    servers = [ServingEngine(Engine(case.model, case.settings), store) for _ in range(num)]
+    yield servers
+    for server in servers:
+        server.close()
+    store.close()
+
+
+def add_prompt(server: ServingEngine, case: Case, number: int, see: See | None) -> EngineSequence:
+    """Add a prompt as a request; `see` sees its pictures."""
+    prompt = case.prompts[number]
+    blocks = server.hash_prompt("tenant", prompt.token_ids, prompt.spans)
+    pictures = Pictures(prompt.spans, None, see) if prompt.spans else None
+    seq = EngineSequence(
+        f"p{number}", prompt.token_ids, sampling=GREEDY, seed=7, max_new_tokens=NEW, blocks=blocks, pictures=pictures
+    )
+    server.add_request(seq)
+    return seq
+
+
+def serve_until(server: ServingEngine, seq: EngineSequence) -> list[int]:
+    """Serve until a request is through, and store what it has."""
+    while seq.num_output_tokens < NEW:
+        list(server.collect_events())
+        if server.begin_step():
+            server.finish_step()
+        else:
+            server.wait_for_event()
+    server.finish_request(seq.id)
+    while server.is_moving_blocks():
+        list(server.collect_events())
+        server.wait_for_event()
+    return seq.output_token_ids
+
+
+def test_steps_go_on_while_the_model_sees_a_picture(llava: Case, tmp_path: Path) -> None:
+    unseen: Future[SeenPicture] = Future()
+    with open_servers(llava, tmp_path, 1) as (server,):
+        seq, text = add_prompt(server, llava, 0, lambda _: unseen), add_prompt(server, llava, 4, None)
+        while text.num_output_tokens < NEW:
+            list(server.collect_events())
+            if server.begin_step():
+                server.finish_step()
+        assert text.output_token_ids == llava.expected[4]
+        assert (seq.num_computed_tokens, server.has_work(), server.is_moving_blocks()) == (0, False, True)
+        server.finish_request(text.id)
+        threading.Thread(target=lambda: unseen.set_result(llava.see(llava.prompts[0].spans[0].name).result())).start()
+        assert serve_until(server, seq) == llava.expected[0]
+
+
+def test_a_picture_whose_kv_is_found_is_not_seen_again(llava: Case, tmp_path: Path) -> None:
+    """Another engine reads the blocks; with the same ids and another picture it finds those before the picture."""
+    asked: list[bytes] = []
+
+    def see(name: bytes) -> Future[SeenPicture]:
+        asked.append(name)
+        return llava.see(name)
+
+    with open_servers(llava, tmp_path, 2) as (first, second):
+        assert serve_until(first, add_prompt(first, llava, 1, see)) == llava.expected[1]
+        assert set(asked) == {llava.prompts[1].spans[0].name}
+        asked.clear()
+        again = add_prompt(second, llava, 1, see)
+        assert serve_until(second, again) == llava.expected[1]
+        assert (asked, again.num_cached_tokens) == ([], (len(again.blocks.prompt_keys()) - 1) * BLOCK)
+        assert serve_until(second, add_prompt(second, llava, 0, see)) == llava.expected[0]
+        other = add_prompt(second, llava, -1, see)
+        assert serve_until(second, other) == llava.expected[-1]
+        assert other.num_cached_tokens == 0
+        assert set(asked) == {llava.prompts[number].spans[0].name for number in (0, -1)}
+
+
+def test_what_cannot_be_seen_fails_its_request_alone(llava: Case, tmp_path: Path) -> None:
+    pixels = {name: x * torch.nan for name, x in draw_pixels("llava", 1).items()}
+    with open_servers(llava, tmp_path, 1) as (server,):
+        seq = add_prompt(server, llava, 0, lambda _: llava.vision.see(b"nan", pixels, llava.num_rows))
+        text = add_prompt(server, llava, 4, None)
+        with pytest.raises(SequenceFailed, match="not a number") as caught:
+            serve_until(server, seq)
+        assert type(caught.value.error) is ModelError
+        server.remove_request(seq.id)
+        assert serve_until(server, text) == llava.expected[4]
+    with pytest.raises(ModelError, match=f"sees {llava.num_rows} rows in a picture for which the prompt has 3"):
+        llava.vision.see(b"three", draw_pixels("llava", 1), 3).result()
+
+
+def test_what_was_seen_is_kept_within_its_bound(llava: Case) -> None:
+    pixels = [draw_pixels("llava", seed) for seed in range(3)]
+    size = llava.see(llava.prompts[0].spans[0].name).result().num_bytes
+    vision = Vision(llava.vision._module, llava.model.stock_attention, kept_bytes=2 * size)
+
+    def see(number: int) -> SeenPicture:
+        return vision.see(bytes([number]), pixels[number], llava.num_rows).result()
+
+    first, second = see(0), see(1)
+    assert see(0) is first
+    see(2)
+    vision.close()  # behind all that is to be seen
+    assert see(0) is first
+    with pytest.raises(RuntimeError):
+        see(1)
+    assert not torch.equal(first.rows, second.rows)
+
+
+def test_penalties_and_drafts_leave_rows_of_pictures_out(llava: Case) -> None:
+    seq = llava.make_sequence(2)
+    others = set(seq.token_ids) - {IMAGE_TOKEN}
+    assert set(seq.count_tokens().token_ids.tolist()) == others
+    start = llava.prompts[2].token_ids[:3]
+    seq = sequence([*start, *[IMAGE_TOKEN] * 8, 5, *start], pictures=Pictures([Span(3, 8, b"")]))
+    assert seq.drafter.propose_tokens(seq.token_ids, None, 4) == ([], [])
+    plain = sequence(seq.token_ids)
+    assert plain.drafter.propose_tokens(plain.token_ids, None, 4)[0] == [IMAGE_TOKEN] * 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_in_bfloat16_logits_have_the_same_bits_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
+    """Steps with rows of pictures compute layer by layer, and others in one call."""
+    case = Case(name, tmp_path, "bfloat16")
+    assert case.model.is_batch_invariant
+    alone = [compute_in_chunks(case, [at], 1000)[0] for at in range(len(case.prompts))]
+    for chunk in (1000, 17):
+        together = compute_in_chunks(case, range(len(case.prompts)), chunk)
+        assert all(map(torch.equal, alone, together))
+    case.vision.close()
+
+
+def compute_in_chunks(case: Case, numbers: Sequence[int], chunk: int) -> list[Tensor]:
+    """Return the last logits of prompts that are computed together in chunks."""
+    seqs, runner = [case.make_sequence(at) for at in numbers], case.model.create_runner(case.settings, 100)
+    for place, seq in enumerate(seqs):
+        seq.block_table = list(range(10 * place, 10 * place + 10))
+    found: dict[EngineSequence, Tensor] = {}
+    while left := [seq for seq in seqs if seq.num_pending_tokens]:
+        plan = [(seq, min(chunk, seq.num_pending_tokens)) for seq in left]
+        ends = [seq for seq, num in plan if num == seq.num_pending_tokens]
+        with torch.inference_mode():
+            logits = compute_tokens(runner, sorted(plan, key=lambda item: item[1] > 1))
+        found |= zip(sorted(ends, key=lambda seq: dict(plan)[seq] > 1), logits, strict=True)
+    return [found[seq] for seq in seqs]
