@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,10 +10,16 @@ import torch
 import transformers
 from PIL import Image
 
+from penstock.config.settings import EngineSettings
+from penstock.engine.engine import Engine
+from penstock.engine.loading.loading import load_model
 from penstock.engine.pictures.reader import FAMILIES, PictureReader
+from penstock.engine.pictures.vision import Vision
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import InvalidRequest, ModelLoadError
-from tests.engine.test_seeing import SEEING
+from tests.engine.helpers import run_sequences, sequence
+from tests.engine.test_seeing import SEEING, TEXT, VISION
+from tools.tiny import build_tiny_model
 
 QWEN = {"image_token": "<|image_pad|>"}
 QWEN3 = QWEN | {
@@ -33,9 +39,13 @@ PIXTRAL = {"patch_size": 14, "size": {"longest_edge": 224}}
 PROCESSORS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, str]]] = {
     "qwen2_vl": ("Qwen2VLImageProcessorPil", {}, "Qwen2VLProcessor", {}, QWEN),
     "qwen2_5_vl": ("Qwen2VLImageProcessorPil", {}, "Qwen2_5_VLProcessor", {}, QWEN),
-    "qwen3_vl": ("Qwen2VLImageProcessorPil", {"patch_size": 16}, "Qwen3VLProcessor", {}, QWEN3),
+    "qwen3_vl": ("Qwen2VLImageProcessorPil", {}, "Qwen3VLProcessor", {}, QWEN3),
     "llava": ("CLIPImageProcessorPil", CLIP, "LlavaProcessor", LLAVA, IMAGE),
     "llava_next": ("LlavaNextImageProcessorPil", CLIP | ANY_RESOLUTION, "LlavaNextProcessor", LLAVA, IMAGE),
+    "llava_onevision": (
+        "LlavaOnevisionImageProcessorPil", {"size": {"height": 56, "width": 56}} | ANY_RESOLUTION,
+        "LlavaOnevisionProcessor", {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}, IMAGE,
+    ),
     "idefics3": ("Idefics3ImageProcessorPil", TILES, "Idefics3Processor", {"image_seq_len": 4}, {}),
     "mistral3": (
         "PixtralImageProcessorPil", PIXTRAL, "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}, {},
@@ -43,6 +53,20 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, 
     "internvl": ("GotOcr2ImageProcessorPil", SQUARES, "InternVLProcessor", {"image_seq_length": 4}, INTERN),
 }  # fmt: skip
 """By type of model: its image processor, its processor, and the special tokens, with sizes that suit tests."""
+TOWER = {"projection_dim": 32, **VISION}
+ANY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llava_next": (
+        transformers.LlavaNextConfig,
+        {"text_config": {"model_type": "llama", **TEXT}, **ANY_RESOLUTION,
+         "vision_config": {"model_type": "clip_vision_model", **TOWER}},
+    ),
+    "llava_onevision": (
+        transformers.LlavaOnevisionConfig,
+        {"text_config": {"model_type": "qwen2", **TEXT}, **ANY_RESOLUTION, "vision_feature_select_strategy": "full",
+         "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+    ),
+}  # fmt: skip
+"""Models that divide a picture by its shape."""
 MORE_TOKENS = {
     "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
@@ -62,28 +86,28 @@ def save_processor(kind: str, directory: Path) -> Any:
     tokenizer.save_pretrained(directory)
     getattr(transformers, images)(**sizes).save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps({"processor_class": name, **given}))
-    make_config, about = SEEING.get(kind, (transformers.LlavaNextConfig, {}))
-    config = make_config(**about)
-    config.save_pretrained(directory)
-    return config
+    make_config, about = SEEING[kind] if kind in SEEING else ANY[kind]
+    about = {**about, "text_config": {**about["text_config"], "vocab_size": len(tokenizer)}}
+    rows = {"mistral3": "[IMG]", "idefics3": "<image>", "internvl": "<IMG_CONTEXT>"}.get(kind) or special["image_token"]
+    about["image_token_id"] = tokenizer.convert_tokens_to_ids(rows)
+    if "vision_start_token" in special:
+        about |= {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
+    return make_config(**about)
 
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) -> None:
     if kind == "mistral3":
         pytest.importorskip("torchvision", reason="PixtralProcessor imports it")
-    config = save_processor(kind, tmp_path)
-    probe = PictureReader(tmp_path, config)
-    token = probe.processor.image_token
-    config.image_token_id = probe.processor.tokenizer.convert_tokens_to_ids(token)
-    reader = PictureReader(tmp_path, config)
-    pictures = [draw_picture(1, 130, 70), draw_picture(2, 60, 90)]
-    text = f"In the beginning{token}God{token}created"
+    reader = PictureReader(tmp_path, save_processor(kind, tmp_path))
+    token = reader.processor.image_token
+    pictures = [draw_picture(1, 130, 70), draw_picture(2, 60, 90)][: 1 if kind == "llava_onevision" else 2]
+    text = f"In the beginning{token}God{token}created" if len(pictures) == 2 else f"In the beginning{token}created"
     ids = reader.processor.tokenizer(text)["input_ids"]
-    prompt = reader.read_chat(ids, list(zip([b"1" * 32, b"2" * 32], pictures, strict=True)))
+    prompt = reader.read_chat(ids, list(zip([b"1" * 32, b"2" * 32], pictures, strict=False)))
     right = reader.processor(images=[pictures] if kind == "idefics3" else pictures, text=[text], return_tensors="pt")
     assert prompt.token_ids == right["input_ids"][0].tolist()
-    assert len(prompt.pixels) == 2
+    assert len(prompt.pixels) == len(pictures)
     rows = [at for span in prompt.spans for at in range(span.first, span.end)]
     assert rows == [at for at, token_id in enumerate(prompt.token_ids) if token_id == reader.row_id]
     (alone, num_rows), *_ = prompt.pixels.values()
@@ -93,11 +117,47 @@ def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) 
     assert (prompt.positions is not None) == kind.startswith("qwen")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in PROCESSORS if kind != "mistral3"])
+def test_files_and_texts_give_the_tokens_of_generate(kind: str, tmp_path: Path) -> None:
+    """The whole way: the processor's own call and `generate()`, beside reader, vision and engine."""
+    config = save_processor(kind, tmp_path)
+    build_tiny_model(
+        cast("Any", transformers.AutoModelForImageTextToText)._model_mapping[type(config)],
+        config,
+        0,
+        torch.device("cpu"),
+    ).save_pretrained(tmp_path)
+    settings = EngineSettings(
+        model=str(tmp_path),
+        dtype="float32",
+        pool_mb=16,
+        max_step_tokens=20,
+        threads=1,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    model, reader = load_model(settings), PictureReader(tmp_path, config)
+    token, picture = reader.processor.image_token, draw_picture(1, 130, 70)
+    text = f"In the beginning{token}created"
+    given = reader.processor(images=[picture], text=[text], return_tensors="pt")
+    model.module.set_attn_implementation(model.stock_attention)
+    right = model.module.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
+    vision, engine = Vision(model.module, model.stock_attention), Engine(model, settings)
+    prompt = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"", picture)])
+    other = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"1", draw_picture(2, 130, 70))])
+    seqs = [
+        sequence(one.token_ids, 8, name=name, block_keys=(), pictures=one.make_pictures(vision, name.encode()))
+        for name, one in (("a", prompt), ("b", other))
+    ]
+    answers = run_sequences(engine, seqs)
+    assert answers[0] == right
+    assert answers[0] != answers[1], "the picture makes no difference"
+    vision.close()
+
+
 def test_the_pixels_are_those_of_the_stock_processor(tmp_path: Path) -> None:
     """Of one that needs no torchvision: ours leaves nothing out but videos."""
     config = save_processor("llava", tmp_path)
     stock = transformers.AutoProcessor.from_pretrained(tmp_path)
-    config.image_token_id = stock.image_token_id
     picture = draw_picture(1, 130, 70)
     prompt = PictureReader(tmp_path, config).read_chat([5, stock.image_token_id, 6], [(b"", picture)])
     right = stock(images=[picture], text=["<image>"], return_tensors="pt", add_special_tokens=False)
@@ -112,7 +172,6 @@ def test_names_tell_pictures_sizes_and_settings_apart(tmp_path: Path) -> None:
         directory = tmp_path / str(number)
         config = save_processor("llava", directory)
         transformers.CLIPImageProcessorPil(**PROCESSORS["llava"][1], **sizes).save_pretrained(directory)
-        config.image_token_id = 1024
         reader = PictureReader(directory, config)
         for digest, height in [(b"1", 60), (b"2", 60), (b"1", 61)]:
             prompt = reader.read_chat([config.image_token_id], [(digest, draw_picture(1, 60, height))])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.engine import Engine
-from penstock.engine.loading.loading import load_model
+from penstock.engine.loading.loading import load_model, open_model
+from penstock.engine.loading.packed import pack_model
 from penstock.engine.loading.proof import prove_model
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.model.trial import compute_tokens
@@ -353,6 +354,31 @@ def test_penalties_and_drafts_leave_rows_of_pictures_out(llava: Case) -> None:
     assert seq.drafter.propose_tokens(seq.token_ids, None, 4) == ([], [])
     plain = sequence(seq.token_ids)
     assert plain.drafter.propose_tokens(plain.token_ids, None, 4)[0] == [IMAGE_TOKEN] * 4
+
+
+def test_after_a_preemption_rows_are_computed_again(llava: Case) -> None:
+    engine, seq = Engine(llava.model, llava.settings), llava.make_sequence(2)
+    seq.block_keys = []  # nothing of it is found in the pool
+    engine.add_sequence(seq)
+    while seq.num_output_tokens < 3:
+        engine.step()
+    engine.scheduler.preempt_sequence(seq)
+    while engine.has_work():
+        engine.step()
+    assert (seq.num_preemptions, seq.output_token_ids) == (1, llava.expected[2])
+
+
+def test_a_packed_file_has_the_part_that_sees(llava: Case) -> None:
+    settings = llava.settings.model_copy(update={"weights": "bf16", "dtype": "bfloat16"})
+    pixels = draw_pixels("llava", 1)
+    found = []
+    for _ in range(2):
+        model = open_model(settings)
+        vision = Vision(model.module, model.stock_attention)
+        found.append(vision.see(b"", pixels, llava.num_rows).result().rows)
+        vision.close()
+        pack_model(settings)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
