@@ -14,6 +14,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model
 from penstock.engine.pictures.reader import FAMILIES, PictureReader
+from penstock.engine.pictures.rows import Pictures
 from penstock.engine.pictures.vision import Vision
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.errors import InvalidRequest, ModelLoadError
@@ -108,13 +109,13 @@ def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) 
     right = reader.processor(images=[pictures] if kind == "idefics3" else pictures, text=[text], return_tensors="pt")
     assert prompt.token_ids == right["input_ids"][0].tolist()
     assert len(prompt.pixels) == len(pictures)
-    rows = [at for span in prompt.spans for at in range(span.first, span.end)]
+    spans = Pictures(prompt.token_ids, prompt.pictures).spans
+    rows = [at for span in spans for at in range(span.first, span.end)]
     assert rows == [at for at, token_id in enumerate(prompt.token_ids) if token_id == reader.row_id]
-    (alone, num_rows), *_ = prompt.pixels.values()
-    assert num_rows == sum(span.num_tokens for span in prompt.spans if span.name == prompt.spans[0].name)
+    alone = prompt.pixels[prompt.pictures[0].name]
     stock = reader.processor(images=[pictures[0]], text=[token], return_tensors="pt")
     assert all(torch.equal(stock[name], x) for name, x in alone.items())
-    assert (prompt.positions is not None) == kind.startswith("qwen")
+    assert all((picture.grid is not None) == kind.startswith("qwen") for picture in prompt.pictures)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PROCESSORS if kind != "mistral3"])
@@ -161,7 +162,7 @@ def test_the_pixels_are_those_of_the_stock_processor(tmp_path: Path) -> None:
     picture = draw_picture(1, 130, 70)
     prompt = PictureReader(tmp_path, config).read_chat([5, stock.image_token_id, 6], [(b"", picture)])
     right = stock(images=[picture], text=["<image>"], return_tensors="pt", add_special_tokens=False)
-    ((pixels, _),) = prompt.pixels.values()
+    (pixels,) = prompt.pixels.values()
     assert torch.equal(pixels["pixel_values"], right["pixel_values"])
     assert prompt.token_ids == [5, *right["input_ids"][0].tolist(), 6]
 

@@ -2,12 +2,11 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from penstock.engine.loading.packed import pack_model
 from penstock.engine.loading.proof import prove_model
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.model.trial import compute_tokens
-from penstock.engine.pictures.rows import Pictures, See, SeenPicture, find_axis_positions
+from penstock.engine.pictures.rows import Pictures, PromptPicture, See, SeenPicture, find_spans
 from penstock.engine.pictures.vision import Vision
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.steps import hooks
-from penstock.errors import ModelError, PicturesNeeded, SequenceFailed
+from penstock.errors import InvalidRequest, ModelError, PicturesNeeded, SequenceFailed
 from penstock.kvstore.block import BlockHasher, Span
 from penstock.kvstore.store import KVStore, StoreLayout
 from tests.engine.helpers import BLOCK, GREEDY, run_sequences, sequence
@@ -57,8 +56,13 @@ class Prompt:
     """A prompt, and its pictures as rows and for `generate()`."""
 
     token_ids: list[int]
-    spans: list[Span] = field(default_factory=list)
+    pictures: list[PromptPicture] = field(default_factory=list)
     pixels: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Where the rows are."""
+        return Pictures(self.token_ids, self.pictures).spans
 
     def join_pixels(self, name: str) -> dict[str, Tensor]:
         """Return the keyword arguments of `generate()`."""
@@ -83,8 +87,7 @@ class Case:
         self.num_rows = self._count_rows(model)
         self.prompts = self._make_prompts()
         self.expected = [self._generate(model, prompt) for prompt in self.prompts]
-        self.positions = [self._find_positions(prompt) for prompt in self.prompts]
-        self.has_right_positions = all(map(self._check_positions(model), self.prompts, self.positions))
+        self.has_right_positions = all(self._has_right_positions(model, prompt) for prompt in self.prompts)
         self.model = prove_model(model, self.settings)
         self.pixels = {self._name(one): one for prompt in self.prompts for one in prompt.pixels}
 
@@ -119,9 +122,10 @@ class Case:
             pixels = draw_pixels(self.name, seed)
             if self.name.startswith("qwen") and len(prompt.token_ids) and prompt.token_ids[-1] == IMAGE_TOKEN:
                 prompt.token_ids += [1003, 1002]  # the template has them, and positions need something between
-            span = Span(len(prompt.token_ids), self.num_rows, self._name(pixels))
+            grid = GRID if self.name.startswith("qwen") else None
+            first = len(prompt.token_ids)
             prompt.token_ids += [IMAGE_TOKEN] * self.num_rows
-            prompt.spans.append(span)
+            prompt.pictures.append(PromptPicture(self._name(pixels), first, self.num_rows, grid))
             prompt.pixels.append(pixels)
         prompt.token_ids += after
         return prompt
@@ -130,23 +134,18 @@ class Case:
     def _name(pixels: dict[str, Tensor]) -> bytes:
         return hashlib.sha256(pixels["pixel_values"].numpy().tobytes()).digest()
 
-    def _find_positions(self, prompt: Prompt) -> Any:
-        if not self.name.startswith("qwen") or not prompt.spans:
-            return None
-        return find_axis_positions(len(prompt.token_ids), [(span.first, GRID) for span in prompt.spans])
-
-    def _check_positions(self, model: LoadedModel) -> Callable[[Prompt, Any], bool]:
-        def check(prompt: Prompt, positions: Any) -> bool:
-            if positions is None:
-                return True
-            given = prompt.join_pixels(self.name)
-            ids = torch.tensor([prompt.token_ids])
-            right, _ = model.module.model.get_rope_index(
-                ids, given["mm_token_type_ids"], given["image_grid_thw"], attention_mask=torch.ones_like(ids)
-            )
-            return bool((right[:, 0].numpy() == positions).all())
-
-        return check
+    def _has_right_positions(self, model: LoadedModel, prompt: Prompt) -> bool:
+        """Return whether positions are those of transformers, also behind the prompt."""
+        if not self.name.startswith("qwen") or not prompt.pictures:
+            return True
+        given, ids = prompt.join_pixels(self.name), torch.tensor([prompt.token_ids])
+        right, delta = model.module.model.get_rope_index(
+            ids, given["mm_token_type_ids"], given["image_grid_thw"], attention_mask=torch.ones_like(ids)
+        )
+        length = len(prompt.token_ids)
+        found = Pictures(prompt.token_ids, prompt.pictures).find_positions(0, length + 2)
+        behind = found[:, length:] == [length + int(delta), length + int(delta) + 1]
+        return bool((right[:, 0].numpy() == found[:, :length]).all() and behind.all())
 
     @torch.inference_mode()
     def _generate(self, model: LoadedModel, prompt: Prompt) -> list[int]:
@@ -172,7 +171,7 @@ class Case:
         hasher = BlockHasher(bytes(32), bytes(16), BLOCK, spans=prompt.spans)
         pictures = None
         if prompt.spans:
-            pictures = Pictures(prompt.spans, self.positions[number], self.see if with_pixels else None)
+            pictures = Pictures(prompt.token_ids, prompt.pictures, self.see if with_pixels else None)
         keys = [key.hash for key in hasher.hash_full_blocks(prompt.token_ids)]
         return sequence(
             prompt.token_ids, NEW, name=f"p{number}", block_keys=keys, pictures=pictures, output_token_ids=given
@@ -253,7 +252,7 @@ def add_prompt(server: ServingEngine, case: Case, number: int, see: See | None) 
     """Add a prompt as a request; `see` sees its pictures."""
     prompt = case.prompts[number]
     blocks = server.hash_prompt("tenant", prompt.token_ids, prompt.spans)
-    pictures = Pictures(prompt.spans, None, see) if prompt.spans else None
+    pictures = Pictures(prompt.token_ids, prompt.pictures, see) if prompt.pictures else None
     seq = EngineSequence(
         f"p{number}", prompt.token_ids, sampling=GREEDY, seed=7, max_new_tokens=NEW, blocks=blocks, pictures=pictures
     )
@@ -350,7 +349,8 @@ def test_penalties_and_drafts_leave_rows_of_pictures_out(llava: Case) -> None:
     others = set(seq.token_ids) - {IMAGE_TOKEN}
     assert set(seq.count_tokens().token_ids.tolist()) == others
     start = llava.prompts[2].token_ids[:3]
-    seq = sequence([*start, *[IMAGE_TOKEN] * 8, 5, *start], pictures=Pictures([Span(3, 8, b"")]))
+    ids = [*start, *[IMAGE_TOKEN] * 8, 5, *start]
+    seq = sequence(ids, pictures=Pictures(ids, [PromptPicture(b"", 3, 8)]))
     assert seq.drafter.propose_tokens(seq.token_ids, None, 4) == ([], [])
     plain = sequence(seq.token_ids)
     assert plain.drafter.propose_tokens(plain.token_ids, None, 4)[0] == [IMAGE_TOKEN] * 4
@@ -406,3 +406,11 @@ def compute_in_chunks(case: Case, numbers: Sequence[int], chunk: int) -> list[Te
             logits = compute_tokens(runner, sorted(plan, key=lambda item: item[1] > 1))
         found |= zip(sorted(ends, key=lambda seq: dict(plan)[seq] > 1), logits, strict=True)
     return [found[seq] for seq in seqs]
+
+
+def test_rows_of_a_picture_may_have_other_tokens_between_them() -> None:
+    """A text that has such a token behind them is text."""
+    ids = [5, 9, 9, 6, 9, 9, 9, 9, 7]
+    assert find_spans(ids, PromptPicture(b"a", 1, 4)) == [Span(1, 2, b"a", 0), Span(4, 2, b"a", 2)]
+    with pytest.raises(InvalidRequest, match="6 of the 7 rows of the picture at token 1"):
+        find_spans(ids, PromptPicture(b"a", 1, 7))

@@ -8,19 +8,15 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import transformers
-from numpy.typing import NDArray
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from penstock.engine.pictures.rows import Grid, Pictures, find_axis_positions
+from penstock.engine.pictures.rows import Grid, Pictures, PromptPicture
 from penstock.engine.pictures.vision import Pixels, Vision
 from penstock.errors import InvalidRequest, ModelLoadError
-from penstock.kvstore.block import Span
 
 FAMILIES = frozenset({
     "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
@@ -36,15 +32,16 @@ class PicturePrompt(NamedTuple):
     """A prompt with the rows of its pictures."""
 
     token_ids: list[int]
-    spans: list[Span]
-    positions: NDArray[np.int64] | None
-    """On three axes: [3, tokens]. None where each token's is its place."""
-    pixels: dict[bytes, tuple[Pixels, int]]
-    """By name of a picture: its pixels, and how many rows it has."""
+    pictures: list[PromptPicture]
+    pixels: dict[bytes, Pixels]
+    """By name of a picture."""
 
     def make_pictures(self, vision: Vision, salt: bytes) -> Pictures:
         """Return the pictures of a tenant's sequence, to be seen by `vision`."""
-        return Pictures(self.spans, self.positions, lambda name: vision.see(salt + name, *self.pixels[name]))
+        num_rows = {picture.name: picture.num_rows for picture in self.pictures}
+        return Pictures(
+            self.token_ids, self.pictures, lambda name: vision.see(salt + name, self.pixels[name], num_rows[name])
+        )
 
 
 class PictureReader:
@@ -76,22 +73,20 @@ class PictureReader:
                 f"the chat template has places for {token_ids.count(self.row_id)} pictures, and the chat has "
                 f"{len(pictures)}"
             )
-        ids, spans, pixels = list[int](), list[Span](), dict[bytes, tuple[Pixels, int]]()
-        grids, left = list[tuple[int, Grid]](), enumerate(pictures, 1)
+        ids, found, pixels = list[int](), list[PromptPicture](), dict[bytes, Pixels]()
+        left = enumerate(pictures, 1)
         for token_id in token_ids:
             if token_id != self.row_id:
                 ids.append(token_id)
                 continue
             number, (digest, picture) = next(left)
-            replacement, found = self._prepare(number, picture, len(pictures))
+            replacement, prepared = self._prepare(number, picture, len(pictures))
             name = hashlib.sha256(b"picture %dx%d " % picture.size + digest + self._settings).digest()
-            first = list(_find_spans(replacement, self.row_id, name, len(ids)))
-            if self._has_axes:
-                grids.append((first[0].first, self._find_grid(found)))
-            spans += first
+            first, num_rows = len(ids) + replacement.index(self.row_id), replacement.count(self.row_id)
+            found.append(PromptPicture(name, first, num_rows, self._find_grid(prepared) if self._has_axes else None))
             ids += replacement
-            pixels[name] = found, sum(span.num_tokens for span in first)
-        return PicturePrompt(ids, spans, find_axis_positions(len(ids), grids) if grids else None, pixels)
+            pixels[name] = prepared
+        return PicturePrompt(ids, found, pixels)
 
     def _prepare(self, number: int, picture: Any, num_pictures: int) -> tuple[list[int], Pixels]:
         """Return the tokens in the place of a picture, and its pixels."""
@@ -112,18 +107,6 @@ class PictureReader:
         time, height, width = pixels["image_grid_thw"][0].tolist()
         merge = self.processor.image_processor.merge_size
         return time, height // merge, width // merge
-
-
-def _find_spans(token_ids: Sequence[int], row_id: int, name: bytes, first: int) -> "list[Span]":
-    """Return the rows of a picture among the tokens in its place, of which the first is the prompt's `first`."""
-    spans, row = list[Span](), 0
-    for is_row, group in groupby(token_ids, lambda token_id: token_id == row_id):
-        num = len(list(group))
-        if is_row:
-            spans.append(Span(first, num, name, row))
-            row += num
-        first += num
-    return spans
 
 
 def _load_processor(directory: Path, config: Any) -> Any:

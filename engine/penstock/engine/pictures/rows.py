@@ -6,12 +6,13 @@ what the model reads in its place was computed from pixels. Behind the first lay
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import PicturesNeeded
+from penstock.errors import InvalidRequest, PicturesNeeded
 from penstock.kvstore.block import Span
 
 if TYPE_CHECKING:  # `penstock plan` schedules sequences without torch
@@ -19,6 +20,19 @@ if TYPE_CHECKING:  # `penstock plan` schedules sequences without torch
 
 Grid = tuple[int, int, int]
 """How many rows a picture has in time, in height, and in width."""
+
+
+class PromptPicture(NamedTuple):
+    """A picture of a prompt: what any worker has to know to go on with the prompt's KV."""
+
+    name: bytes
+    """Digest of all that its rows follow from (32 bytes)."""
+    first: int
+    """Index of its first row among the prompt's tokens."""
+    num_rows: int
+    """There may be other tokens between them."""
+    grid: Grid | None = None
+    """Only where positions have three axes."""
 
 
 class SeenPicture(NamedTuple):
@@ -44,20 +58,20 @@ See = Callable[[bytes], "Future[SeenPicture]"]
 
 
 class Pictures:
-    """The pictures of a prompt. `spans` have their rows in order, those of a picture in one span or in several.
+    """The pictures of a prompt, in order.
 
-    `positions` are those of the prompt's tokens, [3, tokens], for a rotary embedding of three axes. `see` is None in a
-    worker without pixels, which can go on only where no row of a picture is to be computed.
+    `see` is None in a worker without pixels, which can go on only where no row of a picture is to be computed.
     """
 
-    def __init__(
-        self, spans: Sequence[Span], positions: NDArray[np.int64] | None = None, see: See | None = None
-    ) -> None:
-        assert spans, "a prompt without pictures"
-        self.spans, self._positions, self._see = spans, positions, see
-        self.end = spans[-1].end
-        """The index behind the last row."""
+    def __init__(self, token_ids: Sequence[int], pictures: Sequence[PromptPicture], see: See | None = None) -> None:
+        """Raises `InvalidRequest` where the prompt has not all of their rows."""
+        self.spans = [span for picture in pictures for span in find_spans(token_ids, picture)]
+        """Their rows, those of a picture in one span or in several."""
+        grids = [(picture.first, picture.grid) for picture in pictures if picture.grid is not None]
+        positions = find_axis_positions(len(token_ids), grids) if grids else None
+        self._positions, self._see = positions, see
         self.has_axes = positions is not None
+        """Whether positions have three axes."""
         self.delta = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
         """What is added to the place of a token behind the prompt to get its position."""
 
@@ -93,6 +107,20 @@ class Pictures:
         bounds = [0, *(bound for span in self.spans for bound in (span.first, span.end)), len(token_ids)]
         pairs = zip(bounds[::2], bounds[1::2], strict=True)
         return [token_id for first, end in pairs for token_id in token_ids[first:end]]
+
+
+def find_spans(token_ids: Sequence[int], picture: PromptPicture) -> list[Span]:
+    """Return where a picture's rows are among the prompt's tokens. Raises `InvalidRequest` if not all of them are."""
+    spans, place, row = list[Span](), picture.first, 0
+    for token_id, group in groupby(token_ids[place:]):
+        num = len(list(group))
+        if token_id == token_ids[picture.first]:
+            spans.append(Span(place, min(num, picture.num_rows - row), picture.name, row))
+            row += spans[-1].num_tokens
+            if row == picture.num_rows:
+                return spans
+        place += num
+    raise InvalidRequest(f"the prompt has {row} of the {picture.num_rows} rows of the picture at token {picture.first}")
 
 
 def find_axis_positions(num_tokens: int, pictures: Sequence[tuple[int, Grid]]) -> NDArray[np.int64]:

@@ -59,19 +59,25 @@ class Vision:
 
     @torch.inference_mode()
     def _look(self, pixels: Pixels, num_rows: int) -> SeenPicture:
-        """Compute what the model sees in a picture."""
+        """Compute what the model sees in a picture. Raises `ModelError`: others of the step are not to suffer."""
+        try:
+            rows, added = self._compute(pixels)
+        except Exception as error:
+            raise ModelError(f"the model cannot see a picture: {type(error).__name__}: {error}") from error
+        if len(rows) != num_rows:
+            raise ModelError(f"the model sees {len(rows)} rows in a picture for which the prompt has {num_rows}")
+        if not all(bool(x.isfinite().all()) for x in (rows, *added)):
+            raise ModelError("what the model sees in a picture is not a number")
+        return SeenPicture(rows, added)
+
+    def _compute(self, pixels: Pixels) -> tuple[Tensor, tuple[Tensor, ...]]:
         # The engine has the whole module attend to its pool.
         self._module.get_encoder(modality="image").set_attn_implementation(self._attention)
         base = getattr(self._module, "model", self._module)
         device = self._module.device
         output = base.get_image_features(**{name: x.to(device) for name, x in pixels.items()}, return_dict=True)
         rows = _join_rows(output.pooler_output)
-        added = tuple(map(_join_rows, getattr(output, "deepstack_features", None) or ()))
-        if len(rows) != num_rows:
-            raise ModelError(f"the model sees {len(rows)} rows in a picture for which the prompt has {num_rows}")
-        if not all(bool(x.isfinite().all()) for x in (rows, *added)):
-            raise ModelError("what the model sees in a picture is not a number")
-        return SeenPicture(rows, added)
+        return rows, tuple(map(_join_rows, getattr(output, "deepstack_features", None) or ()))
 
     def close(self) -> None:
         """Drop what is still to be seen."""
