@@ -186,6 +186,9 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     assert "gemma3" not in FAMILIES
     config = save_processor("qwen2_vl", tmp_path)
     reader = PictureReader(tmp_path, config)
+    config.image_token_id = 5
+    with pytest.raises(ModelLoadError, match=r"which is not token 5 of config\.json"):
+        PictureReader(tmp_path, config)
     with pytest.raises(InvalidRequest, match="places for 1 pictures, and the chat has 0"):
         reader.read_chat([5, reader.row_id], [])
     with pytest.raises(InvalidRequest, match=r"picture 1 of 1 cannot be read for this model: .*aspect ratio"):

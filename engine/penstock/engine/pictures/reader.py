@@ -58,6 +58,11 @@ class PictureReader:
             raise ModelLoadError(f"its processor of pictures cannot be loaded: {reason}") from error
         self.row_id: int = config.image_token_id
         """The token that a chat has for each picture, and a prompt for each row."""
+        token = self.processor.image_token
+        if self.processor.tokenizer.convert_tokens_to_ids(token) != self.row_id:
+            raise ModelLoadError(
+                f"its processor writes {token!r} for a picture, which is not token {self.row_id} of config.json"
+            )
         self._has_axes = config.model_type in _AXES
         images = self.processor.image_processor
         settings = json.dumps(images.to_dict(), sort_keys=True, default=str)
