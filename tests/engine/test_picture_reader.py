@@ -48,6 +48,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, 
         "LlavaOnevisionProcessor", {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}, IMAGE,
     ),
     "idefics3": ("Idefics3ImageProcessorPil", TILES, "Idefics3Processor", {"image_seq_len": 4}, {}),
+    "smolvlm": ("SmolVLMImageProcessorPil", TILES, "SmolVLMProcessor", {"image_seq_len": 4}, {}),
     "mistral3": (
         "PixtralImageProcessorPil", PIXTRAL, "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}, {},
     ),
@@ -68,8 +69,12 @@ ANY: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Models that divide a picture by its shape."""
+TILE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"]
+MISSING = {"mistral3": "torchvision", "smolvlm": "num2words"}
+"""By type of model: what its processor imports, and not every installation has."""
 MORE_TOKENS = {
-    "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"],
+    "idefics3": TILE_TOKENS,
+    "smolvlm": TILE_TOKENS,
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
 }
 
@@ -89,7 +94,7 @@ def save_processor(kind: str, directory: Path) -> Any:
     (directory / "processor_config.json").write_text(json.dumps({"processor_class": name, **given}))
     make_config, about = SEEING[kind] if kind in SEEING else ANY[kind]
     about = {**about, "text_config": {**about["text_config"], "vocab_size": len(tokenizer)}}
-    rows = {"mistral3": "[IMG]", "idefics3": "<image>", "internvl": "<IMG_CONTEXT>"}.get(kind) or special["image_token"]
+    rows = {"mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}.get(kind) or special.get("image_token", "<image>")
     about["image_token_id"] = tokenizer.convert_tokens_to_ids(rows)
     if "vision_start_token" in special:
         about |= {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
@@ -98,15 +103,17 @@ def save_processor(kind: str, directory: Path) -> Any:
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) -> None:
-    if kind == "mistral3":
-        pytest.importorskip("torchvision", reason="PixtralProcessor imports it")
+    if kind in MISSING:
+        pytest.importorskip(MISSING[kind])
     reader = PictureReader(tmp_path, save_processor(kind, tmp_path))
     token = reader.processor.image_token
     pictures = [draw_picture(1, 130, 70), draw_picture(2, 60, 90)][: 1 if kind == "llava_onevision" else 2]
     text = f"In the beginning{token}God{token}created" if len(pictures) == 2 else f"In the beginning{token}created"
     ids = reader.processor.tokenizer(text)["input_ids"]
     prompt = reader.read_chat(ids, list(zip([b"1" * 32, b"2" * 32], pictures, strict=False)))
-    right = reader.processor(images=[pictures] if kind == "idefics3" else pictures, text=[text], return_tensors="pt")
+    right = reader.processor(
+        images=[pictures] if kind in ("idefics3", "smolvlm") else pictures, text=[text], return_tensors="pt"
+    )
     assert prompt.token_ids == right["input_ids"][0].tolist()
     assert len(prompt.pixels) == len(pictures)
     spans = Pictures(prompt.token_ids, prompt.pictures).spans
@@ -118,9 +125,11 @@ def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) 
     assert all((picture.grid is not None) == kind.startswith("qwen") for picture in prompt.pictures)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PROCESSORS if kind != "mistral3"])
+@pytest.mark.parametrize("kind", PROCESSORS)
 def test_files_and_texts_give_the_tokens_of_generate(kind: str, tmp_path: Path) -> None:
     """The whole way: the processor's own call and `generate()`, beside reader, vision and engine."""
+    if kind in MISSING:
+        pytest.importorskip(MISSING[kind])
     config = save_processor(kind, tmp_path)
     build_tiny_model(
         cast("Any", transformers.AutoModelForImageTextToText)._model_mapping[type(config)],
