@@ -35,6 +35,7 @@ PenstockError
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
 │   └── DamagedBlock           a stored block is incomplete, or of another version
+├── StorageUnavailable       the object store cannot be reached now; another attempt may succeed
 ├── SequenceFailed           a step of the engine failed because of one sequence; `error` is for its request
 ├── PlanError                a trace that cannot be read, or a load that no number of workers can carry
 ├── AdoptionRefused          a region may live, or another one may have adopted it
@@ -322,6 +323,10 @@ class KVStoreError(PenstockError):
 
 class DamagedBlock(KVStoreError):
     """A stored KV block is incomplete, or of another version. Readers treat it as a miss; only tools raise this."""
+
+
+class StorageUnavailable(PenstockError):
+    """The object store of files, batches, responses and large pictures cannot be reached now."""
 
 
 class SequenceFailed(PenstockError):

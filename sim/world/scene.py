@@ -26,7 +26,6 @@ from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.reply import open_connection
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.errors import BusUnavailable, NameTaken, RequestTooLarge
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.metering import add_sums, parse_day_sums
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import (
@@ -52,6 +51,7 @@ from penstock.names import (
     WorkerKind,
     add_tenant,
 )
+from penstock.objects import ObjectStorage
 from penstock.ops.lag import LagWatch, PipelineLag
 from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure

@@ -19,8 +19,8 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.names import Pipeline, WorkerKind, batch_lease_key, find_stages
+from penstock.objects import ObjectStorage
 from penstock.record import Record
 from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus

@@ -15,13 +15,13 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import NewBatch
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.messages import Result, Timings, Usage, decode_message
 from penstock.names import Pipeline
+from penstock.objects import ObjectStorage
 from sim.waiting import wait_for
 
 

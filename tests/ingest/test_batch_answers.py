@@ -12,7 +12,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from penstock.config.settings import BatchSettings
-from penstock.errors import BusUnavailable, ModelError, PromptTooLong, StreamExpired, StreamTimeout
+from penstock.errors import BusUnavailable, ModelError, PromptTooLong, StorageUnavailable, StreamExpired, StreamTimeout
 from penstock.ingest.batch import answer as answer_module
 from penstock.ingest.batch import journal as journal_module
 from penstock.ingest.batch import runner as runner_module
@@ -21,13 +21,13 @@ from penstock.ingest.batch.answer import BatchJob, BatchRun, ModelPipeline, Pipe
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
 from penstock.ingest.batch.journal import Journal, JournalError, answer_batch_file, check_batch_file
 from penstock.ingest.batch.lines import FinishedRow
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.runner import BatchRunner
 from penstock.ingest.batch.shapes import LineError
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
+from penstock.objects import ObjectStorage
 from penstock.redis.client import async_redis_client
 from tests.ingest.answers import TEMPLATE
 from tests.ingest.batch_files import ScriptedClient, create_batch, each_once, lines, read, read_file, row
@@ -365,9 +365,9 @@ async def test_stopping_in_the_middle_of_a_write_writes_each_row_once() -> None:
 
 async def test_a_write_that_fails_ends_the_run_and_keeps_the_rows() -> None:
     sink, pipeline = Sink(), ScriptedClient()
-    sink.error, pipeline.close_after = ApiError(503, "the file store cannot be used now"), 3
+    sink.error, pipeline.close_after = StorageUnavailable("the file store cannot be used now"), 3
     run = make_run(sink, pipeline, 12)
-    with pytest.raises(ApiError, match="the file store"):
+    with pytest.raises(StorageUnavailable, match="the file store"):
         await run.answer_rows(frozenset())
     assert not sink.written
     sink.error = None

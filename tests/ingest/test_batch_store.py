@@ -18,15 +18,16 @@ from typing import Literal
 import pytest
 from obstore.store import MemoryStore
 
+from penstock.errors import StorageUnavailable
 from penstock.ingest.batch import batches as batches_module
 from penstock.ingest.batch.batches import BatchStore, FinishedParts
 from penstock.ingest.batch.lines import CHUNK_BYTES, MAX_LINE_BYTES, FinishedRow, InvalidLine, check_lines, split_lines
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, NewBatch
 from penstock.ingest.batch.store import FileStore, content_path, make_id
-from penstock.ingest.errors import ApiError
+from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port, start_child, wait_until_serving
+from penstock.objects import ObjectStorage
 from sim.waiting import PATIENCE_S
 from tests.draws import mark_some
 from tests.ingest.batch_files import create_batch
@@ -168,9 +169,10 @@ async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: 
 async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{find_free_port()}")
     objects = ObjectStorage.open(bucket)
-    with pytest.raises(ApiError, match="the file store cannot be used") as caught:
+    with pytest.raises(StorageUnavailable, match="the file store cannot be used") as caught:
         await FileStore(objects).find_file("t", make_id("file-"))
-    assert (caught.value.status, caught.value.code) == (503, "unavailable")
+    told = to_api_error(caught.value)
+    assert (told.status, told.code, told.headers["Retry-After"]) == (503, "unavailable", "1")
     objects.close()
 
 

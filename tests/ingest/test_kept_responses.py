@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio
 from fastapi import FastAPI
 
+from penstock.errors import StorageUnavailable
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway import responses as routes
@@ -537,12 +538,12 @@ async def test_one_that_cannot_be_moved_holds_up_no_other(kept: Kept) -> None:
 
     async def fail_once(path: str, value: bytes) -> None:
         if path.endswith(names[1]):
-            raise ApiError(503, "the file store cannot be used now")
+            raise StorageUnavailable("the file store cannot be used now")
         await put(path, value)
 
     with kept.patch.context() as patch:
         patch.setattr(keeper._objects, "put", fail_once)
-        with pytest.raises(ApiError, match="file store"):
+        with pytest.raises(StorageUnavailable, match="file store"):
             await kept.move_ended()
     assert {one.name for one in kept.stored()} == {names[0], names[2]}
     await kept.move(*names)

@@ -16,13 +16,13 @@ from penstock.errors import BusUnavailable
 from penstock.ingest import webhooks
 from penstock.ingest.batch.answer import Pipelines
 from penstock.ingest.batch.batches import BatchStore
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.gateway import kept_responses
 from penstock.ingest.tenants import Caller, TenantEntry
 from penstock.ingest.webhooks import Webhooks, derive_tenant_secret
 from penstock.messages import EndEvent
 from penstock.names import WEBHOOKS_KEY, stream_meta_key, webhook_events_key
+from penstock.objects import ObjectStorage
 from penstock.redis.client import async_redis_client
 from penstock.telemetry.meters import Meters
 from sim.waiting import wait_for

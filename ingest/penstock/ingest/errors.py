@@ -9,6 +9,7 @@ from penstock.errors import (
     PenstockError,
     PromptTooLong,
     RequestError,
+    StorageUnavailable,
     StreamDiverged,
     StreamError,
     StreamExpired,
@@ -125,9 +126,9 @@ def to_api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
             found = ApiError(504, f"{error}; it goes on", code="timeout")
         case TopicsMissing():
             found = ApiError(503, str(error), code="topics_missing", headers={"Retry-After": "60"})
-        case BusError() | StreamError():
-            message, headers = "the pipeline cannot be reached now", {"Retry-After": "1"}
-            found = ApiError(503, message, code="unavailable", headers=headers)
+        case BusError() | StreamError() | StorageUnavailable():
+            message = str(error) if isinstance(error, StorageUnavailable) else "the pipeline cannot be reached now"
+            found = ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
         case _:
             found = ApiError(500, "internal error", code="internal_error")
     return found

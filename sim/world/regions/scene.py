@@ -21,7 +21,6 @@ from penstock.bus.contract import Publisher
 from penstock.client.core import StreamReader, prepare_message
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import AdoptionRefused, BusUnavailable, StreamDiverged
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.regions.adopting import AdoptionSettings, adopt_region, give_back, read_marks
 from penstock.ingest.regions.returning import JOINED_LASTS_S, LOOK_S
 from penstock.messages import (
@@ -34,6 +33,7 @@ from penstock.messages import (
     extract_request_id,
 )
 from penstock.names import CLASSES, FINGERPRINTS_KEY, REGION_JOINED_KEY, STAGES, WorkerKind, copy_topic
+from penstock.objects import ObjectStorage
 from penstock.redis.client import redis_client
 from penstock.regions import add_home, find_home
 from penstock.worker.joining import wait_until_joined

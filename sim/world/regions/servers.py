@@ -12,8 +12,8 @@ from obstore.store import MemoryStore
 from penstock.bus.contract import Member, Outgoing, Publisher
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.names import Pipeline, WorkerKind
+from penstock.objects import ObjectStorage
 from penstock.record import Record
 from sim.world.kafka_broker import KafkaBroker
 from sim.world.network import Link

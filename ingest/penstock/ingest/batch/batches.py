@@ -30,11 +30,11 @@ from collections.abc import AsyncIterator, Sequence
 from pydantic import BaseModel
 
 from penstock.ingest.batch.lines import FinishedRow, split_lines
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, BatchObject, BatchState, FileObject, NewBatch
 from penstock.ingest.batch.store import content_path, is_id, make_id, names_after, parse_creation_time
 from penstock.ingest.errors import ApiError, not_found_error
 from penstock.ingest.tenants import Caller, list_allowed_regions
+from penstock.objects import ObjectStorage
 
 COMPLETION_WINDOW_S = DAY_S
 UNFINISHED_TTL_S = 3600.0
@@ -68,7 +68,7 @@ class BatchSpec(BaseModel):
 
 
 class BatchStore:
-    """All batches. Methods raise `ApiError`: 404 for an unknown batch or another tenant's, 503 without the store."""
+    """All batches. Methods raise `ApiError` 404 for an unknown batch or another tenant's, and `StorageUnavailable`."""
 
     def __init__(self, objects: ObjectStorage, home: str = "") -> None:
         """`home` is the region in which batches are made, if there are regions."""

@@ -24,13 +24,13 @@ from penstock.config.settings import BatchSettings
 from penstock.errors import is_failure
 from penstock.ingest.batch.answer import FindPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.regions.lending import Lender
 from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.webhooks import Webhooks
 from penstock.names import batch_lease_key
+from penstock.objects import ObjectStorage
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, FileObject, Purpose
 from penstock.ingest.errors import ApiError, not_found_error
+from penstock.objects import ObjectStorage
 from penstock.regions import add_home
 
 IdPrefix = Literal["file-", "batch_"]
@@ -35,7 +35,9 @@ class _StoredFile(BaseModel):
 
 
 class FileStore:
-    """Methods raise `ApiError`: 404 for a file that is unknown, expired, or another tenant's; 503 without the store."""
+    """Methods raise `ApiError` 404 for a file that is unknown, expired, or another tenant's; and
+    `StorageUnavailable`.
+    """
 
     def __init__(self, objects: ObjectStorage, home: str = "") -> None:
         """`home` is the region in which files are made, if there are regions."""

@@ -19,10 +19,10 @@ from penstock.config.settings import BatchSettings
 from penstock.ingest.batch.answer import BatchJob, BatchRun, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, FinishedParts, object_path
 from penstock.ingest.batch.lines import FinishedRow, check_lines, estimate_row_tokens, parse_row, split_lines
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from penstock.ingest.batch.store import FileStore, parse_home
 from penstock.ingest.webhooks import Webhooks
+from penstock.objects import ObjectStorage
 
 FLUSH_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 1.0
@@ -67,7 +67,7 @@ class BatchWork:
         return time.monotonic() < self._progress_at + STALLED_AFTER_S
 
     async def run(self) -> None:
-        """Work until the batch has ended. Raises `ApiError` 503 without the store; begin anew then.
+        """Work until the batch has ended. Raises `StorageUnavailable`; begin anew then.
 
         If this is cancelled, finished lines and the counts are written first, for another process to continue.
         """

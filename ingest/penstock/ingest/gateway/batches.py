@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from penstock.errors import reword_validation
+from penstock.errors import PenstockError, reword_validation
 from penstock.ingest.batch.shapes import (
     FILE_LIFE_S,
     BatchList,
@@ -50,7 +50,7 @@ async def upload(request: Request, caller: CallerDep) -> FileObject:
     try:
         get_gateway(request).check_residency(caller)
         return await _receive_file(get_gateway(request), caller.tenant, Upload(request))
-    except ApiError:
+    except PenstockError:
         with suppress(ClientDisconnect, RuntimeError):  # the rest, as who still sends would not read the answer
             async for _ in request.stream():
                 pass

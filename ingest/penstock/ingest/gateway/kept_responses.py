@@ -37,7 +37,6 @@ import redis.asyncio
 from penstock.client.core import Event
 from penstock.config.settings import RecordSettings, ResponsesSettings
 from penstock.errors import RequestError, StreamDiverged, StreamExpired
-from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S
 from penstock.ingest.errors import not_found_error
 from penstock.ingest.openai import RESPONSES, StreamMeta
@@ -47,6 +46,7 @@ from penstock.ingest.streaming.stream_meta import RENEW_INTERVAL_S, StreamMetaSt
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id
+from penstock.objects import ObjectStorage
 from penstock.record.log import parse_event
 from penstock.redis.client import translate_outages
 from penstock.redis.scripts import RENEW_LEASE, load_script
@@ -90,7 +90,7 @@ class _Mark(NamedTuple):
 
 
 class ResponseKeeper:
-    """All kept responses. Methods raise `BusUnavailable`, and `ApiError` 503 without the object store."""
+    """All kept responses. Methods raise `BusUnavailable`, and `StorageUnavailable`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Objects by path, in a folder or an S3-like store. Files and batches are kept in it.
+"""Objects by path, in a folder or an S3-like store. Files, batches, responses and large pictures are kept in it.
 
 Callers build paths from a tenant and from ids that were checked. An object exists as a whole or not at all, also
 after a crash; a reader never sees half of one.
@@ -15,9 +15,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from penstock.ingest.batch.lines import CHUNK_BYTES
-from penstock.ingest.errors import ApiError
+from penstock.errors import StorageUnavailable
 
+CHUNK_BYTES = 2**20
+"""Streams are read and written by so many bytes at a time."""
 NUM_STORE_THREADS = 8
 
 P = ParamSpec("P")
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class ObjectStorage:
-    """An object store. Every method raises `ApiError` 503 while it cannot be reached."""
+    """An object store. Every method raises `StorageUnavailable` while it cannot be reached."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -126,8 +127,7 @@ class ObjectStorage:
         except (FileNotFoundError, AlreadyExistsError):
             raise
         except (BaseError, OSError) as error:
-            headers = {"Retry-After": "1"}
-            raise ApiError(503, "the file store cannot be used now", code="unavailable", headers=headers) from error
+            raise StorageUnavailable("the file store cannot be used now") from error
 
 
 async def _join_chunks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
