@@ -1,6 +1,7 @@
 """Messages: what goes in comes out, and whatever else arrives has its typed error."""
 
 import contextlib
+import hashlib
 import json
 import math
 import re
@@ -33,6 +34,7 @@ from penstock.messages import (
     ErrorInfo,
     Job,
     Logprobs,
+    Picture,
     PromptToken,
     Request,
     Result,
@@ -46,6 +48,7 @@ from penstock.messages import (
     decode_message,
     encode_request,
     extract_request_id,
+    join_contents,
 )
 from penstock.names import CANONICAL_FORM, CLASSES, FORM_HEADER, START_HASH, is_request_id, roll_hash
 
@@ -296,6 +299,47 @@ def test_how_long_kv_is_kept_is_no_part_of_the_body_and_not_on_the_wire_unless_a
     for wrong in (0, 3601):
         with pytest.raises(ValidationError):
             Request(id="r", prompt="x", retain_s=wrong)
+
+
+def test_a_picture_is_named_by_its_digest_and_detail_and_travels_in_its_place() -> None:
+    def ask(*content: str | Picture) -> Request:
+        return Request(id="r", messages=[ChatMessage(role="user", content=list(content))])
+
+    digest = "ab" * 32
+    told = Picture(digest=digest, num_bytes=9, width=640, height=480)
+    encoded = encode_request(ask("what is ", told, " this?"))
+    read = decode_message(Request, encoded.value)
+    assert (read, read.pictures) == (encoded.request, [told])
+    assert (read.messages or [])[0].text == "what is  this?"
+    assert (read.messages or [])[0].describe()["content"] == [
+        {"type": "text", "text": "what is "}, {"type": "image"}, {"type": "text", "text": " this?"},
+    ]  # fmt: skip
+    assert compute_body_hash(read, encoded.value, {FORM_HEADER: CANONICAL_FORM}) == encoded.body_hash
+    same = ask("what is ", Picture(digest=digest, data="AAAA"), " this?")
+    others = [
+        ask(told, "what is  this?"), ask("what is ", told.model_copy(update={"detail": "low"}), " this?"),
+        ask("what is ", Picture(digest="cd" * 32), " this?"),
+    ]  # fmt: skip
+    assert encode_request(same).body_hash == encoded.body_hash
+    assert len({encoded.body_hash, *(encode_request(one).body_hash for one in others)}) == 4
+    for wrong in ([], [{"digest": digest[:-1]}], [{"digest": digest, "url": "x"}], [3]):
+        with pytest.raises(InvalidRequest, match="content"):
+            decode_message(
+                Request, json.dumps({"v": 1, "id": "r", "messages": [{"role": "user", "content": wrong}]}).encode()
+            )
+
+
+def test_a_chat_of_texts_has_the_hash_that_it_had_before_there_were_pictures() -> None:
+    """Workers of both versions compare it while they are replaced."""
+    request = Request(id="r", messages=[ChatMessage(role="user", content="x")], chat_template_kwargs={"a": 1})
+    plain = hashlib.sha256(b'"id":"r","messages":[{"role":"user","content":"x"}]\n{"a":1}').hexdigest()
+    assert encode_request(request).body_hash == plain
+
+
+def test_contents_are_joined_with_an_empty_line_between_them() -> None:
+    picture = Picture(digest="ab" * 32)
+    assert join_contents("a", "b") == "a\n\nb"
+    assert join_contents([picture, "a"], "b") == [picture, "a", "\n\n", "b"]
 
 
 def test_who_says_falsely_that_a_message_is_canonical_gets_no_other_bodys_answer() -> None:

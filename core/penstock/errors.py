@@ -14,6 +14,7 @@ PenstockError
 │   ├── UnsupportedSchema      a JSON schema asks for something that cannot be enforced exactly
 │   ├── GrammarFailed          an answer cannot go on in its grammar
 │   ├── AnswerInterrupted      an endpoint's answer was cut, and cannot be continued
+│   ├── PictureGone            a picture of it is not in the store any more
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
 │   ├── OutOfMemory            computing it takes more memory than there is
 │   ├── StoreUnreachable       its stored data cannot be read or written
@@ -99,6 +100,7 @@ class InvalidRequest(RequestError):
 
 
 REFUSED_PROMPTS = "this pipeline's model generates no text: send `texts`, or ask a pipeline with another model"
+REFUSED_PICTURES = "this pipeline's model sees no pictures: send texts alone, or ask a pipeline with another model"
 REFUSED_TEXTS = "texts: this pipeline's model generates text; ask a pipeline whose model computes vectors or scores"
 """The words of `InvalidRequest` for texts where no vectors are computed."""
 
@@ -180,6 +182,12 @@ class AnswerInterrupted(RequestError):
     """The answer of an endpoint was cut, as it or the worker was lost, and it cannot be, or is not to be, continued."""
 
     code = "answer_interrupted"
+
+
+class PictureGone(RequestError):
+    """A picture of the request is not in the store any more."""
+
+    code = "picture_gone"
 
 
 class AttemptsExhausted(RequestError):

@@ -134,11 +134,41 @@ class ToolCall(Wire):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
+class Picture(Wire):
+    """A picture in a turn. Its file lies in the store of pictures (`penstock.pictures.store`), under its digest."""
+
+    digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    """The SHA-256 of the file, in hex."""
+    num_bytes: int = Field(default=0, ge=0)
+    """The length of the file; 0: not told, as of the next two."""
+    width: int = Field(default=0, ge=0)
+    """In pixels, of the picture as it is shown: turned as its EXIF says."""
+    height: int = Field(default=0, ge=0)
+    detail: Literal["low", "high"] | None = None
+    data: str | None = None
+    """The file in base64, of a producer without access to the store."""
+
+
+Content = str | Annotated[list[str | Picture], Field(min_length=1, fail_fast=True)]
+"""What a turn says: a text, or texts and pictures in their order."""
+
+
+def join_contents(first: Content, second: Content) -> Content:
+    """Return two contents as one, with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*_list_parts(first), "\n\n", *_list_parts(second)]
+
+
+def _list_parts(content: Content) -> list[str | Picture]:
+    return [content] if isinstance(content, str) else content
+
+
 class ChatMessage(Wire):
     """One turn of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    content: Content
     tool_calls: list[ToolCall] | None = None
     """The calls of an assistant's turn."""
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
@@ -148,10 +178,25 @@ class ChatMessage(Wire):
     name: Annotated[str, StringConstraints(max_length=256)] | None = None
     """Who speaks; templates may leave it out."""
 
+    @property
+    def text(self) -> str:
+        """Its content without pictures."""
+        content = self.content
+        return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures in its content."""
+        return [part for part in _list_parts(self.content) if isinstance(part, Picture)]
+
     def describe(self) -> dict[str, Any]:
         """Return the turn as chat templates have it: the arguments of calls are objects, not their JSON."""
         # No dump: that would copy the text of each turn.
         described: dict[str, Any] = {"role": self.role, "content": self.content}
+        if not isinstance(self.content, str):
+            described["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.content
+            ]
         if self.tool_calls is not None:
             described["tool_calls"] = [call.describe() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -360,6 +405,11 @@ class Request(Wire):
             return self.sampling.seed
         return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "big") >> 1
 
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures in its turns."""
+        return [picture for turn in self.messages or () for picture in turn.pictures]
+
     def encode(self) -> bytes:
         """Return its canonical JSON, as `encode_request` does."""
         return encode_request(self).value
@@ -376,7 +426,7 @@ class EncodedRequest(NamedTuple):
 
     Deadline, class, session, weight, retention and the engine that checked a grammar are left out: they may differ when
     it is sent again. Defaults are left out too, so that a worker whose version knows one more field computes the same
-    hash. So is the order of the keys in `chat_template_kwargs`.
+    hash. So is the order of the keys in `chat_template_kwargs`, and of a picture all but its digest and its detail.
     """
 
 
@@ -440,10 +490,23 @@ def _encode_beside_body(request: Request) -> tuple[bytes, bytes]:
 
 
 def _hash_body(request: Request, body: bytes | memoryview) -> str:
+    if request.pictures:
+        body = _encode_body(
+            request.model_copy(update={"messages": [_name_pictures(turn) for turn in request.messages or ()]})
+        )
     hashed = hashlib.sha256(body)
     if request.chat_template_kwargs is not None:
         hashed.update(b"\n" + json.dumps(request.chat_template_kwargs, sort_keys=True, separators=(",", ":")).encode())
     return hashed.hexdigest()
+
+
+def _name_pictures(turn: ChatMessage) -> ChatMessage:
+    """Return a turn whose pictures have their digest and detail alone."""
+    parts = [
+        Picture(digest=part.digest, detail=part.detail) if isinstance(part, Picture) else part
+        for part in _list_parts(turn.content)
+    ]
+    return turn if isinstance(turn.content, str) else turn.model_copy(update={"content": parts})
 
 
 def _make_size_error(value: bytes) -> RequestTooLarge:

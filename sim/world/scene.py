@@ -811,7 +811,7 @@ class Scene:
         return made, [*may, REFUSED.get(kind, "model_error"), *(["model_error"] if kind == "refuse" else [])]
 
     def _note_submitted(self, request: Request, may: list[str]) -> None:
-        prompt = request.messages[0].content if request.messages else request.prompt
+        prompt = request.messages[0].text if request.messages else request.prompt
         if prompt is not None:
             text = "" if prompt.split()[0] in REFUSED else make_text(prompt)
             self._note(

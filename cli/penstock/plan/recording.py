@@ -88,4 +88,4 @@ def _number_blocks(requests: list[Request], rows: Mapping[str, Row]) -> Iterator
 def _join_text(request: Request) -> str:
     if request.texts is not None:
         return "\n".join(map(str, request.texts))
-    return request.prompt or "".join(f"{message.role}\n{message.content}\n" for message in request.messages or ())
+    return request.prompt or "".join(f"{message.role}\n{message.text}\n" for message in request.messages or ())

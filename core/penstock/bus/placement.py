@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.messages import Request
+from penstock.messages import ChatMessage, Request
 from penstock.names import CLASSES, PriorityClass
 from penstock.worker_speed import WorkerSpeed
 
@@ -137,10 +137,18 @@ USER_OPENING = _open_part("user")
 
 def _list_parts(request: Request) -> Collection[tuple[bytes, str | list[int]]]:
     if request.messages is not None:
-        return [(_open_part(message.role), message.content) for message in request.messages]
+        return [(_open_part(message.role), _write_content(message)) for message in request.messages]
     if request.texts is not None:
         return [(b"", text) for text in request.texts]
     return [(b"", request.prompt if request.token_ids is None else request.token_ids)]  # type: ignore[list-item]
+
+
+def _write_content(message: ChatMessage) -> str:
+    """Return a turn's content with the digest of each picture in its place."""
+    content = message.content
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else f"\n{part.digest}\n" for part in content)
 
 
 def count_prompt_chars(request: Request) -> int:

@@ -30,6 +30,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "deadline_exceeded": 504,
     "out_of_memory": 500,
     "store_unreachable": 503,
+    "picture_gone": 503,
     "answer_interrupted": 502,
     "attempts_exhausted": 500,
     "model_error": 500,

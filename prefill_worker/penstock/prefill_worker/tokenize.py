@@ -6,7 +6,7 @@ from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
 from penstock.engine.text.chat_template import ChatTokenizer
 from penstock.engine.text.marked_text import strip_marks
-from penstock.errors import REFUSED_PROMPTS, InvalidRequest, PromptTooLong, UnknownModel
+from penstock.errors import REFUSED_PICTURES, REFUSED_PROMPTS, InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
 
 MAX_START_TOKENS = 64
@@ -31,6 +31,8 @@ class PromptTokenizer:
         self.check_model(request)
         if (texts := self._model.text_reader) is not None and not texts.has_head:
             raise InvalidRequest(REFUSED_PROMPTS)
+        if request.pictures:
+            raise InvalidRequest(REFUSED_PICTURES)
         if request.token_ids is not None:
             token_ids = self._check_token_ids(request)
         elif request.prompt is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.endpoint_worker.answer import ToldAnswer
-from penstock.errors import REFUSED_TEXTS, AnswerInterrupted, InvalidRequest
+from penstock.errors import REFUSED_PICTURES, REFUSED_TEXTS, AnswerInterrupted, InvalidRequest
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.messages import ChatMessage, GrammarSpec, Request, Sampling
 
@@ -42,6 +42,8 @@ def check_request(request: Request) -> None:
     sampling, variables = request.sampling, request.chat_template_kwargs or {}
     if request.texts is not None:
         raise InvalidRequest(REFUSED_TEXTS)
+    if request.pictures:
+        raise InvalidRequest(REFUSED_PICTURES)
     is_chat, has_tools = request.messages is not None, bool(variables.get("tools"))
     refused = {
         "prompt_logprobs": (sampling.prompt_logprobs is not None, "leave it out"),
@@ -167,5 +169,5 @@ def estimate_prompt_tokens(request: Request) -> int:
     """Return about how many tokens a prompt has, where the endpoint does not tell."""
     if request.token_ids is not None:
         return len(request.token_ids)
-    texts = [request.prompt or "", *(turn.content for turn in request.messages or ())]
+    texts = [request.prompt or "", *(turn.text for turn in request.messages or ())]
     return sum(map(len, texts)) // CHARS_PER_TOKEN + 1

@@ -23,7 +23,7 @@ from typing import Any
 from penstock.engine.text.marked_text import MarkedText, strip_marks
 from penstock.engine.text.template_process import Template, render_within_limits, shared_process
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, ModelUnavailable
-from penstock.messages import ChatMessage
+from penstock.messages import ChatMessage, Content, join_contents
 
 RESERVED_VARIABLES = {"messages", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "padding"}
 """Names that a request cannot give to its chat template."""
@@ -83,7 +83,7 @@ class ChatTokenizer:
             return _render(tokenizer, self._pattern.pattern, described, variables, **how)
 
         found = render(turns)
-        later = [turn.content.strip() for turn in turns[1:] if turn.role == "system"]
+        later = [turn.text.strip() for turn in turns[1:] if turn.role == "system"]
         if later and ("refused" in found or not _has_texts(found, later)):
             turns = move_system_turns(turns)
             found = render(turns)
@@ -146,15 +146,15 @@ def move_system_turns(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
         if turn.role != "system":
             if waiting and turn.role != "user":
                 moved.append(ChatMessage(role="user", content=waiting))
-            text = f"{waiting}\n\n{turn.content}" if waiting and turn.role == "user" else turn.content
-            moved.append(turn.model_copy(update={"content": text}))
+            content = join_contents(waiting, turn.content) if waiting and turn.role == "user" else turn.content
+            moved.append(turn.model_copy(update={"content": content}))
             waiting = ""
         elif [one.role for one in moved] == ["system"]:
             moved[0] = _add_text(moved[0], turn.content)
         elif not moved:
             moved.append(turn)
         else:
-            marked = f"<system>\n{turn.content}\n</system>"
+            marked = f"<system>\n{turn.text}\n</system>"
             if moved[-1].role in ("user", "tool"):
                 moved[-1] = _add_text(moved[-1], marked)
             else:
@@ -183,8 +183,8 @@ def give_system_to_user(turns: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     return [_add_text(turns[1].model_copy(update={"content": turns[0].content}), turns[1].content), *turns[2:]]
 
 
-def _add_text(turn: ChatMessage, text: str) -> ChatMessage:
-    return turn.model_copy(update={"content": f"{turn.content}\n\n{text}"})
+def _add_text(turn: ChatMessage, text: Content) -> ChatMessage:
+    return turn.model_copy(update={"content": join_contents(turn.content, text)})
 
 
 def _has_texts(found: Mapping[str, str], texts: Iterable[str]) -> bool:
