@@ -14,7 +14,16 @@ ROOT = Path(__file__).parents[1]
 GROUND = "messages, names, errors"
 """The modules in `core/penstock/` itself."""
 HOUSE = {
-    "core": ((GROUND,), ("redis", "grammar"), ("config",), ("telemetry",), ("bus", "record"), ("ops",), ("client",)),
+    "core": (
+        (GROUND,),
+        ("redis", "grammar"),
+        ("config",),
+        ("telemetry",),
+        ("bus", "record"),
+        ("ops",),
+        ("pictures",),
+        ("client",),
+    ),
     "kvstore": (("kvstore",),),
     "engine": (("engine",), ("engine_vllm",)),
     "worker": (("worker",), ("endpoint_worker", "embed_worker")),

@@ -45,6 +45,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:webhooks-secret`, `-url`     | string | days: gateways have these settings        | `ingest/webhooks` |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:card:<id>:readers`           | hash   | as the card, once a reader has left       | gateway        |
+| `penstock:picture:<digest>`            | string | as a record that waits, since it was read last | `pictures` |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
@@ -462,6 +463,11 @@ WEBHOOKS_KEY = "penstock:webhooks"
 """The key of the tenants that have had events for a webhook."""
 WEBHOOK_MARK_KEYS = (f"{WEBHOOKS_KEY}-secret", f"{WEBHOOKS_KEY}-url")
 """The keys by which gateways say that they have a secret (its fingerprint), and a receiver of all tenants."""
+
+
+def picture_key(digest: str) -> str:
+    """Return the key of a picture's file. It is of no pipeline: the same file is the same picture for all."""
+    return f"penstock:picture:{digest}"
 
 
 def webhook_events_key(tenant: str) -> str:

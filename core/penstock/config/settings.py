@@ -10,6 +10,7 @@ import re
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -431,6 +432,13 @@ class GatewaySettings(Settings):
     prices: str = ""
     """A TOML file with the prices of tokens and of worker-hours, for `penstock usage --cost`, the page and the metrics.
     Empty: there are none."""
+    image_hosts: str = ""
+    """The hosts, separated by commas, from which a gateway fetches pictures that are named by an `https` address:
+    `images.example.com`, `*.example.com`, with a port where it is not 443; `*`: any public one. Empty: from none."""
+
+    def allows_image_host(self, place: str) -> bool:
+        """Return whether pictures are fetched from a host; `place` has its port too, where that is not 443."""
+        return any(fnmatchcase(place, one.strip().lower()) for one in self.image_hosts.split(",") if one.strip())
 
     @property
     def takes_token_ids(self) -> bool:
@@ -461,6 +469,32 @@ class BatchSettings(Settings):
     def store_url(self) -> str:
         """Where files and batches are kept, with the default resolved."""
         return self.store or str(Path.home() / ".local" / "share" / "penstock" / "files")
+
+
+class PictureSettings(Settings):
+    """Pictures in prompts, for gateways, workers and producers."""
+
+    prefix = "PENSTOCK_PICTURE_"
+
+    max_mb: float = Field(default=8.0, gt=0)
+    """The most bytes that the files of a request's pictures may have together."""
+    max_mpixels: float = Field(default=25.0, gt=0)
+    """The most millions of pixels of one picture. A worker takes about ten bytes for each while it reads the file."""
+    max_count: int = Field(default=16, ge=1)
+    """The most pictures of one request, those of earlier turns included."""
+    redis_max_kb: int = Field(default=1024, ge=0)
+    """A larger file lies in the object store (`PENSTOCK_BATCH_STORE`), which workers then need too; a smaller one in
+    the Redis of the token logs, while less than half of its memory is used."""
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of a request's pictures."""
+        return round(self.max_mb * 2**20)
+
+    @property
+    def max_pixels(self) -> int:
+        """The most pixels of a picture."""
+        return round(self.max_mpixels * 10**6)
 
 
 class ResponsesSettings(Settings):
@@ -575,7 +609,8 @@ class FaultSettings(Settings):
 SETTINGS_CLASSES: tuple[type[Settings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, EmbedSettings, WorkerSettings,
     StaySettings, TraceSettings, TelemetrySettings, AdmissionSettings, GuardSettings,
-    GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, SloSettings, RegionSettings, FaultSettings,
+    GatewaySettings, BatchSettings, PictureSettings, ResponsesSettings, WebhookSettings, SloSettings, RegionSettings,
+    FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=Settings)

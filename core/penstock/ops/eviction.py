@@ -47,10 +47,17 @@ def measure_memory(addresses: Addresses) -> float | None:
     shares = []
     for url in split_urls(addresses.stream_url):
         with suppress(redis.RedisError), redis_client(url) as client:
-            memory = client.info("memory")
-            if limit := memory.get("maxmemory") or memory.get("total_system_memory"):
-                shares.append(float(memory.get("used_memory", 0)) / float(limit))
-    return max(shares, default=None)
+            shares.append(measure_share(client))
+    return max((share for share in shares if share is not None), default=None)
+
+
+def measure_share(client: "redis.Redis") -> float | None:
+    """Return the share of its limit of memory that a server uses; None where it does not tell. Raises
+    `redis.RedisError`.
+    """
+    memory = client.info("memory")
+    limit = memory.get("maxmemory") or memory.get("total_system_memory")
+    return float(memory.get("used_memory", 0)) / float(limit) if limit else None
 
 
 @contextmanager

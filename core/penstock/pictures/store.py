@@ -1,0 +1,81 @@
+"""The store of pictures: each file once, under the SHA-256 of its bytes.
+
+    penstock:picture:<digest>      in the stream server that the digest chooses
+    pictures/<digest>              in the object store: files that are large, or for which Redis has no place
+
+1  who takes a request in stores its pictures      2  the request is produced      3  workers read them
+
+A crash between 1 and 2 leaves a file that nobody asks for, until its time is over. A file lives as long as the record
+of a request that waits: in Redis each reading renews that, in the object store each storing. What is gone is
+`PictureGone` for its request, and comes back when somebody sends the picture again.
+
+Nobody asks for a digest over HTTP: who does not have a picture's file cannot name it.
+"""
+
+import asyncio
+import hashlib
+import time
+
+import redis
+
+from penstock.config.addresses import Addresses
+from penstock.config.settings import PictureSettings, RecordSettings
+from penstock.errors import PictureGone
+from penstock.names import picture_key
+from penstock.objects import ObjectStorage
+from penstock.ops.eviction import measure_share
+from penstock.redis.client import redis_client, translate_outages
+from penstock.redis.servers import Sharded
+
+FOLDER = "pictures"
+MAX_REDIS_SHARE = 0.5
+"""Where more of a stream server's memory is in use, pictures go to the object store: records and logs come first."""
+
+
+class PictureStore:
+    """The pictures of a pipeline's requests. Its methods wait for servers, and may be called by several threads.
+
+    They raise `BusUnavailable` and `StorageUnavailable`.
+    """
+
+    def __init__(
+        self, addresses: Addresses, objects: ObjectStorage, settings: PictureSettings, record: RecordSettings
+    ) -> None:
+        self._servers: Sharded[redis.Redis] = Sharded.from_urls(addresses.stream_url, redis_client)
+        self._objects = objects
+        self._max_redis_bytes, self._keep_s = settings.redis_max_kb * 1024, round(record.pending_keep_s)
+
+    def put(self, data: bytes) -> str:
+        """Store a picture's file, and return its digest."""
+        digest = hashlib.sha256(data).hexdigest()
+        server = self._servers[digest]
+        with translate_outages():
+            if len(data) <= self._max_redis_bytes and (measure_share(server) or 0.0) < MAX_REDIS_SHARE:
+                server.set(picture_key(digest), data, ex=self._keep_s)
+                return digest
+        asyncio.run(self._objects.put(f"{FOLDER}/{digest}", data))
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """Return a picture's file. Raises `PictureGone`, also for one that was damaged."""
+        with translate_outages():
+            data = self._servers[digest].getex(picture_key(digest), ex=self._keep_s)
+        if not isinstance(data, bytes):
+            data = asyncio.run(self._objects.get(f"{FOLDER}/{digest}"))
+        if data is None or hashlib.sha256(data).hexdigest() != digest:
+            raise PictureGone(f"the picture {digest[:12]}… is not in the store any more: send it again")
+        return data
+
+    def close(self) -> None:
+        """Close the connections. The object store is its owner's."""
+        for server in self._servers.parts:
+            server.close()
+
+
+async def delete_old_pictures(objects: ObjectStorage, record: RecordSettings) -> int:
+    """Delete the pictures of the object store whose time is over; return how many."""
+    over_s = time.time() - record.pending_keep_s
+    names = [name for stored_s, name in await objects.list_by_age(FOLDER) if stored_s < over_s]
+    for name in names:
+        await objects.delete(f"{FOLDER}/{name}")
+    return len(names)
