@@ -41,7 +41,7 @@ from penstock.cli.demo import PROMPTS
 from penstock.client.core import RequestFields, make_request, prepare_message
 from penstock.config.settings import BusSettings
 from penstock.errors import InvalidRequest
-from penstock.messages import Request, encode_request
+from penstock.messages import ChatMessage, Picture, Request, decode_message, encode_request
 from penstock.names import Pipeline, PriorityClass
 from penstock.telemetry import tracing
 from penstock.worker_speed import WorkerSpeed
@@ -127,6 +127,18 @@ def test_links_are_those_of_all_that_begin_so() -> None:
     )
     system = [{"role": "system", "content": "a"}]
     assert make_chain(messages=system).links != make_chain(messages=make_chat("a")).links
+
+
+def test_a_picture_is_a_part_of_its_turn() -> None:
+    def chain(*content: str | Picture) -> Sequence[Link]:
+        turns = [ChatMessage(role="user", content=list(content)), ChatMessage(role="assistant", content="yes")]
+        request = make_request(None, RequestFields(messages=turns))
+        assert decode_message(Request, request.encode()) == request
+        return chain_prompt(request).links
+
+    cat, dog = Picture(digest="ca" * 32, num_bytes=7), Picture(digest="d0" * 32)
+    assert chain("see ", cat) == chain("see ", Picture(digest=cat.digest))
+    assert len({chain("see ", cat), chain("see ", dog), chain(cat, "see "), chain("see ")}) == 4
 
 
 def test_a_session_is_home_else_the_first_user_message_else_the_first_piece() -> None:

@@ -51,7 +51,7 @@ def test_lists_come_in_pages(sdk: Any) -> None:
 
 def test_what_is_no_upload_is_refused(sdk: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
-        sdk.files.create(file=("in.jsonl", b"{}"), purpose="vision")
+        sdk.files.create(file=("in.jsonl", b"{}"), purpose="assistants")
     with pytest.raises(openai.APIStatusError) as caught:
         sdk.files.create(file=("in.jsonl", b"x" * 600_001), purpose="batch")
     assert caught.value.status_code == 413

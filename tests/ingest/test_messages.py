@@ -32,6 +32,7 @@ TOOL: dict[str, Any] = {"name": "f", "description": "It does.", "input_schema": 
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "ä"}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "done"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 USAGE = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)
 
@@ -214,7 +215,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no limit": ({"max_tokens": None}, "max_tokens"),
     "an unknown field": ({"seed": 1}, "seed"),
     "too hot": ({"temperature": 1.5}, "temperature"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
+    "an image without a source": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.image.source",
+    ),
     "a file": (
         {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
         "messages.0.content.0.document.source",
@@ -222,8 +226,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "servers of tools": ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "a"}]}, "mcp_servers"),
     "a container": ({"container": "a"}, "container"),
     "an image as a result": (
-        {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "image"}]}]}]},
-        "messages.0.content.0.tool_result.content.0",
+        {"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "messages.0.content.0",
     ),
     "a call of the user's": ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0.content.0.type"),
     "a beginning of the answer": (

@@ -13,7 +13,7 @@ keyUsage = critical, keyCertSign
 subjectKeyIdentifier = hash
 [holder]
 basicConstraints = CA:FALSE
-subjectAltName = IP:127.0.0.1
+subjectAltName = IP:127.0.0.1, DNS:*.pictures.test
 authorityKeyIdentifier = keyid
 """
 

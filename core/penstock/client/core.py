@@ -44,6 +44,7 @@ from penstock.messages import (
     FinishReason,
     GrammarSpec,
     Logprobs,
+    Picture,
     PromptToken,
     Request,
     Sampling,
@@ -214,7 +215,7 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
 def _to_plain(value: Any) -> Any:
     """Return an argument as a value that JSON has, or as a part of a message. Raises `TypeError`."""
     match value:
-        case None | str() | int() | float() | ChatMessage() | ToolCall() | GrammarSpec() | EmbedOptions():
+        case None | str() | int() | float() | ChatMessage() | Picture() | ToolCall() | GrammarSpec() | EmbedOptions():
             return value
         case Mapping():
             return {key: _to_plain(one) for key, one in value.items()}

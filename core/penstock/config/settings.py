@@ -697,6 +697,7 @@ class GatewayProcessSettings(NamedTuple):
     guard: GuardSettings
     admission: AdmissionSettings
     batch: BatchSettings
+    picture: PictureSettings
     responses: ResponsesSettings
     webhook: WebhookSettings
     region: RegionSettings

@@ -23,8 +23,11 @@ from penstock.redis.client import translate_outages
 
 MODELS_TTL_S = 1.0
 """How long what was read is used."""
-CARD_FIELDS = ("task", "dimensions", "matryoshka", "pooling", "prompts", "default_prompt")
-"""What workers say of a model that computes vectors or scores."""
+CARD_FIELDS = (
+    *("task", "dimensions", "matryoshka", "pooling", "prompts", "default_prompt"),
+    *("sees", "picture_tokens"),
+)
+"""What workers say of a model that computes vectors or scores, or sees pictures."""
 Beat = dict[str, Any]
 """A heartbeat, or the fields of one by which a model is noted."""
 
@@ -44,12 +47,17 @@ class ServedModel:
     response_template: dict[str, Any] | None = None
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
     card: Beat = field(default_factory=dict)
-    """What its workers say of the vectors or scores that it computes; empty if it computes none."""
+    """What its workers say of the vectors or scores that it computes, and of pictures; empty where it has neither."""
 
     @property
     def task(self) -> Task:
         """What it does, as `/v1/models` says it."""
         return cast("Task", self.card.get("task", "generate"))
+
+    @property
+    def sees(self) -> bool:
+        """Whether all its workers take pictures."""
+        return bool(self.card.get("sees"))
 
     def does_task(self, task: Task) -> bool:
         """Return whether it does what is asked of it: one that generates text may compute vectors as well."""
@@ -148,6 +156,8 @@ class ServedModels:
                 served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, card=card))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
+                    if not beat.get("sees"):  # while workers are replaced, any of them may read a request
+                        served.card.pop("sees", None)
                     lengths = [
                         length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
                     ]

@@ -25,13 +25,11 @@ import hmac
 import json
 import logging
 import random
-import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cached_property
-from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple, cast
 
 import httpx2
@@ -40,6 +38,7 @@ from redis.exceptions import RedisError
 
 from penstock.config.settings import WebhookSettings
 from penstock.errors import PenstockError, is_failure
+from penstock.ingest.hosts import LOOKUP_S, find_host_addresses, is_public_address
 from penstock.ingest.search_loop import SearchLoop
 from penstock.ingest.tenants import KeySource
 from penstock.names import WEBHOOK_MARK_KEYS, WEBHOOKS_KEY, webhook_events_key
@@ -53,8 +52,8 @@ log = logging.getLogger(__name__)
 TAKE_DUE_EVENTS = load_script("penstock.ingest", "take_due_events")
 LOOK_S = 1.0
 """How often a gateway looks for events that are due."""
-LOOKUP_S, ANSWER_S = 5.0, 10.0
-"""How long a receiver's addresses may take to be found, and how long it may take to answer."""
+ANSWER_S = 10.0
+"""How long a receiver may take to answer."""
 TAKEN_S = 2 * (LOOKUP_S + ANSWER_S)
 MAX_EVENTS_AT_ONCE = 8
 """Events of a tenant that a gateway tries at once."""
@@ -329,14 +328,7 @@ async def find_addresses(text: str, allowed_hosts: Collection[str], executor: Ex
     Raises `ValueError` where the URL, or one of its addresses, is refused, and `OSError` where no address is found.
     """
     url = check_url(text, allowed_hosts)
-    lookup = asyncio.get_running_loop().run_in_executor(executor, _look_up, url.host)
-    try:
-        async with asyncio.timeout(LOOKUP_S):
-            addresses = await lookup
-    except TimeoutError:
-        raise OSError(f"no address of {url.host} for {LOOKUP_S:g} seconds") from None
-    except UnicodeError:
-        raise ValueError(f"{url.host} cannot be the name of a host") from None
+    addresses = await find_host_addresses(url.host, executor)
     private = [address for address in addresses if not is_public_address(address)]
     if private and url.host not in allowed_hosts:
         message = (
@@ -344,20 +336,3 @@ async def find_addresses(text: str, allowed_hosts: Collection[str], executor: Ex
         )
         raise ValueError(message)
     return addresses
-
-
-def is_public_address(text: str) -> bool:
-    """Return whether an address is one of the public internet."""
-    address = ip_address(text)
-    if isinstance(address, IPv6Address):
-        address = address.ipv4_mapped or address.sixtofour or address
-    return address.is_global and not address.is_multicast
-
-
-def _look_up(host: str) -> list[str]:
-    """Return the addresses of a host, each once. Raises `OSError`."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise OSError(f"{host} has no address: {error.strerror}") from None
-    return list(dict.fromkeys(str(place[4][0]) for place in found))

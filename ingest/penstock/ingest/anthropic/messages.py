@@ -7,6 +7,7 @@ answer's text, so a stream that goes on after any of its events has the same one
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
@@ -193,6 +194,46 @@ class ServerToolResultParam(WrittenBlock):
         return self._write_between(self.type, _describe(self.content))
 
 
+class Base64Source(StrictModel):
+    """The file of an image."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(StrictModel):
+    """The address of an image."""
+
+    type: Literal["url"]
+    url: str
+
+
+class FileSource(StrictModel):
+    """An image that was uploaded to `/v1/files`."""
+
+    type: Literal["file"]
+    file_id: str
+
+
+class ImageParam(StrictModel):
+    """An image, for models that see."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type")]
+
+    def make_part(self) -> dict[str, Any]:
+        """Return the part of a chat's message that it is."""
+        match self.source:
+            case Base64Source(media_type=kind, data=data):
+                given = {"image_url": f"data:{kind};base64,{data}"}
+            case UrlSource(url=url):
+                given = {"image_url": url}
+            case FileSource(file_id=file_id):
+                given = {"file_id": file_id}
+        return {"type": "input_image", **given}
+
+
 def _describe(value: Any) -> str:
     """Return what other servers told as a text: texts as they are, and all else as JSON without what is encrypted."""
     if isinstance(value, str):
@@ -206,7 +247,9 @@ def _describe(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-ResultBlock = Annotated[TextParam | DocumentParam | SearchResultParam | ToolReferenceParam, Field(discriminator="type")]
+ResultBlock = Annotated[
+    TextParam | ImageParam | DocumentParam | SearchResultParam | ToolReferenceParam, Field(discriminator="type")
+]
 
 
 class ToolResultParam(StrictModel):
@@ -221,6 +264,7 @@ class ToolResultParam(StrictModel):
 
 Block = Annotated[
     TextParam
+    | ImageParam
     | ThinkingParam
     | RedactedThinkingParam
     | ToolUseParam
@@ -233,7 +277,7 @@ Block = Annotated[
 ]
 BLOCKS_BY_ROLE: Mapping[str, tuple[type[StrictModel], ...]] = {
     "system": (TextParam,),
-    "user": (TextParam, ToolResultParam, DocumentParam, SearchResultParam),
+    "user": (TextParam, ImageParam, ToolResultParam, DocumentParam, SearchResultParam),
     "assistant": (
         *(TextParam, ThinkingParam, RedactedThinkingParam, ToolUseParam),
         *(ServerToolUseParam, ServerToolResultParam),
@@ -434,6 +478,16 @@ def _join_texts(blocks: Sequence[StrictModel]) -> str:
     return "".join(map(_read_text, blocks))
 
 
+def _make_content(blocks: Sequence[StrictModel]) -> str | list[dict[str, Any]]:
+    """Return the content of a chat's message: text, or parts where there are images."""
+    if not any(isinstance(block, ImageParam) for block in blocks):
+        return _join_texts(blocks)
+    return [
+        block.make_part() if isinstance(block, ImageParam) else {"type": "text", "text": _read_text(block)}
+        for block in blocks
+    ]
+
+
 def _read_text(block: StrictModel) -> str:
     if isinstance(block, WrittenBlock):
         return block.write_text()
@@ -474,15 +528,17 @@ def _make_tool(tool: ToolParam) -> dict[str, Any]:
 
 
 def _make_user_turns(message: MessageParam) -> list[dict[str, Any]]:
-    """Return a turn for each result and for each text between them, in their order."""
+    """Return a turn for each result and for what is between them, in their order."""
     turns: list[dict[str, Any]] = []
-    for block in message.content:
-        if isinstance(block, ToolResultParam):
-            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _join_texts(block.content)})
+    for is_result, blocks in groupby(message.content, lambda block: isinstance(block, ToolResultParam)):
+        if is_result:
+            turns += [
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": _make_content(block.content)}
+                for block in blocks
+                if isinstance(block, ToolResultParam)
+            ]
         else:
-            if not turns or turns[-1]["role"] != "user":
-                turns.append({"role": "user", "content": ""})
-            turns[-1]["content"] += _read_text(block)
+            turns.append({"role": "user", "content": _make_content(list(blocks))})
     return turns or [{"role": "user", "content": ""}]
 
 
@@ -624,9 +680,9 @@ class MessagesEndpoint(ApiEndpoint[ChatBody]):
         """Parse a body into a chat's. Raises `ApiError` 400 that names the parameter."""
         return parse_body(MessagesBody, raw, self.path).make_chat()
 
-    def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
+    def make_requests(self, body: ChatBody, request_id: str, *, sees: bool = False) -> list[SubmitArgs]:
         """Return one request."""
-        (args,) = CHAT.make_requests(body, request_id)
+        (args,) = CHAT.make_requests(body, request_id, sees=sees)
         if args.get("stop"):
             args["tell_stop"] = True
         return [args]

@@ -1,9 +1,11 @@
 """From a POST to requests in the pipeline.
 
-    1  find     the pipeline that serves the model; what cannot be answered is refused
+    1  find     the pipeline that serves the model; what cannot be answered is refused. Pictures are read, where the
+                model sees
     2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
     3  admit    the caller's limits, the lag, and the tenant's bucket
-    4  make     a grammar is checked; one request for each choice, on a thread if they are large
+    4  make     a grammar is checked, and pictures are stored; one request for each choice, on a thread if they are
+                large
     5  meta     write what any gateway must know to stream the answer, unless it is there; a response that is to be
                 kept is marked then (`kept_responses.py`)
     6  publish  one request for each choice
@@ -42,6 +44,7 @@ from penstock.errors import (
 from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import FULL_WAIT_S, Ticket
 from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.pictures import ReadPictures
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai.body import ModelBody
@@ -154,7 +157,8 @@ async def accept_request(
     if earlier_turns is not None:
         chain = earlier_turns.first_id
     check_task(endpoint, served)
-    made = endpoint.make_requests(body, request_id)
+    made = endpoint.make_requests(body, request_id, sees=served.sees)
+    pictures = await gateway.pictures.read_pictures(caller.tenant, made) if served.sees else ReadPictures()
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
         check_token_ids(made, takes_ids=gateway.settings.gateway.takes_token_ids)
@@ -176,12 +180,13 @@ async def accept_request(
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
     check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
-        return await _join_earlier(gateway, caller, earlier, meta, submit_args, check)
+        return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
     size = measure_prompts(submit_args)
-    ticket = await _admit_request(gateway, caller, meta, submit_args, size.num_tokens, headers)
+    num_tokens = size.num_tokens + len(submit_args) * pictures.count_tokens(served.card.get("picture_tokens"))
+    ticket = await _admit_request(gateway, caller, meta, submit_args, num_tokens, headers)
     try:
         ignored = await check()
-        requests = await _make_requests(submit_args, size)
+        requests = await _make_requests(submit_args, size, pictures)
         is_lost = not (key or names_chat or input_items is not None or meta.options.get("background"))
         bodies = [encoded.body_hash for encoded in requests]
         meta = meta.model_copy(update={"bodies": bodies, "is_lost_unread": is_lost})
@@ -191,7 +196,7 @@ async def accept_request(
         raise
     if found is not meta:
         await gateway.admission.settle(ticket, Usage())
-        return await _join_earlier(gateway, caller, found, meta, submit_args, check)
+        return await _join_earlier(gateway, caller, found, meta, submit_args, pictures, check)
     places = dict[str, str]()
     try:
         await _publish_requests(gateway, caller, meta, requests, places, arrived_s, is_keyed=key is not None)
@@ -299,8 +304,12 @@ async def _check_grammar(
     return name_loosened(endpoint, loosened.keywords)
 
 
-async def _make_requests(submit_args: Sequence[SubmitArgs], size: PromptSize) -> list[EncodedRequest]:
-    """Return the requests as they are published. Raises `InvalidRequest` or `RequestTooLarge`."""
+async def _make_requests(
+    submit_args: Sequence[SubmitArgs], size: PromptSize, pictures: ReadPictures
+) -> list[EncodedRequest]:
+    """Return the requests as they are published, once their pictures are stored. Raises `PenstockError`."""
+    if submit_args:
+        await pictures.store()
     if size.num_bytes < MIN_THREAD_BYTES:
         return _make_requests_here(submit_args)
     return await asyncio.to_thread(_make_requests_here, submit_args)
@@ -342,7 +351,8 @@ def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
     yield from (query + text for text in args.get("texts") or () if isinstance(text, str))
     for message in args.get("messages") or ():
         turn = message.model_dump() if isinstance(message, ChatMessage) else message
-        yield turn["content"]
+        parts = [turn["content"]] if isinstance(turn["content"], str) else turn["content"]
+        yield from (part for part in parts if isinstance(part, str))
         yield turn.get("reasoning_content") or ""
         yield turn.get("name") or ""
         yield from (call["function"]["arguments"] for call in turn.get("tool_calls") or ())
@@ -356,6 +366,7 @@ async def _join_earlier(
     found: StreamMeta,
     meta: StreamMeta,
     submit_args: Sequence[SubmitArgs],
+    pictures: ReadPictures,
     check: Callable[[], Awaitable[list[str]]],
 ) -> Accepted:
     """Return the earlier request; its requests are published if they may not be durable."""
@@ -370,7 +381,7 @@ async def _join_earlier(
         # A wish to cancel makes a record of the stage `new`: no worker has seen the request.
         is_seen = [status is not None and status.stage != "new" for status in known]
         unseen = [args for args, seen in zip(submit_args, is_seen, strict=True) if not seen]
-        requests = await _make_requests(unseen, measure_prompts(unseen))
+        requests = await _make_requests(unseen, measure_prompts(unseen), pictures)
         if requests:
             await _publish_requests(gateway, caller, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}

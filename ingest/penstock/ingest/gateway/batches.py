@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
@@ -19,6 +19,7 @@ from penstock.ingest.batch.shapes import (
     FileList,
     FileObject,
     NewBatch,
+    Purpose,
 )
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
@@ -27,12 +28,14 @@ from penstock.ingest.http.upload import Upload
 
 router = APIRouter()
 MAX_NAME_CHARS = 255
+UPLOADED: tuple[Purpose, ...] = ("batch", "vision")
+"""What files may be uploaded for: a batch's requests, and images in prompts."""
 _FORM_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
-        "file": {"type": "string", "format": "binary", "description": "One request of a batch a line."},
-        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "format": "binary", "description": "One request of a batch a line, or an image."},
+        "purpose": {"type": "string", "enum": [*UPLOADED]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": FILE_LIFE_S},
     },
@@ -67,7 +70,8 @@ async def _receive_file(gateway: Gateway, tenant: str, form: Upload) -> FileObje
         if saved is None:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
         life_s = _parse_lifetime(form.fields)
-        return await files.save_metadata(tenant, saved, form.filename[:MAX_NAME_CHARS] or "file", "batch", life_s)
+        purpose = cast("Purpose", form.fields["purpose"])
+        return await files.save_metadata(tenant, saved, form.filename[:MAX_NAME_CHARS] or "file", purpose, life_s)
     except BaseException:
         if saved is not None:
             await files.delete_content(tenant, saved[0])
@@ -76,8 +80,8 @@ async def _receive_file(gateway: Gateway, tenant: str, form: Upload) -> FileObje
 
 def _parse_lifetime(fields: dict[str, str]) -> int:
     """Return how long the file is to be kept, in seconds. Raises `ApiError` 400."""
-    if fields.get("purpose") != "batch":
-        message = "'purpose' must be 'batch': nothing else is supported by this server."
+    if fields.get("purpose") not in UPLOADED:
+        message = "'purpose' must be 'batch' or 'vision': nothing else is supported by this server."
         raise ApiError(400, message, param="purpose", code="invalid_value")
     given = {name: fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
     if given == {"anchor": None, "seconds": None}:

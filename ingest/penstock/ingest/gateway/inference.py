@@ -187,6 +187,8 @@ class Model(BaseModel):
     """The most tokens of prompt and answer together, under vLLM's name for it."""
     supports_tools: bool = False
     """Whether calls and reasoning can be told from its text, so that tools may be offered to it."""
+    sees: bool = False
+    """Whether it takes images."""
     own: bool = True
     """Whether workers of the gateway's own pipeline serve it."""
     task: Task = "generate"

@@ -22,7 +22,9 @@ from penstock.grammar.loosen import LoosenedGrammar
 from penstock.ingest.batch.answer import ModelPipeline, Pipelines
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
+from penstock.ingest.fetching import PictureFetcher
 from penstock.ingest.gateway.kept_responses import ResponseKeeper
+from penstock.ingest.gateway.pictures import PictureDesk
 from penstock.ingest.keys import open_key_source
 from penstock.ingest.leased_reader import read_forever
 from penstock.ingest.metering import UsageMeter
@@ -42,9 +44,12 @@ from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import GrammarSpec
 from penstock.names import Pipeline
+from penstock.pictures.store import PictureStore, delete_old_pictures
 from penstock.redis.client import redis_client
 from penstock.telemetry.meters import Meters
 
+PICTURE_SWEEP_S = 3600.0
+"""How often to look for pictures in the object store whose time is over."""
 PIPELINE_CHECK_S = 5.0
 """How often to look for further pipelines whose results are to be counted."""
 
@@ -69,6 +74,7 @@ class Gateway(Streams):
             SearchLoop("pipelines to count", self._follow_pipelines, PIPELINE_CHECK_S),
             SearchLoop("open streams", self.stream_metas.renew_all, self.stream_metas.renew_s),
             SearchLoop("streams without readers", self._look_unread, UNREAD_LOOK_S),
+            SearchLoop("old pictures", self._sweep_pictures, PICTURE_SWEEP_S),
         ]
         self.peers: Peers | None = None
         """None without regions."""
@@ -99,10 +105,13 @@ class Gateway(Streams):
         self.batch_service = BatchService(
             self.redis, self.find_pipeline, self.settings.batch, self.webhooks, home, lender
         )
+        objects, fetcher = self.batch_service.objects, PictureFetcher(self.settings.gateway)
+        self._picture_store = PictureStore(self.addresses, objects, self.settings.picture, self.settings.record)
+        self.pictures = PictureDesk(self.settings.picture, fetcher, self.batch_service.files, self._picture_store)
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,
-            self.batch_service.objects,
+            objects,
             self.read_events,
             self.settings.responses,
             self.settings.record,
@@ -137,6 +146,7 @@ class Gateway(Streams):
         await self.responses.close()
         await self.tokenizers.close()
         await self.batch_service.close()
+        await asyncio.to_thread(self._picture_store.close)
         await self.webhooks.close()
         for client in self.clients.values():
             await client.close()
@@ -177,6 +187,9 @@ class Gateway(Streams):
                 own = self.addresses.model_copy(update={"pipeline": name})
                 reader = CopyIndex(own, bus, region) if region else UsageMeter(own, bus)
                 self._readers[which] = asyncio.create_task(read_forever(reader))
+
+    async def _sweep_pictures(self) -> None:
+        await delete_old_pictures(self.batch_service.objects, self.settings.record)
 
     async def _look_unread(self) -> None:
         if not self.is_stopping:

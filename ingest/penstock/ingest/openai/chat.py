@@ -40,6 +40,7 @@ from penstock.ingest.openai.custom_tools import (
     write_arguments,
 )
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_chat_requests
+from penstock.ingest.openai.picture_parts import read_content
 from penstock.ingest.openai.sse import SseEvent
 from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.ingest.openai.tools import (
@@ -57,7 +58,6 @@ from penstock.ingest.openai.tools import (
     ToolName,
     check_tool_options,
     constrain_functions,
-    join_text_parts,
     make_call_id,
     make_parser,
     make_template_variables,
@@ -203,7 +203,8 @@ class Message(StrictModel):
         WithJsonSchema({"type": "string", "enum": list(ROLES)}),
     ]
     content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text", "refusal")] = None
-    """Text, or a list of parts of type `text`; an assistant's may be of type `refusal`, too, or be missing."""
+    """Text, or a list of parts of type `text`; an assistant's may be of type `refusal`, too, or be missing. Where the
+    model sees, parts of type `image_url` as well."""
     name: ShortText | None = None
     """Who speaks. Given to the chat template; most leave it out."""
     tool_call_id: ShortText | None = None
@@ -350,10 +351,10 @@ class ChatEndpoint(ApiEndpoint[ChatBody]):
     answer_model = ChatCompletion
     parses_answers = True
 
-    def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
+    def make_requests(self, body: ChatBody, request_id: str, *, sees: bool = False) -> list[SubmitArgs]:
         """Return one request for each of `n`."""
         refuse_other_grammar_with_tools(body, body.offered_tools)
-        turns = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
+        turns = [_make_turn(message, f"messages.{index}", sees=sees) for index, message in enumerate(body.messages)]
         num_logprobs = body.top_logprobs or 0 if body.logprobs else None
         requests = make_chat_requests(body, request_id, turns, body.max_completion_tokens, num_logprobs)
         tools = body.offered_tools
@@ -375,7 +376,7 @@ class ChatEndpoint(ApiEndpoint[ChatBody]):
 CHAT = ChatEndpoint()
 
 
-def _make_turn(message: Message, param: str) -> dict[str, Any]:
+def _make_turn(message: Message, param: str, *, sees: bool) -> dict[str, Any]:
     if message.role not in ROLES:
         raise unsupported_value(f"{param}.role", f"messages of role '{message.role}' are not supported by this server.")
     if message.role == "tool" and message.tool_call_id is None:
@@ -387,8 +388,10 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
         raise unsupported_value(f"{param}.content", "a message without content is not supported by this server.")
     if message.refusal and not is_assistant:
         raise invalid_value(f"{param}.refusal", "only messages of role 'assistant' refuse")
-    text = join_text_parts(message.content, f"{param}.content", ("text", "refusal") if is_assistant else ("text",))
-    turn: dict[str, Any] = {"role": ROLES[message.role], "content": text + (message.refusal or "")}
+    kinds = ("text", "refusal") if is_assistant else ("text",)
+    content = read_content(message.content, f"{param}.content", kinds, sees=sees and not is_assistant)
+    turn: dict[str, Any] = {"role": ROLES[message.role]}
+    turn["content"] = f"{content}{message.refusal}" if message.refusal else content
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_calls:

@@ -137,7 +137,7 @@ class CompletionsEndpoint(ApiEndpoint[CompletionBody]):
     body_model = CompletionBody
     answer_model = Completion
 
-    def make_requests(self, body: CompletionBody, request_id: str) -> list[SubmitArgs]:
+    def make_requests(self, body: CompletionBody, request_id: str, *, sees: bool = False) -> list[SubmitArgs]:
         """Return one request for each of `n` for each prompt."""
         fields = body.request_fields()
         fields.setdefault("max_tokens", DEFAULT_MAX_TOKENS)

@@ -153,8 +153,10 @@ class ApiEndpoint(ABC, Generic[B]):
         return error.body
 
     @abstractmethod
-    def make_requests(self, body: B, request_id: str) -> list[SubmitArgs]:
+    def make_requests(self, body: B, request_id: str, *, sees: bool = False) -> list[SubmitArgs]:
         """Return the pipeline's requests, one for each choice, in the order of their indices.
+
+        Where the model `sees`, turns may have pictures as clients give them (`GivenPicture`), which the caller reads.
 
         The ids are `request_id`, or `request_id.0`, `.1`, … if there are several. The caller adds tenant, session
         and deadline. Raises `ApiError` 400.

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -22,6 +23,7 @@ from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schem
 from penstock.ingest.openai.client_tools import CLIENT_TOOLS, FILE_OPERATION, LEFT_OUT, FileOperation, ShellAction
 from penstock.ingest.openai.custom_tools import TextReader, list_custom_names, write_arguments
 from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.picture_parts import GivenContent, join_texts, read_content, read_text
 from penstock.ingest.openai.response_tools import OfferedTool
 from penstock.ingest.openai.tokens import TokenLogprobs
 from penstock.ingest.openai.tools import (
@@ -29,7 +31,6 @@ from penstock.ingest.openai.tools import (
     NAMESPACE,
     NAMESPACE_END,
     ROLES,
-    join_text_parts,
     make_call_id,
     make_parser,
     qualify_name,
@@ -285,7 +286,8 @@ ITEMS = TypeAdapter(list[InputItem])
 class ChatTurns:
     """The turns of a chat that items are. Items of the model that follow each other are one turn."""
 
-    def __init__(self, instructions: str | None) -> None:
+    def __init__(self, instructions: str | None, *, sees: bool = False) -> None:
+        self._sees = sees
         self.turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
         self._answer: dict[str, Any] | None = None
         """The model's turn, while nobody else said anything after it."""
@@ -298,25 +300,29 @@ class ChatTurns:
             match item.type:
                 case "reasoning" | "agent_reasoning":
                     param = f"input.{position}.content"
-                    self._add_reasoning(join_text_parts(item.content, param, (REASONING_PART_TYPE,)))
+                    self._add_reasoning(read_text(item.content, param, (REASONING_PART_TYPE,)))
                 case "function_call" | "custom_tool_call" | "local_shell_call" | "shell_call" | "apply_patch_call":
                     self._add_call(item)
                 case "function_call_output" | "custom_tool_call_output":
-                    text = join_text_parts(item.output, f"input.{position}.output", TEXT_PART_TYPES)
-                    self._add_result(item.call_id, text)
+                    self._add_result(item.call_id, self._read(item.output, f"input.{position}.output"))
                 case "local_shell_call_output" | "shell_call_output" | "apply_patch_call_output":
                     self._add_result(item.call_id, item.text)
                 case "item_reference":
                     what = "items of other responses cannot be named here: send the item itself."
                     raise unsupported_value(f"input.{position}", what)
                 case "agent_message":
-                    text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
-                    self._add_message("user", f"{item.author}: {text}" if item.author else text)
+                    content = self._read(item.content, f"input.{position}.content")
+                    said = [content] if isinstance(content, str) else content
+                    self._add_message("user", join_texts([f"{item.author}: ", *said]) if item.author else content)
                 case "message" | None:
-                    text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
-                    self._add_message(ROLES[item.role], text)
+                    param, is_models = f"input.{position}.content", item.role == "assistant"
+                    read = partial(read_text, kinds=TEXT_PART_TYPES) if is_models else self._read
+                    self._add_message(ROLES[item.role], read(item.content, param))
 
-    def _add_message(self, role: str, text: str) -> None:
+    def _read(self, content: str | list[dict[str, Any]], param: str) -> GivenContent:
+        return read_content(content, param, TEXT_PART_TYPES, sees=self._sees)
+
+    def _add_message(self, role: str, text: GivenContent) -> None:
         answer = self._answer
         if role == "assistant" and answer is not None and not answer["content"] and "tool_calls" not in answer:
             answer["content"] = text
@@ -341,7 +347,7 @@ class ChatTurns:
         answer.setdefault("tool_calls", []).append(call)
         self._call_ids |= {item.call_id: item.call_id} | ({item.id: item.call_id} if item.id else {})
 
-    def _add_result(self, call_id: str, text: str) -> None:
+    def _add_result(self, call_id: str, text: GivenContent) -> None:
         if call_id not in self._call_ids:
             message = f"No tool call found for function call output with call_id {call_id}."
             raise ApiError(400, message, param="input", code="invalid_value")

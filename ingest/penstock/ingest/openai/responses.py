@@ -230,9 +230,9 @@ class ResponseBody(Body):
             return [{"type": "message", "role": "user", "content": self.input}]
         return [item.model_dump(mode="json", exclude_unset=True) for item in self.input]
 
-    def make_turns(self) -> list[dict[str, Any]]:
-        """Return the turns of the chat. Raises `ApiError` 400."""
-        made = ChatTurns(self.instructions)
+    def make_turns(self, *, sees: bool = False) -> list[dict[str, Any]]:
+        """Return the turns of the chat, with pictures where the model `sees`. Raises `ApiError` 400."""
+        made = ChatTurns(self.instructions, sees=sees)
         if isinstance(self.input, str):
             return [*made.turns, {"role": "user", "content": self.input}]
         made.add_items(self.input)
@@ -355,11 +355,13 @@ class ResponsesEndpoint(ApiEndpoint[ResponseBody]):
     tool_schema = "tools.*.parameters"
     parses_answers = True
 
-    def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:
+    def make_requests(self, body: ResponseBody, request_id: str, *, sees: bool = False) -> list[SubmitArgs]:
         """Return one request."""
         refuse_other_grammar_with_tools(body, body.offered_tools)
         num_logprobs = body.top_logprobs or 0 if body.wants_logprobs else None
-        requests = make_chat_requests(body, request_id, body.make_turns(), body.max_output_tokens, num_logprobs)
+        requests = make_chat_requests(
+            body, request_id, body.make_turns(sees=sees), body.max_output_tokens, num_logprobs
+        )
         effort = None if body.reasoning is None else body.reasoning.effort
         if variables := make_template_variables(body.chat_template_kwargs, effort, body.offered_tools):
             requests[0]["chat_template_kwargs"] = variables

@@ -77,7 +77,7 @@ class TextsEndpoint(ApiEndpoint[T]):
     has the whole answer as its one event.
     """
 
-    def make_requests(self, body: T, request_id: str) -> list[SubmitArgs]:
+    def make_requests(self, body: T, request_id: str, *, sees: bool = False) -> list[SubmitArgs]:
         """Return one request for each part of the texts."""
         ids = make_request_ids(request_id, body.num_choices)
         return [

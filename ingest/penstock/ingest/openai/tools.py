@@ -9,7 +9,7 @@ from pydantic import BaseModel, Discriminator, Field, StringConstraints
 
 from penstock.grammar.tools import ConstrainedCalls, ConstrainedTool, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser
-from penstock.ingest.openai.body import Body, StrictModel, invalid_value, unsupported_value
+from penstock.ingest.openai.body import Body, StrictModel, invalid_value
 from penstock.ingest.openai.client_tools import CLIENT_TOOLS
 from penstock.ingest.openai.custom_tools import CUSTOM, make_function
 from penstock.ingest.openai.endpoint import StreamMeta
@@ -160,23 +160,6 @@ def _describe_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool as chat templates have it; those of responses have the function's fields beside the type."""
     kind = tool.pop("type")
     return {"type": kind, "function": tool.get("function", tool)}
-
-
-def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return a message's text. Raises `ApiError` 400 for other content."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content or ()):
-        if part.get("type") not in kinds:
-            raise unsupported_value(
-                f"{param}.{index}", f"content of type {part.get('type')!r} is not supported, only text."
-            )
-        field = "refusal" if part["type"] == "refusal" else "text"
-        if not isinstance(part.get(field), str):
-            raise unsupported_value(f"{param}.{index}.{field}", f"a part of a message has its text in '{field}'.")
-        texts.append(part[field])
-    return "".join(texts)
 
 
 def qualify_name(name: str, namespace: str | None) -> str:

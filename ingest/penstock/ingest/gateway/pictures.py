@@ -1,0 +1,123 @@
+"""From the pictures that clients give to those of the pipeline's requests.
+
+    1  read     data URLs, files of the caller, and addresses; of each its size, from its header
+    2  count    the tokens that it becomes, for admission
+    3  store    each once, right before its request is produced
+
+A crash between 3 and the request's message leaves a file that nobody asks for (`penstock.pictures.store`).
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.config.settings import PictureSettings
+from penstock.errors import DependencyMissing, InvalidRequest
+from penstock.ingest.batch.store import FileStore
+from penstock.ingest.errors import ApiError
+from penstock.ingest.fetching import PictureFetcher
+from penstock.ingest.openai.body import invalid_value
+from penstock.ingest.openai.endpoint import SubmitArgs
+from penstock.ingest.openai.picture_parts import GivenPicture
+from penstock.messages import Picture
+from penstock.pictures.decoding import measure_picture
+from penstock.pictures.store import PictureStore
+from penstock.pictures.tokens import PICTURE_TOKENS, count_picture_tokens
+
+MAX_FETCHES = 32
+"""Pictures that are fetched at once. The others wait."""
+
+
+class ReadPictures:
+    """The pictures of one HTTP request, which are not stored yet."""
+
+    def __init__(self, store: PictureStore | None = None) -> None:
+        self._store = store
+        self.files: dict[str, bytes] = {}
+        """By digest."""
+        self.pictures: list[Picture] = []
+
+    def count_tokens(self, rule: Mapping[str, Any] | None) -> int:
+        """Return how many tokens they are for a model; 0 where it does not say how they are counted."""
+        if rule is None or not self.pictures:
+            return 0
+        parsed = PICTURE_TOKENS.validate_python(rule)
+        return sum(count_picture_tokens(parsed, one.width, one.height) for one in self.pictures)
+
+    async def store(self) -> None:
+        """Store all that are not stored yet. Raises `BusUnavailable` or `StorageUnavailable`."""
+        while self.files:
+            assert self._store is not None, "who has read pictures has a store"
+            digest, data = next(iter(self.files.items()))
+            await asyncio.to_thread(self._store.put, data)
+            self.files.pop(digest, None)
+
+
+class PictureDesk:
+    """Reads the pictures of requests, for one gateway process."""
+
+    def __init__(
+        self, settings: PictureSettings, fetcher: PictureFetcher, files: FileStore, store: PictureStore
+    ) -> None:
+        self._settings, self._fetcher, self._files, self._store = settings, fetcher, files, store
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+
+    async def read_pictures(self, tenant: str, requests: Sequence[SubmitArgs]) -> ReadPictures:
+        """Put pictures in the place of those that clients gave, in the turns that all these requests share.
+
+        Raises `ApiError` that names the picture.
+        """
+        read = ReadPictures(self._store)
+        shared: Any = requests[0].get("messages") or ()
+        turns = [turn for turn in shared if not isinstance(turn["content"], str)]
+        given = [part for turn in turns for part in turn["content"] if isinstance(part, GivenPicture)]
+        if len(given) > self._settings.max_count:
+            what = f"a request may have {self._settings.max_count} images, here are {len(given)}"
+            raise invalid_value(given[self._settings.max_count].param, what)
+        for turn in turns:
+            turn["content"] = [
+                part if isinstance(part, str) else await self._read_picture(tenant, part, read)
+                for part in turn["content"]
+            ]
+        return read
+
+    async def _read_picture(self, tenant: str, given: GivenPicture, read: ReadPictures) -> Picture:
+        left = self._settings.max_bytes - sum(map(len, read.files.values()))
+        try:
+            data = await self._read_file(tenant, given, left)
+            if len(data) > left:
+                raise ValueError(f"the images of a request may have {self._settings.max_bytes:,} bytes together")
+            width, height = await asyncio.to_thread(measure_picture, data, self._settings.max_pixels)
+        except (ValueError, InvalidRequest) as error:
+            message = f"Invalid value for '{given.param}': {error}"
+            raise ApiError(400, message, param=given.param, code="invalid_image") from None
+        except DependencyMissing as error:
+            headers = {"x-should-retry": "false"}
+            raise ApiError(501, f"This gateway reads no images: {error}", code="no_images", headers=headers) from None
+        digest = hashlib.sha256(data).hexdigest()
+        read.files[digest] = data
+        read.pictures.append(
+            Picture(digest=digest, num_bytes=len(data), width=width, height=height, detail=given.detail)
+        )
+        return read.pictures[-1]
+
+    async def _read_file(self, tenant: str, given: GivenPicture, max_bytes: int) -> bytes:
+        """Return a picture's file. Raises `ValueError` or `ApiError`."""
+        if given.file_id:
+            file = await self._files.find_file(tenant, given.file_id)
+            if file.bytes > max_bytes:
+                raise ValueError(f"the file has {file.bytes:,} bytes; the images may have {max_bytes:,} more")
+            return b"".join([chunk async for chunk in self._files.read_content(tenant, file)])
+        head, comma, body = given.url.partition(",")
+        if given.url[:5].lower() != "data:":
+            async with self._fetches:
+                return await self._fetcher.fetch_picture(given.url, max_bytes)
+        if not comma or not head.lower().endswith(";base64"):
+            raise ValueError("a data URL has the form data:image/png;base64,…")
+        try:
+            return base64.b64decode(body, validate=True)
+        except binascii.Error:
+            raise ValueError("the data URL is not base64") from None

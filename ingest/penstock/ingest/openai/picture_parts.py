@@ -1,0 +1,78 @@
+"""The content of messages: text, and for models that see, pictures as clients give them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from penstock.ingest.openai.body import invalid_value, unsupported_value
+
+PICTURE_TYPES = ("image_url", "input_image")
+"""Parts with a picture, in chats and in responses."""
+Detail = Literal["low", "high"]
+
+
+class GivenPicture(NamedTuple):
+    """A picture as a client gives it: by an address or a data URL, or as one of its files."""
+
+    url: str
+    file_id: str
+    detail: Detail | None
+    param: str
+    """Where it stands in the body."""
+
+
+GivenContent = str | list[str | GivenPicture]
+"""A text, or texts and pictures in their order."""
+
+
+def read_content(
+    content: str | Sequence[dict[str, Any]] | None, param: str, kinds: Sequence[str] = ("text",), *, sees: bool = False
+) -> GivenContent:
+    """Return a message's content: its text, or a list where a model that `sees` gets pictures with it.
+
+    Raises `ApiError` 400 for other content.
+    """
+    if isinstance(content, str):
+        return content
+    parts = list[str | GivenPicture]()
+    for index, part in enumerate(content or ()):
+        if sees and part.get("type") in PICTURE_TYPES:
+            parts.append(_read_picture(part, f"{param}.{index}"))
+            continue
+        if part.get("type") not in kinds:
+            what = f"content of type {part.get('type')!r} is not supported, only text{' and images' if sees else ''}."
+            raise unsupported_value(f"{param}.{index}", what)
+        field = "refusal" if part["type"] == "refusal" else "text"
+        if not isinstance(part.get(field), str):
+            raise unsupported_value(f"{param}.{index}.{field}", f"a part of a message has its text in '{field}'.")
+        parts.append(part[field])
+    return join_texts(parts)
+
+
+def join_texts(parts: Sequence[str | GivenPicture]) -> GivenContent:
+    """Return parts in which no two texts follow each other; one text if there is nothing else."""
+    joined = list[str | GivenPicture]()
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        elif part != "":
+            joined.append(part)
+    return joined if any(isinstance(part, GivenPicture) for part in joined) else "".join(map(str, joined))
+
+
+def read_text(content: str | Sequence[dict[str, Any]] | None, param: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return a message's text. Raises `ApiError` 400 for other content."""
+    text = read_content(content, param, kinds)
+    assert isinstance(text, str), "pictures are refused"
+    return text
+
+
+def _read_picture(part: Mapping[str, Any], param: str) -> GivenPicture:
+    """Return the picture of a part: of a chat's, whose address is in an object, or of a response's."""
+    address, file_id, detail = part.get("image_url"), part.get("file_id"), part.get("detail")
+    if isinstance(address, dict):
+        param, detail, address = f"{param}.image_url", address.get("detail", detail), address.get("url")
+    if (address is None) == (file_id is None) or not isinstance(address or file_id, str):
+        raise invalid_value(param, "an image is given by 'image_url', an https address or a data URL, or by 'file_id'")
+    if detail not in (None, "auto", "low", "high"):
+        raise invalid_value(f"{param}.detail", "it must be 'auto', 'low' or 'high'")
+    return GivenPicture(address or "", file_id or "", None if detail == "auto" else detail, param)
