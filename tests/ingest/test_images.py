@@ -3,6 +3,7 @@
 import base64
 import hashlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ async def test_a_hostile_address_is_refused(host: PictureHost, fetcher: PictureF
     ADDRESSES["deep.one.pictures.test"] = [HERE]
     with pytest.raises(ValueError, match=why):
         await fetcher.fetch_picture(address.format(url=host.url, port=host.server_port), len(PNG) - 1)
+
+
+@pytest.mark.parametrize("place", ["localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::1]"])
+async def test_this_machine_is_not_public_by_any_name(place: str) -> None:
+    settings = GatewaySettings(image_hosts="*")
+    with closing(PictureFetcher(settings)) as fetcher, pytest.raises(ValueError, match="not public"):
+        await fetcher.fetch_picture(f"https://{place}/a.png", 9)
 
 
 async def test_a_host_that_hangs_is_left(

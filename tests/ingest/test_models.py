@@ -39,6 +39,17 @@ async def test_a_model_has_the_context_that_all_its_workers_take(
         assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == expected
 
 
+@pytest.mark.parametrize(("told", "expected"), [((True, True), True), ((True, None), False), ((None, True), False)])
+async def test_a_model_sees_where_all_its_workers_say_so(
+    redis_url: str, pipeline: Pipeline, told: tuple[bool | None, ...], expected: bool
+) -> None:
+    """While workers are replaced, an earlier one may read the request."""
+    for number, sees in enumerate(told):
+        beat(redis_url, pipeline, f"d-{number}", **({} if sees is None else {"sees": sees}))
+    async with async_redis_client(redis_url) as client:
+        assert (await ServedModels(client, "").find_model(pipeline.name)).sees is expected
+
+
 async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(
     redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

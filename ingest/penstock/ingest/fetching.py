@@ -10,7 +10,8 @@ that only this machine reaches.
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 
 import httpx2
 
@@ -20,6 +21,8 @@ from penstock.ingest.hosts import find_host_addresses, is_public_address
 FETCH_S = 10.0
 """How long a picture may take with all its redirects."""
 MAX_REDIRECTS = 3
+MAX_LOOKUPS = 8
+"""The most names that are looked up at once."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _DEFAULT_PORT = 443
 
@@ -28,9 +31,16 @@ class PictureFetcher:
     """Fetches pictures for one gateway process."""
 
     def __init__(
-        self, settings: GatewaySettings, find_addresses: Callable[[str], Awaitable[list[str]]] = find_host_addresses
+        self, settings: GatewaySettings, find_addresses: Callable[[str], Awaitable[list[str]]] | None = None
     ) -> None:
-        self._settings, self._find_addresses = settings, find_addresses
+        self._settings = settings
+        # Threads of their own: a name server that hangs holds up nothing else. There are none until one is needed.
+        self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, "pictures")
+        self._find_addresses = find_addresses or partial(find_host_addresses, executor=self._lookups)
+
+    def close(self) -> None:
+        """Wait for no look-up any more."""
+        self._lookups.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
     def tls(self) -> ssl.SSLContext:

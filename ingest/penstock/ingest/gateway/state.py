@@ -105,9 +105,10 @@ class Gateway(Streams):
         self.batch_service = BatchService(
             self.redis, self.find_pipeline, self.settings.batch, self.webhooks, home, lender
         )
-        objects, fetcher = self.batch_service.objects, PictureFetcher(self.settings.gateway)
+        objects = self.batch_service.objects
+        self._fetcher = PictureFetcher(self.settings.gateway)
         self._picture_store = PictureStore(self.addresses, objects, self.settings.picture, self.settings.record)
-        self.pictures = PictureDesk(self.settings.picture, fetcher, self.batch_service.files, self._picture_store)
+        self.pictures = PictureDesk(self.settings.picture, self._fetcher, self.batch_service.files, self._picture_store)
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,
@@ -147,6 +148,7 @@ class Gateway(Streams):
         await self.tokenizers.close()
         await self.batch_service.close()
         await asyncio.to_thread(self._picture_store.close)
+        self._fetcher.close()
         await self.webhooks.close()
         for client in self.clients.values():
             await client.close()
