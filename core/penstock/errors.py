@@ -15,11 +15,11 @@ PenstockError
 │   ├── GrammarFailed          an answer cannot go on in its grammar
 │   ├── AnswerInterrupted      an endpoint's answer was cut, and cannot be continued
 │   ├── PictureGone            a picture of it is not in the store any more
+│   ├── PicturesNeeded         a row of a picture is to be computed by a worker without its pixels
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
 │   ├── OutOfMemory            computing it takes more memory than there is
 │   ├── StoreUnreachable       its stored data cannot be read or written
 │   ├── ModelError             computing it fails
-│   │   └── PicturesNeeded       a row of a picture is to be computed by a worker without its pixels
 │   └── InternalError          a bug or a fault of the machine; the message says what is known
 ├── StreamError              reading a token stream
 │   ├── StreamDiverged         the log has other tokens than the reader saw
@@ -190,6 +190,15 @@ class PictureGone(RequestError):
     code = "picture_gone"
 
 
+class PicturesNeeded(RequestError):
+    """A row of a picture is to be computed, its KV being lost, by a worker that has no pixels.
+
+    Prefill computes it again. A request ends with this where its KV is lost time and again.
+    """
+
+    code = "pictures_needed"
+
+
 class AttemptsExhausted(RequestError):
     """The request was tried too often without progress, and all of its workers died."""
 
@@ -212,12 +221,6 @@ class ModelError(RequestError):
     """Computing the request fails."""
 
     code = "model_error"
-
-
-class PicturesNeeded(ModelError):
-    """A row of a picture is to be computed, its KV being lost, by a worker that has no pixels: one that reads the
-    picture can go on.
-    """
 
 
 class InternalError(RequestError):

@@ -537,6 +537,20 @@ class Timings(Wire):
     finished: float = 0.0
 
 
+class JobPicture(Wire):
+    """A picture in the prompt of a job: what a worker has to know to go on with the prompt's KV."""
+
+    digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    """The SHA-256 of the file, in hex."""
+    name: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    """The digest of all that the picture's rows follow from, in hex."""
+    first: int = Field(ge=0)
+    """Index of its first row among the prompt's tokens."""
+    num_rows: int = Field(ge=1)
+    grid: tuple[int, int, int] | None = None
+    """How many rows it has in time, in height and in width, where positions have three axes."""
+
+
 class Job(Wire):
     """The job reference of a hand-off. It carries token ids and the last block's key, never tensors.
 
@@ -555,6 +569,13 @@ class Job(Wire):
     """Texts in place of a prompt. Their vectors are in the log; if Redis has lost that, they are computed again."""
     embed: EmbedOptions | None = None
     """How the request's texts are computed, and whether its result has the vectors."""
+    pictures: list[JobPicture] | None = Field(default=None, fail_fast=True)
+    """The pictures in the prompt, in order."""
+    replaces: str | None = None
+    """The name of the job in whose place this one is, in a topic of requests: a worker without pixels gave that back,
+    as KV inside a picture was lost."""
+    num_returns: int | None = None
+    """How often the request was given back."""
     sampling: Sampling = Sampling()
     seed: int = 0
     tenant: Tenant = "default"
