@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+from dataclasses import replace
 from typing import Self
 from unittest import mock
 
@@ -11,7 +12,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Member, Outgoing
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
+from penstock.config.settings import BusSettings, EngineSettings, KVSettings, PictureSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
 from penstock.engine.serving import ServingEngine
@@ -19,6 +20,8 @@ from penstock.errors import BusUnavailable
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage, WorkerKind
+from penstock.objects import ObjectStorage
+from penstock.pictures.store import PictureStore
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.staying_role import StayingRole
@@ -30,6 +33,7 @@ from penstock.testing.client import MemoryClient
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import WorkerLoop
+from penstock.worker.pictures import TaskPictures
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.waiting import wait_for
@@ -165,7 +169,10 @@ class InProcessPipeline(PipelineServers):
 
     def _make_worker(self, kind: WorkerKind, name: str, stays: StayPolicy | None = None) -> Worker:
         settings = self.engine_settings.model_copy(update={"speculate": False})  # tests count on a token a step
-        core = Engine(self._load_model(), settings)
+        model = self._load_model()
+        if kind == "decode" and model.picture_reader is not None:  # as a process of that kind loads it
+            model = replace(model, picture_reader=None)
+        core = Engine(model, settings)
         layout = StoreLayout.from_model(core.model)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
@@ -174,10 +181,20 @@ class InProcessPipeline(PipelineServers):
         member, engine = self._join_group(kind, name), ServingEngine(core, store)
         decode = DecodeRole(self.pipeline, engine)
         prefill = StayingRole(self.pipeline, engine, stays, "", name) if stays else PrefillRole(self.pipeline, engine)
+        decode.pictures = prefill.pictures = self._open_pictures(engine)
         self._grammars += [decode.grammars, prefill.grammars]
         role: Role = decode if kind == "decode" else prefill
         job_role = decode if kind == "auto" else None
         return Worker(role, self.pipeline, name, self.make_record(), member, job_role=job_role)
+
+    def _open_pictures(self, engine: ServingEngine) -> TaskPictures | None:
+        """Return what reads pictures for an engine, if its model sees them. Their store is in the pipeline's Redis."""
+        if (reader := engine.model.picture_reader) is None:
+            return None
+        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="penstock-line-", dir=SHARED_MEMORY)
+        objects, settings = ObjectStorage.open(self._folder.name), PictureSettings()
+        store = PictureStore(self.addresses, objects, settings, self.record_settings)
+        return TaskPictures(engine, reader, store, settings)
 
     def _join_group(self, kind: WorkerKind, name: str) -> Member:
         """Join a group, and try again where the brokers do not answer in time, as the process of a worker does."""

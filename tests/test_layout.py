@@ -64,6 +64,7 @@ ENGINE_FOR_ALL = (
     "vectors",
     "limits",
     "opening",
+    "pictures",
     "text",
     "weights.files",
     "loading.vector_files",

@@ -13,7 +13,7 @@ from PIL import Image
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model
-from penstock.engine.pictures.reader import FAMILIES, PictureReader
+from penstock.engine.pictures.reader import FAMILIES, PicturePrompt, PictureReader
 from penstock.engine.pictures.rows import Pictures
 from penstock.engine.pictures.vision import Vision
 from penstock.engine.weights.files import DEMO_MODEL
@@ -154,8 +154,15 @@ def test_files_and_texts_give_the_tokens_of_generate(kind: str, tmp_path: Path) 
     vision, engine = Vision(model.module, model.stock_attention), Engine(model, settings)
     prompt = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"", picture)])
     other = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"1", draw_picture(2, 130, 70))])
+
+    def see(one: PicturePrompt) -> Pictures:
+        (found,) = one.pictures
+        return Pictures(
+            one.token_ids, one.pictures, lambda name: vision.see(name, lambda: one.pixels[name], found.num_rows)
+        )
+
     seqs = [
-        sequence(one.token_ids, 8, name=name, block_keys=(), pictures=one.make_pictures(vision, name.encode()))
+        sequence(one.token_ids, 8, name=name, block_keys=(), pictures=see(one))
         for name, one in (("a", prompt), ("b", other))
     ]
     answers = run_sequences(engine, seqs)

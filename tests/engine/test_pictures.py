@@ -163,7 +163,7 @@ class Case:
 
     def see(self, name: bytes) -> "Future[SeenPicture]":
         """See a picture with the model's own vision part."""
-        return self.vision.see(name, self.pixels[name], self.num_rows)
+        return self.vision.see(name, lambda: self.pixels[name], self.num_rows)
 
     def make_sequence(self, number: int, *, with_pixels: bool = True, given: Sequence[int] = ()) -> EngineSequence:
         """Return a prompt's sequence, with names of its blocks."""
@@ -315,7 +315,7 @@ def test_a_picture_whose_kv_is_found_is_not_seen_again(llava: Case, tmp_path: Pa
 def test_what_cannot_be_seen_fails_its_request_alone(llava: Case, tmp_path: Path) -> None:
     pixels = {name: x * torch.nan for name, x in draw_pixels("llava", 1).items()}
     with open_servers(llava, tmp_path, 1) as (server,):
-        seq = add_prompt(server, llava, 0, lambda _: llava.vision.see(b"nan", pixels, llava.num_rows))
+        seq = add_prompt(server, llava, 0, lambda _: llava.vision.see(b"nan", lambda: pixels, llava.num_rows))
         text = add_prompt(server, llava, 4, None)
         with pytest.raises(SequenceFailed, match="not a number") as caught:
             serve_until(server, seq)
@@ -323,7 +323,7 @@ def test_what_cannot_be_seen_fails_its_request_alone(llava: Case, tmp_path: Path
         server.remove_request(seq.id)
         assert serve_until(server, text) == llava.expected[4]
     with pytest.raises(ModelError, match=f"sees {llava.num_rows} rows in a picture for which the prompt has 3"):
-        llava.vision.see(b"three", draw_pixels("llava", 1), 3).result()
+        llava.vision.see(b"three", lambda: draw_pixels("llava", 1), 3).result()
 
 
 def test_what_was_seen_is_kept_within_its_bound(llava: Case) -> None:
@@ -332,7 +332,7 @@ def test_what_was_seen_is_kept_within_its_bound(llava: Case) -> None:
     vision = Vision(llava.vision._module, llava.model.stock_attention, kept_bytes=2 * size)
 
     def see(number: int) -> SeenPicture:
-        return vision.see(bytes([number]), pixels[number], llava.num_rows).result()
+        return vision.see(bytes([number]), lambda: pixels[number], llava.num_rows).result()
 
     first, second = see(0), see(1)
     assert see(0) is first
@@ -375,7 +375,7 @@ def test_a_packed_file_has_the_part_that_sees(llava: Case) -> None:
     for _ in range(2):
         model = open_model(settings)
         vision = Vision(model.module, model.stock_attention)
-        found.append(vision.see(b"", pixels, llava.num_rows).result().rows)
+        found.append(vision.see(b"", lambda: pixels, llava.num_rows).result().rows)
         vision.close()
         pack_model(settings)
     assert torch.equal(*found)

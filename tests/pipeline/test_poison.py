@@ -77,7 +77,7 @@ def test_what_ends_its_worker_while_it_is_read_is_given_up_after_its_attempts(
     line, killed = make_line(record=RecordSettings(lease_s=0.4, max_attempts=3)), list[str]()
     read = PromptTokenizer.tokenize_prompt
 
-    def kill(self: PromptTokenizer, request: Request, **how: bool) -> list[int]:
+    def kill(self: PromptTokenizer, request: Request, **how: Any) -> list[int]:
         if request.id == "bad":
             killed.append(request.id)
             raise Killed

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -30,14 +31,16 @@ class Reader(PromptTokenizer):
         self.failures = 0
         """So many times more reading `long` fails."""
 
-    def tokenize_prompt(self, request: Request, *, may_wait: bool = True, is_raw: bool = False) -> list[int]:
+    def tokenize_prompt(
+        self, request: Request, *, may_wait: bool = True, is_raw: bool = False, **given: Any
+    ) -> list[int]:
         self.begun.append(request.id)
         if request.id == "long":
             assert self.is_let.wait(PATIENCE_S)
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("a bug in the tokenizer")
-        return super().tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
+        return super().tokenize_prompt(request, **given)
 
 
 @pytest.fixture

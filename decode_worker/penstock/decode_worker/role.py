@@ -9,30 +9,17 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
     9  the result is published
 """
 
-import contextlib
 import logging
 from collections.abc import Collection
 
-from opentelemetry.context import Context
-from pydantic import ValidationError
-
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.engine.contract import Outcome, SampledToken
+from penstock.engine.contract import SampledToken
 from penstock.engine.vectors import TextRequest
-from penstock.errors import InternalError, RequestError
-from penstock.messages import (
-    EndEvent,
-    Job,
-    Usage,
-    decode_message,
-    extract_job_name,
-    extract_request_id,
-    now_s,
-)
-from penstock.names import TENANT_HEADER, PriorityClass, Stage, WorkerKind
+from penstock.messages import EndEvent, Job, Usage, now_s
+from penstock.names import PriorityClass, Stage, WorkerKind
 from penstock.telemetry import tracing
 from penstock.telemetry.stage import StageMetrics
-from penstock.telemetry.tracing import read_operation
+from penstock.worker.jobs import build_returned_message, count_returns, identify_job, rename_job
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_failed_result, build_result_of_log
@@ -40,6 +27,8 @@ from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
 
+MAX_RETURNS = 32
+"""How often a request goes back to prefill, for KV inside its pictures. Then it ends with `pictures_needed`."""
 MAX_BATCH_ADMISSIONS = 3
 """Batch jobs admitted at once while interactive requests run. Each admission adds 1 to 2 ms to the turn."""
 
@@ -61,35 +50,12 @@ class DecodeRole(ModelRole):
         if task.num_texts:
             task.seq = self.read_texts(task) if may_wait else None
             return may_wait
-        if (spec := _job_of(task).sampling.grammar) is not None:
-            task.grammar = self.grammars.compile_grammar(spec)
+        self.read_job(task, _job_of(task))
         return True
 
     def identify_request(self, delivery: Delivery) -> Task | None:
-        """Return the request of a job; None where not even its id can be read.
-
-        A job that cannot be read gives a request with its id and an error.
-        """
-        error: RequestError | None = None
-        try:
-            job = decode_message(Job, delivery.value)
-        except RequestError as refused:
-            request_id = extract_request_id(delivery.value, delivery.key)
-            if request_id is None:
-                return None
-            job = _readable_part(delivery, request_id)
-            error = InternalError(f"its job cannot be read: {refused.code}: {refused}")
-        if error is None and job.error is not None:
-            error = job.error.to_exception()
-        elif error is None and not job.token_ids and job.texts is None:
-            error = InternalError("a job without a prompt")
-        around = tracing.extract_context(delivery.headers, tracing.with_request(self.pipeline, job.id, Context()))
-        operation = read_operation(delivery.headers)
-        task = Task(job.id, delivery, job, operation, name=job.job, token_ids=job.token_ids)
-        if error is not None:
-            task.outcome = Outcome.of_error(error)
-        task.parent_context = task.context = around
-        return task
+        """Return the request of a job, as `identify_job` does."""
+        return identify_job(self.pipeline, delivery)
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Have the engine go on after all tokens so far, or compute texts. Return False where the log's last token ends
@@ -118,6 +84,15 @@ class DecodeRole(ModelRole):
         if priority_class == "batch" and any(task.priority_class == "interactive" for task in tasks):
             max_requests = min(max_requests, MAX_BATCH_ADMISSIONS)
         return min(max_requests, self.engine.free_capacity(priority_class, mean_tokens)) if max_requests > 0 else 0
+
+    def gives_back(self, task: Task) -> bool:
+        """Return whether a request goes back to prefill, as KV inside a picture is not there, and no pixels are."""
+        num_returns = count_returns(_job_of(task))
+        # A store that is away would send it to and fro: from the second time on it waits before.
+        if num_returns >= MAX_RETURNS or (num_returns > 0 and task.claim.attempts_in_vain < 2):
+            return False
+        task.leaving_for = "pictures"
+        return True
 
     # 7. Append.
 
@@ -159,7 +134,13 @@ class DecodeRole(ModelRole):
     # 9. Settle.
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
-        """Return the result of the log; None where Redis lost the record between the claim and the reading."""
+        """Return the result of the log; None where Redis lost the record between the claim and the reading. For a
+        request that goes back, return its message to prefill.
+        """
+        if task.hands_off:
+            context = tracing.with_span(task.settling_span, task.parent_context)
+            back = build_returned_message(self.pipeline, task, _job_of(task), context)
+            return StageOutput([back], [], {"cause": task.leaving_for}, rename_job)
         return build_result_of_log(self.pipeline, task, _job_of(task), self.model_name)
 
     def build_failed_output(self, task: Task) -> Outgoing:
@@ -168,7 +149,7 @@ class DecodeRole(ModelRole):
 
     def end_leases(self, task: Task) -> None:
         """End prefill's leases on the blocks of the prompt."""
-        blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
+        blocks = task.blocks or self.hash_prompt(task)
         self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
 
     # For the heartbeat.
@@ -186,22 +167,6 @@ class DecodeRole(ModelRole):
         left = 0 if task.num_texts else sampling.max_tokens - num_generated
         num_generated_if_open = num_generated if sampling.fit_context else None
         return TaskLoad(task.priority_class, task.is_running, max(0, pending), left, num_generated_if_open)
-
-
-def _readable_part(delivery: Delivery, request_id: str) -> Job:
-    """Return what can be read of a job that is invalid as a whole."""
-    # The job's own name, as a worker that can read the job binds the request by it. Without one, that of its place:
-    # the same in every attempt, and another for the same bytes that were sent twice.
-    name = extract_job_name(delivery.value) or delivery.name
-    job = Job(id=request_id, job=name, priority_class=delivery.priority_class)
-    with contextlib.suppress(ValidationError):
-        job = Job(
-            id=request_id,
-            job=name,
-            priority_class=delivery.priority_class,
-            tenant=delivery.headers.get(TENANT_HEADER, job.tenant),
-        )
-    return job
 
 
 def _job_of(task: Task) -> Job:

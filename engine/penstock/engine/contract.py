@@ -14,7 +14,7 @@ engine's, which notes in it how far it is. It is named by its id; there is one o
 engine, if nothing else is said.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -25,6 +25,9 @@ from penstock.names import PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
+    from penstock.engine.pictures.reader import PictureReader
+    from penstock.engine.pictures.rows import Pictures, PromptPicture
+    from penstock.engine.pictures.vision import Pixels
     from penstock.engine.sequence import Sequence as EngineSequence
     from penstock.engine.vectors import TextReader, TextRequest
     from penstock.kvstore.block import PromptBlocks, Span
@@ -50,6 +53,10 @@ class ModelCard(Protocol):
     @property
     def text_reader(self) -> "TextReader | None":
         """Reads texts, if the model computes vectors of them."""
+
+    @property
+    def picture_reader(self) -> "PictureReader | None":
+        """Reads pictures, if the model sees them, and this worker computes what it sees."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -302,6 +309,19 @@ class InferenceEngine(TokenSource, Protocol):
 
     def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: "Sequence[Span]" = ()) -> "PromptBlocks":
         """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
+
+    def make_pictures(
+        self,
+        tenant: str,
+        token_ids: Sequence[int],
+        pictures: "Sequence[PromptPicture]",
+        read: "Callable[[PromptPicture], Pixels]",
+    ) -> "Pictures":
+        """Return the pictures of a tenant's prompt.
+
+        Where KV of one is to be computed, the engine has the model see what `read` returns, which is called on a
+        thread. Raises `InvalidRequest` where the prompt has not all of their rows.
+        """
 
     def add_request(self, request: "EngineSequence") -> None:
         """Load what the stores have of a request's blocks, then compute it. It has its `blocks`, by `hash_prompt`.

@@ -6,10 +6,11 @@ sequence goes to the core when its blocks are in the pool.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.contract import (
@@ -26,7 +27,7 @@ from penstock.engine.contract import (
 from penstock.engine.limits import max_length
 from penstock.engine.memory.memory import count_resident_bytes
 from penstock.engine.memory.state_rows import StateRows
-from penstock.engine.pictures.rows import SeenPicture
+from penstock.engine.pictures.rows import Pictures, PromptPicture, SeenPicture
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.vectors import TextRequest, normalize_vectors
 from penstock.errors import SequenceFailed
@@ -37,6 +38,9 @@ from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWr
 from penstock.messages import Sampling
 from penstock.names import CLASSES, PriorityClass
 from penstock.worker_speed import WorkerSpeed
+
+if TYPE_CHECKING:  # `penstock plan` schedules sequences without torch
+    from penstock.engine.pictures.vision import Pixels, Vision
 
 ANSWER_STRIDE = 4
 """Store an answer's blocks in batches of this size: every store has a fixed cost. A worker that takes the request over
@@ -53,6 +57,10 @@ class CoreModel(ModelCard, PooledModel, Protocol):
     @property
     def is_batch_invariant(self) -> bool:
         """Whether tokens follow from the request alone, and not from what is computed beside them, too."""
+
+    @property
+    def vision(self) -> "Vision | None":
+        """Its part that sees pictures, where it has a `picture_reader`."""
 
 
 class EngineCore(Pool, Protocol):
@@ -200,6 +208,28 @@ class ServingEngine:
     def hash_prompt(self, tenant: str, token_ids: Items[int], spans: Items[Span] = ()) -> PromptBlocks:
         """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
         return self.store.hash_prompt(tenant, token_ids, spans)
+
+    def make_pictures(
+        self,
+        tenant: str,
+        token_ids: Items[int],
+        pictures: Items[PromptPicture],
+        read: "Callable[[PromptPicture], Pixels]",
+    ) -> Pictures:
+        """Return the pictures of a tenant's prompt. Any thread may call it.
+
+        What was seen in one tenant's picture is kept for that tenant alone: another could tell by the time.
+        """
+        vision = self.model.vision
+        if vision is None:
+            return Pictures(token_ids, pictures)
+        by_name = {picture.name: picture for picture in pictures}
+
+        def see(name: bytes) -> "Future[SeenPicture]":
+            picture = by_name[name]
+            return vision.see(tenant.encode() + b"\n" + name, partial(read, picture), picture.num_rows)
+
+        return Pictures(token_ids, pictures, see)
 
     def add_request(self, request: Sequence) -> None:
         """Load the blocks of all tokens that a request has, output included, then compute it.

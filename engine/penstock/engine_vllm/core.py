@@ -48,7 +48,9 @@ class VllmModel:
     has_separate_answer_keys: bool = False
     """vLLM computes prompts and answers with the same weights."""
     text_reader: None = None
-    """vLLM is asked for no vectors."""
+    """vLLM is asked for no vectors, and for texts alone."""
+    picture_reader: None = None
+    vision: None = None
 
 
 class Sampled(NamedTuple):

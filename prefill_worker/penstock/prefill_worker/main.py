@@ -18,6 +18,7 @@ def run_auto_worker(*, next_name: bool = False) -> None:
         role.set_default_prompt(process.settings.embed.prompt)
         job_role = DecodeRole(process.pipeline, engine, name)
         job_role.grammars = role.grammars
+        role.pictures = job_role.pictures = process.open_pictures(engine)
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), job_role, **role.describe_model())
 
@@ -32,6 +33,7 @@ def run_prefill_worker(*, next_name: bool = False) -> None:
         watch = LagWatch(process.addresses, process.settings.bus)
         backpressure = process.exits.enter_context(DecodeBackpressure(watch.read_latest))
         role = PrefillRole(process.pipeline, engine, backpressure, process.settings.engine.find_served_name())
+        role.pictures = process.open_pictures(engine)
         role.set_default_prompt(process.settings.embed.prompt)
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

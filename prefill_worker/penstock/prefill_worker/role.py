@@ -21,6 +21,7 @@ import hashlib
 import logging
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from opentelemetry.context import Context
 
@@ -42,16 +43,18 @@ from penstock.messages import (
     extract_request_id,
     now_s,
 )
-from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
+from penstock.names import RETURNED_HEADER, Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
-from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job
+from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.tracing import get_operation
 from penstock.worker.failure import UNWRITABLE, make_dead_letters, to_request_error
+from penstock.worker.jobs import identify_job, rename_job
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
+from penstock.worker.pictures import TaskPictures
 from penstock.worker.result import build_failed_result, build_result_of_log
 from penstock.worker.task import StageOutput, Task
 
@@ -91,7 +94,12 @@ class PrefillRole(ModelRole):
     # 2. Claim.
 
     def identify_request(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
+        """Return the request of a message, with an error if it is invalid; None where not even an id can be read.
+
+        The message may be a job that a worker gave back.
+        """
+        if RETURNED_HEADER in delivery.headers:
+            return identify_job(self.pipeline, delivery)
         started_s = now_s()
         try:
             request = decode_message(Request, delivery.value)
@@ -123,7 +131,12 @@ class PrefillRole(ModelRole):
         unless this `may_wait`.
         """
         request = task.message
-        assert isinstance(request, Request), "what cannot be decoded has ended"
+        assert request is not None, "what cannot be decoded has ended"
+        if isinstance(request, Job):
+            self.read_job(task, request)
+            return True
+        if request.pictures and not may_wait:
+            return False
         if request.priority_class not in (None, task.priority_class):
             raise InvalidRequest(f"class {request.priority_class!r} in the topic of class {task.priority_class!r}")
         try:
@@ -132,7 +145,10 @@ class PrefillRole(ModelRole):
                 task.seq, task.read_s = self.read_texts(task), now_s()
                 return True
             is_raw = task.claim.is_read_raw
-            task.token_ids = self.prompt_reader.tokenize_prompt(request, may_wait=may_wait, is_raw=is_raw)
+            add_rows = None if self.pictures is None else partial(self._add_rows, task, request, self.pictures)
+            task.token_ids = self.prompt_reader.tokenize_prompt(
+                request, may_wait=may_wait, is_raw=is_raw, add_rows=add_rows
+            )
         except TakesTime:
             return False
         if (grammar := request.sampling.grammar) is not None:
@@ -144,6 +160,11 @@ class PrefillRole(ModelRole):
         task.read_s = now_s()
         return True
 
+    def _add_rows(self, task: Task, request: Request, pictures: TaskPictures, token_ids: list[int]) -> list[int]:
+        """Read the pictures of a chat, and return its tokens with their rows."""
+        found, task.pictures = pictures.read_request(request, token_ids)
+        return found
+
     # 3. Compute.
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
@@ -152,17 +173,19 @@ class PrefillRole(ModelRole):
         Return False where the log's last token ends the answer, and it is decoded here.
         """
         request = task.message
-        assert isinstance(request, Request)
+        assert request is not None
         if isinstance(task.seq, TextRequest):
             self.add_texts(task, task.seq, load)
-            load.count_chars(request, task.seq.num_prompt_tokens)
+            if isinstance(request, Request):
+                load.count_chars(request, task.seq.num_prompt_tokens)
             return True
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
         if not self.add_to_engine(task, request.seed, load, start, num_prompt_logprobs):
             return False
-        load.count_chars(request, len(task.token_ids))
+        if isinstance(request, Request):
+            load.count_chars(request, len(task.token_ids))
         if self.backpressure is not None and task.priority_class == "batch":
             self.backpressure.note_batch_admitted()
         if task.hands_off:

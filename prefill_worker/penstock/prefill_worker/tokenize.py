@@ -1,6 +1,6 @@
 """From a request's prompt to token ids, and all reasons for which a model refuses a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
@@ -22,16 +22,24 @@ class PromptTokenizer:
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
         self._chats = ChatTokenizer(model.tokenizer, self._name, model.response_template)
 
-    def tokenize_prompt(self, request: Request, *, may_wait: bool = True, is_raw: bool = False) -> list[int]:
+    def tokenize_prompt(
+        self,
+        request: Request,
+        *,
+        may_wait: bool = True,
+        is_raw: bool = False,
+        add_rows: Callable[[list[int]], list[int]] | None = None,
+    ) -> list[int]:
         """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`.
 
+        `add_rows` returns the tokens of a chat with the rows of its pictures, where the model sees any.
         Without `may_wait` a chat whose rendering takes time raises `TakesTime`. Control tokens in texts of a chat are
         read as such if it `is_raw`, as older versions did.
         """
         self.check_model(request)
         if (texts := self._model.text_reader) is not None and not texts.has_head:
             raise InvalidRequest(REFUSED_PROMPTS)
-        if request.pictures:
+        if request.pictures and add_rows is None:
             raise InvalidRequest(REFUSED_PICTURES)
         if request.token_ids is not None:
             token_ids = self._check_token_ids(request)
@@ -45,6 +53,8 @@ class PromptTokenizer:
             )
             self._refuse_long_text(chat, request.sampling.min_new_tokens)
             token_ids = self._chats.tokenize_text(strip_marks(chat)) if is_raw else self._chats.tokenize_chat(chat)
+            if request.pictures and add_rows is not None:
+                token_ids = add_rows(token_ids)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         context, max_tokens = self._model.context_length, request.sampling.min_new_tokens

@@ -18,6 +18,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from penstock.engine.contract import Ended, EngineLimits, Loaded, Outcome, SequenceProgress, StepShare, Stored
+from penstock.engine.pictures.rows import Pictures, PromptPicture
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.engine.vectors import Floats, TextReader, TextRequest, VectorCard
@@ -63,6 +64,8 @@ class FormulaModel:
         """Reads texts to compute vectors of."""
         card = VectorCard("embed", VECTOR_SIZE, MAX_LENGTH, self.vocab_size, "lasttoken", {}, "")
         return TextReader(card, self.tokenizer, normalizes=False, has_head=True, start_ids=(), end_ids=())
+
+    picture_reader: None = None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -144,6 +147,16 @@ class FormulaEngine:
         hasher = BlockHasher(bytes(32), bytes(16), BLOCK_SIZE, 0, len(token_ids), spans)
         hasher.hash_full_blocks(token_ids)
         return PromptBlocks(hasher, hasher.hash_tail_block(token_ids), len(token_ids) // BLOCK_SIZE)
+
+    def make_pictures(
+        self,
+        tenant: str,
+        token_ids: Sequence[int],
+        pictures: Sequence[PromptPicture],
+        read: Callable[[PromptPicture], object],
+    ) -> Pictures:
+        """Return the pictures of a prompt."""
+        return Pictures(token_ids, pictures)
 
     def add_request(self, request: EngineSequence) -> None:
         """Load its blocks for a while, then compute it."""

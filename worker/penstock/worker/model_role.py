@@ -13,11 +13,13 @@ from penstock.engine.text.token_text import TokenTexts, get_token_texts
 from penstock.engine.vectors import TextReader, TextRequest
 from penstock.errors import REFUSED_TEXTS, InvalidRequest
 from penstock.grammar.state import GrammarState
+from penstock.kvstore.block import PromptBlocks
 from penstock.messages import EmbedOptions, Job, TokenEvent
 from penstock.names import Pipeline
 from penstock.worker.failure import is_suspect
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import WorkerLoad
+from penstock.worker.pictures import TaskPictures, find_pictures
 from penstock.worker.task import Role, Task
 
 
@@ -33,6 +35,8 @@ class ModelRole(Role):
         self.text_reader = _limit_texts(engine.model.text_reader, engine.limits.max_length)
         """Reads texts to compute vectors of, if the model does."""
         self.grammars = GrammarCompiler(engine.model)
+        self.pictures: TaskPictures | None = None
+        """Reads pictures, if the model sees them here."""
         self._call_mark = find_call_mark(engine.model.response_template)
 
     def describe_model(self) -> dict[str, Any]:
@@ -42,6 +46,8 @@ class ModelRole(Role):
             "max_model_len": self.engine.limits.max_length,
             "response_template": self.engine.model.response_template,
         }
+        if self.pictures is not None:
+            told |= {"sees": True}
         if (reader := self.text_reader) is not None:
             told |= reader.card.describe_card()
             told |= {} if reader.has_head else {"task": "embed", "max_model_len": reader.card.max_length}
@@ -75,7 +81,7 @@ class ModelRole(Role):
             task.message = message.model_copy(update={"sampling": sampling})
         if sampling.prompt_logprobs is not None:
             check_prompt_logprobs(sampling, len(task.token_ids))
-        task.blocks = self.engine.hash_prompt(task.tenant, task.token_ids)
+        task.blocks = self.hash_prompt(task)
         task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         logged = [] if task.hands_off else [event.token for event in task.log_events]
         grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
@@ -95,6 +101,7 @@ class ModelRole(Role):
             is_suspect=is_suspect(task.claim),
             grammar=grammar,
             num_prompt_logprobs=num_prompt_logprobs,
+            pictures=task.pictures,
             lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
             was_handed_off=isinstance(message, Job),
             retain_s=message.retain_s or 0.0,
@@ -105,6 +112,17 @@ class ModelRole(Role):
         task.seq = seq
         load.mean_prompt_tokens[task.priority_class].add(len(seq.token_ids))
         return True
+
+    def hash_prompt(self, task: Task) -> PromptBlocks:
+        """Return the names of the blocks of a request's prompt."""
+        spans = [] if task.pictures is None else task.pictures.spans
+        return self.engine.hash_prompt(task.tenant, task.token_ids, spans)
+
+    def read_job(self, task: Task, job: Job) -> None:
+        """Read the pictures and the grammar of a job, if it has any. Raises `InvalidRequest`."""
+        task.pictures = find_pictures(self.engine, job, self.pictures)
+        if (grammar := job.sampling.grammar) is not None:
+            task.grammar = self.grammars.compile_grammar(grammar)
 
     def read_texts(self, task: Task) -> TextRequest:
         """Return a request's texts, to be computed. Raises `InvalidRequest` where the model computes no vectors."""

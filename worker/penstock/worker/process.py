@@ -17,12 +17,14 @@ from penstock.bus.contract import Member
 from penstock.bytecode import keep_bytecode
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
+    BatchSettings,
     BusSettings,
     EmbedSettings,
     EndpointSettings,
     EngineSettings,
     FaultSettings,
     KVSettings,
+    PictureSettings,
     RecordSettings,
     RegionSettings,
     SloSettings,
@@ -39,9 +41,11 @@ from penstock.engine.weights.files import check_model_here
 from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import WHOLE_KINDS, Pipeline, WorkerKind, describe_kind, may_serve_together
+from penstock.objects import ObjectStorage
 from penstock.ops.access import check_access, check_redis_access
 from penstock.ops.eviction import watch_eviction
 from penstock.ops.status import read_worker_status
+from penstock.pictures.store import PictureStore
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
 from penstock.redis.servers import store_server_lists
@@ -50,6 +54,7 @@ from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.joining import wait_until_joined
 from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.pictures import TaskPictures
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 
@@ -75,6 +80,8 @@ class ProcessSettings(NamedTuple):
     stay: StaySettings
     slo: SloSettings
     region: RegionSettings
+    picture: PictureSettings
+    batch: BatchSettings
 
 
 class WorkerProcess:
@@ -170,6 +177,16 @@ class WorkerProcess:
         self.beat.update_status(now=True, doing="opening the KV store", fingerprint=told)
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
+
+    def open_pictures(self, engine: InferenceEngine) -> TaskPictures | None:
+        """Return what reads pictures for an engine; None where its model sees none here."""
+        if (reader := engine.model.picture_reader) is None:
+            return None
+        settings, objects = self.settings, ObjectStorage.open(self.settings.batch.store_url)
+        self.exits.callback(objects.close)
+        store = PictureStore(self.addresses, objects, settings.picture, settings.record)
+        self.exits.callback(store.close)
+        return TaskPictures(engine, reader, store, settings.picture)
 
     def _fit_tiers(self) -> None:
         """Fit the KV store's tiers to this host. Raise `KVStoreError` for what was asked for and cannot be."""

@@ -24,6 +24,7 @@ from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
+    from penstock.engine.pictures.rows import Pictures
     from penstock.engine.text.detokenizer import Detokenizer
     from penstock.grammar.engine import CompiledGrammar
     from penstock.kvstore.block import PromptBlocks
@@ -47,6 +48,8 @@ class Task:
     """
     token_ids: list[int] = field(default_factory=list)
     """The prompt's token ids."""
+    pictures: "Pictures | None" = None
+    """The pictures in the prompt, once it is read."""
     grammar: "CompiledGrammar | None" = None
     """The grammar of its answer, if it has one."""
     outcome: Outcome | None = None
@@ -154,7 +157,8 @@ class Task:
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
         message = serialize_delivery(self.delivery) if is_kept else b""
-        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s)
+        replaces = (self.message.replaces if isinstance(self.message, Job) else None) or ""
+        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s, replaces)
 
     @property
     def is_in_flight(self) -> bool:
@@ -298,6 +302,12 @@ class Role(Protocol):
     def leaves_preempted(self, task: Task) -> bool:
         """Return whether a request with tokens, whose blocks went to others, is better decoded elsewhere; then it has
         `leaving_for`. Otherwise it waits for blocks here.
+        """
+        return False
+
+    def gives_back(self, task: Task) -> bool:
+        """Return whether a request goes back to a worker that sees pictures, as a row of one is to be computed; then it
+        has `leaving_for`.
         """
         return False
 

@@ -54,6 +54,8 @@ from penstock.errors import (
     Cancelled,
     GrammarFailed,
     InternalError,
+    PictureGone,
+    PicturesNeeded,
     RequestError,
     SequenceFailed,
 )
@@ -458,8 +460,11 @@ class Worker:
         task = self.running.get(failed.seq.id)
         if task is None or task.seq is not failed.seq:
             return
+        if isinstance(failed.error, PicturesNeeded) and task.role.gives_back(task):
+            self._hand_off(task)
+            return
         # A grammar's failure depends on the tokens alone: another attempt would fail too.
-        is_final = isinstance(failed.error, GrammarFailed)
+        is_final = isinstance(failed.error, GrammarFailed | PictureGone)
         self._end_with(task, Outcome.of_error(failed.error, is_final=is_final))
 
     # 4 and 7. Append.

@@ -22,6 +22,7 @@ from penstock.engine.loading.windows import list_unproved_windows, list_unread_w
 from penstock.engine.memory.storage import BlockLayout
 from penstock.engine.model.accelerate import can_pack
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.pictures.reader import PictureReader
 from penstock.engine.text.chat_template import check_template
 from penstock.engine.text.response_template import find_response_template
 from penstock.engine.text.template_process import shared_process
@@ -149,6 +150,7 @@ class Load:
             module=module,
             layout=layout,
             text_reader=self._make_text_reader(),
+            picture_reader=self._make_picture_reader(module),
             **given,
         )
 
@@ -166,6 +168,16 @@ class Load:
             if not self.has_head:
                 raise
             log.warning("%s computes no vectors here: %s", self.settings.model, _name_cause(error))
+            return None
+
+    def _make_picture_reader(self, module: Any) -> PictureReader | None:
+        """Return what reads pictures for the model; None where it sees none, or they cannot be read here."""
+        if getattr(self.config, "vision_config", None) is None:
+            return None
+        try:
+            return PictureReader(self.directory, module.config)
+        except ModelLoadError as error:
+            log.warning("%s reads texts alone here: %s", self.settings.model, error)
             return None
 
 

@@ -8,6 +8,8 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.memory.storage import BlockLayout, KVStorage
+from penstock.engine.pictures.reader import PictureReader
+from penstock.engine.pictures.vision import Vision
 from penstock.engine.steps.latent import LatentHeads
 from penstock.engine.steps.native_step import NativeParts
 from penstock.engine.steps.runner import ModelRunner
@@ -44,6 +46,8 @@ class LoadedModel:
     """The attention implementation transformers would use."""
     text_reader: TextReader | None = None
     """Reads texts, if the model computes vectors of them."""
+    picture_reader: PictureReader | None = None
+    """Reads pictures, if the model sees them, and is loaded with the part that does."""
     native: NativeParts | None = None
     """The parts that the native kernels compute, chosen when it is loaded. None if it runs on torch's operators."""
     device_name: str = ""
@@ -59,6 +63,11 @@ class LoadedModel:
     """The model that computes prompts, where this one computes answers alone. Both write to one pool."""
     weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
     """The files that its parameters may be views of. Call `drop_tensor_pages` after copying a parameter."""
+
+    @cached_property
+    def vision(self) -> Vision | None:
+        """Its part that sees pictures, where it has a `picture_reader`."""
+        return None if self.picture_reader is None else Vision(self.module, self.stock_attention)
 
     @property
     def backend_name(self) -> str:

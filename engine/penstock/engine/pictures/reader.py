@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from penstock.engine.pictures.rows import Grid, Pictures, PromptPicture
-from penstock.engine.pictures.vision import Pixels, Vision
-from penstock.errors import InvalidRequest, ModelLoadError
+from penstock.engine.pictures.rows import Grid, PromptPicture
+from penstock.engine.pictures.vision import Pixels
+from penstock.errors import InvalidRequest, ModelError, ModelLoadError
 
 FAMILIES = frozenset({
     "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
@@ -35,13 +35,6 @@ class PicturePrompt(NamedTuple):
     pictures: list[PromptPicture]
     pixels: dict[bytes, Pixels]
     """By name of a picture."""
-
-    def make_pictures(self, vision: Vision, salt: bytes) -> Pictures:
-        """Return the pictures of a tenant's sequence, to be seen by `vision`."""
-        num_rows = {picture.name: picture.num_rows for picture in self.pictures}
-        return Pictures(
-            self.token_ids, self.pictures, lambda name: vision.see(salt + name, self.pixels[name], num_rows[name])
-        )
 
 
 class PictureReader:
@@ -86,12 +79,22 @@ class PictureReader:
                 continue
             number, (digest, picture) = next(left)
             replacement, prepared = self._prepare(number, picture, len(pictures))
-            name = hashlib.sha256(b"picture %dx%d " % picture.size + digest + self._settings).digest()
+            name = self.name_picture(digest, picture)
             first, num_rows = len(ids) + replacement.index(self.row_id), replacement.count(self.row_id)
             found.append(PromptPicture(name, first, num_rows, self._find_grid(prepared) if self._has_axes else None))
             ids += replacement
             pixels[name] = prepared
         return PicturePrompt(ids, found, pixels)
+
+    def name_picture(self, digest: bytes, picture: Any) -> bytes:
+        """Return the digest of all that the rows of a picture follow from."""
+        return hashlib.sha256(b"picture %dx%d " % picture.size + digest + self._settings).digest()
+
+    def read_again(self, digest: bytes, picture: Any, name: bytes) -> Pixels:
+        """Return the pixels of a picture that was read before. Raises `ModelError` where that was done otherwise."""
+        if self.name_picture(digest, picture) != name:
+            raise ModelError("another worker has read a picture of the prompt by another processor")
+        return self._prepare(1, picture, 1)[1]
 
     def _prepare(self, number: int, picture: Any, num_pictures: int) -> tuple[list[int], Pixels]:
         """Return the tokens in the place of a picture, and its pixels."""

@@ -67,6 +67,8 @@ class Pictures:
         """Raises `InvalidRequest` where the prompt has not all of their rows."""
         self.spans = [span for picture in pictures for span in find_spans(token_ids, picture)]
         """Their rows, those of a picture in one span or in several."""
+        self.pictures = pictures
+        """What any worker has to know of them."""
         grids = [(picture.first, picture.grid) for picture in pictures if picture.grid is not None]
         positions = find_axis_positions(len(token_ids), grids) if grids else None
         self._positions, self._see = positions, see

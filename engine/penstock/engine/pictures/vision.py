@@ -1,7 +1,7 @@
 """What a model sees in pictures: its vision part as transformers has it, on a thread beside the steps."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.pictures.rows import SeenPicture
-from penstock.errors import ModelError
+from penstock.errors import ModelError, PenstockError
 
 KEPT_BYTES = 256 * 2**20
 """How much of what was seen is kept at most, for pictures that are asked about again."""
@@ -31,16 +31,17 @@ class Vision:
         self._kept: OrderedDict[bytes, Future[SeenPicture]] = OrderedDict()
         """By key, the least recently used first: what was seen, and what is to be seen."""
 
-    def see(self, key: bytes, pixels: Pixels, num_rows: int) -> "Future[SeenPicture]":
-        """Return what the model sees in a picture: kept under this key, or computed on the thread.
+    def see(self, key: bytes, read: Callable[[], Pixels], num_rows: int) -> "Future[SeenPicture]":
+        """Return what the model sees in a picture: kept under this key, or computed on the thread, of what `read`
+        returns there.
 
-        The future raises `ModelError` where that are no numbers, or not so many rows.
+        The future raises what `read` does, and `ModelError` where that are no numbers, or not so many rows.
         """
         with self._lock:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return found
-            found = self._kept[key] = self._thread.submit(self._look, pixels, num_rows)
+            found = self._kept[key] = self._thread.submit(self._look, read, num_rows)
         found.add_done_callback(partial(self._bound_kept, key))
         return found
 
@@ -58,10 +59,12 @@ class Vision:
                 num_bytes -= size
 
     @torch.inference_mode()
-    def _look(self, pixels: Pixels, num_rows: int) -> SeenPicture:
+    def _look(self, read: Callable[[], Pixels], num_rows: int) -> SeenPicture:
         """Compute what the model sees in a picture. Raises `ModelError`: others of the step are not to suffer."""
         try:
-            rows, added = self._compute(pixels)
+            rows, added = self._compute(read())
+        except PenstockError:
+            raise
         except Exception as error:
             raise ModelError(f"the model cannot see a picture: {type(error).__name__}: {error}") from error
         if len(rows) != num_rows:

@@ -1,0 +1,105 @@
+"""The pictures of a worker's requests: their files come from the store, and a prompt has rows for them.
+
+Prefill reads all pictures of a request before its prompt is computed. A worker that sees and goes on with a job reads
+one only where KV of its rows is to be computed again.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.config.settings import PictureSettings
+from penstock.errors import InvalidRequest, PictureGone
+from penstock.messages import Job, JobPicture, Picture, Request
+from penstock.pictures.decoding import decode_picture
+from penstock.pictures.store import PictureStore
+
+if TYPE_CHECKING:  # workers without a model of their own do without its libraries
+    from PIL.Image import Image
+
+    from penstock.engine.contract import InferenceEngine
+    from penstock.engine.pictures.reader import PictureReader
+    from penstock.engine.pictures.rows import Pictures
+    from penstock.engine.pictures.vision import Pixels
+
+
+class TaskPictures:
+    """Reads the pictures of requests and jobs for one engine. Any thread may call it."""
+
+    def __init__(
+        self, engine: "InferenceEngine", reader: "PictureReader", store: PictureStore, settings: PictureSettings
+    ) -> None:
+        self._engine, self._reader, self._store, self._settings = engine, reader, store, settings
+
+    def read_request(self, request: Request, token_ids: Sequence[int]) -> "tuple[list[int], Pictures]":
+        """Return a request's prompt with the rows of its pictures, and these. `token_ids` have a token for each.
+
+        Raises `InvalidRequest`, `PictureGone`, and what the store raises.
+        """
+        given = request.pictures
+        if len(given) > self._settings.max_count:
+            raise InvalidRequest(f"{len(given)} pictures; a request may have {self._settings.max_count}")
+        left, files = self._settings.max_bytes, dict[str, bytes]()
+        for picture in given:
+            if picture.digest not in files:
+                data = files[picture.digest] = self._read_file(picture)
+                left -= len(data)
+                if left < 0:
+                    raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes")
+        seen = [(bytes.fromhex(one.digest), self._decode(files[one.digest])) for one in given]
+        prompt = self._reader.read_chat(token_ids, seen)
+        pictures = self._engine.make_pictures(
+            request.tenant, prompt.token_ids, prompt.pictures, lambda one: prompt.pixels[one.name]
+        )
+        return prompt.token_ids, pictures
+
+    def _read_file(self, picture: Picture) -> bytes:
+        """Return a picture's file. One that is in the message is stored: whoever reads it again finds it there."""
+        if picture.data is None:
+            return self._store.get(picture.digest)
+        try:
+            data = base64.b64decode(picture.data, validate=True)
+        except binascii.Error as error:
+            raise InvalidRequest(f"the data of a picture is no base64: {error}") from None
+        if self._store.put(data) != picture.digest:
+            raise InvalidRequest(f"the data of the picture {picture.digest[:12]}… has another digest")
+        return data
+
+    def _decode(self, data: bytes) -> "Image":
+        return decode_picture(data, self._settings.max_pixels)
+
+    def read_again(self, picture: JobPicture) -> "Pixels":
+        """Return the pixels of a picture that another worker has read."""
+        try:
+            image = self._decode(self._store.get(picture.digest))
+        except InvalidRequest as error:  # the worker that read it may have allowed more
+            raise PictureGone(f"the picture {picture.digest[:12]}… cannot be read again: {error}") from None
+        return self._reader.read_again(bytes.fromhex(picture.digest), image, bytes.fromhex(picture.name))
+
+
+def find_pictures(engine: "InferenceEngine", job: Job, files: TaskPictures | None) -> "Pictures | None":
+    """Return the pictures of a job's prompt; `files` reads them where this worker sees. Raises `InvalidRequest`."""
+    from penstock.engine.pictures.rows import PromptPicture
+
+    if not job.pictures:
+        return None
+    by_name = {bytes.fromhex(one.name): one for one in job.pictures}
+    told = [PromptPicture(bytes.fromhex(one.name), one.first, one.num_rows, one.grid) for one in job.pictures]
+
+    def read(picture: PromptPicture) -> "Pixels":
+        assert files is not None, "only an engine that sees asks for pixels"
+        return files.read_again(by_name[picture.name])
+
+    return engine.make_pictures(job.tenant, job.token_ids, told, read)
+
+
+def tell_pictures(request: Request, pictures: "Pictures | None") -> list[JobPicture] | None:
+    """Return the pictures of a request as its job has them."""
+    if pictures is None:
+        return None
+    pairs = zip(request.pictures, pictures.pictures, strict=True)
+    return [
+        JobPicture(digest=given.digest, name=one.name.hex(), first=one.first, num_rows=one.num_rows, grid=one.grid)
+        for given, one in pairs
+    ]
