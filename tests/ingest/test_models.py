@@ -11,7 +11,7 @@ import pytest
 from penstock.ingest import errors
 from penstock.ingest.errors import ApiError
 from penstock.ingest.models import ServedModels
-from penstock.names import MODELS_KEY, Pipeline
+from penstock.names import MODELS_KEY, Pipeline, WorkerKind
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.worker.heartbeat import Heartbeat
 from sim.waiting import PATIENCE_S, wait_for
@@ -21,9 +21,9 @@ from tests.gateways import open_stack
 pytestmark = pytest.mark.proof
 
 
-def beat(redis_url: str, pipeline: Pipeline, name: str = "d-0", **status: Any) -> None:
-    """Write a heartbeat as a decode worker that is ready."""
-    heartbeat = Heartbeat(redis_url, pipeline, "decode", name, 60)
+def beat(redis_url: str, pipeline: Pipeline, name: str = "d-0", kind: WorkerKind = "decode", /, **status: Any) -> None:
+    """Write a heartbeat as a worker that is ready."""
+    heartbeat = Heartbeat(redis_url, pipeline, kind, name, 60)
     heartbeat.update_status(**{"model": pipeline.name, "state": "ready", **status})
     heartbeat.write_beat()
 
@@ -40,12 +40,13 @@ async def test_a_model_has_the_context_that_all_its_workers_take(
 
 
 @pytest.mark.parametrize(("told", "expected"), [((True, True), True), ((True, None), False), ((None, True), False)])
-async def test_a_model_sees_where_all_its_workers_say_so(
+async def test_a_model_sees_where_all_workers_that_read_requests_say_so(
     redis_url: str, pipeline: Pipeline, told: tuple[bool | None, ...], expected: bool
 ) -> None:
-    """While workers are replaced, an earlier one may read the request."""
+    """While workers are replaced, an earlier one may read the request. A decode worker never sees."""
+    beat(redis_url, pipeline)
     for number, sees in enumerate(told):
-        beat(redis_url, pipeline, f"d-{number}", **({} if sees is None else {"sees": sees}))
+        beat(redis_url, pipeline, f"p-{number}", "prefill", **({} if sees is None else {"sees": sees}))
     async with async_redis_client(redis_url) as client:
         assert (await ServedModels(client, "").find_model(pipeline.name)).sees is expected
 

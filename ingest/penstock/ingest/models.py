@@ -146,7 +146,7 @@ class ServedModels:
         beats += sorted(away, key=self._rank_pipeline)
         found: dict[str, ServedModel] = {}
         templates: dict[str, list[dict[str, Any] | None]] = {}
-        names = {beat["model"] for _, beat in beats}
+        names, blind = {beat["model"] for _, beat in beats}, set[str]()
         for pipeline, beat in beats:
             name = beat["model"]
             noted = notes.get(_name_field(pipeline, name), beat)
@@ -156,13 +156,16 @@ class ServedModels:
                 served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, card=card))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
-                    if not beat.get("sees"):  # while workers are replaced, any of them may read a request
-                        served.card.pop("sees", None)
+                    if beat.get("stage") != "decode":  # those read no requests; of the others any may
+                        blind |= set() if beat.get("sees") else {asked}
+                        served.card |= {told: card[told] for told in ("sees", "picture_tokens") if told in card}
                     lengths = [
                         length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
                     ]
                     served.max_model_len = min(lengths, default=None)
                     templates.setdefault(asked, []).append(beat.get("response_template"))
+        for asked in blind:
+            found[asked].card.pop("sees", None)
         for asked, reported in templates.items():
             # While workers are replaced one after the other, they may report different ones.
             same = all(one == reported[0] for one in reported)
