@@ -28,6 +28,7 @@ from penstock.names import (
     Role,
     batch_lease_key,
     kv_key,
+    picture_key,
     rate_key,
     stream_meta_key,
     webhook_events_key,
@@ -76,7 +77,7 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
         found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
         found += [("HSET", record, "x", "x"), ("XADD", pipeline.log_key("x"), "*", "e", "")]
     if role != "client":
-        found.append(("TIME",))
+        found += [("TIME",), ("SET", picture_key("x"), "x")]
     if role == "gateway":
         own = (
             rate_key("x"), stream_meta_key("x"), batch_lease_key("x"), pipeline.meter_key("x"),
