@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import pytest
 import transformers
 from PIL import Image
 
-from penstock.config.settings import EngineSettings, PictureSettings, RecordSettings
+from penstock.config.settings import EngineSettings, PictureSettings, RecordSettings, StaySettings
 from penstock.engine.loading.loading import open_model
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.serving import ServingEngine
+from penstock.errors import PicturesNeeded
 from penstock.messages import ChatMessage, Job, Picture, Request, Sampling, decode_message
+from penstock.names import RETURNED_HEADER, kv_key, picture_key
 from penstock.objects import ObjectStorage
 from penstock.pictures.store import PictureStore
-from penstock.worker.worker import Worker
-from sim.line import InProcessPipeline, serving_engine
+from penstock.prefill_worker.stay import StayPolicy
+from penstock.worker.pictures import find_pictures
+from sim.line import InProcessPipeline, run_until_idle, serving_engine
+from tests.test_pictures import HOSTILE
 from tools.seeing import KINDS, save_seeing_model
 
 NUM_TOKENS = 12
@@ -44,7 +50,7 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def line(seeing: LoadedModel, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
     engine = EngineSettings(model=seeing.name, pool_mb=16, max_step_tokens=32, threads=1)
-    return make_line(load=lambda: seeing, engine=engine, record=RecordSettings(retry_first_s=0.01))
+    return make_line(load=lambda: replace(seeing), engine=engine, record=RecordSettings(retry_first_s=0.01))
 
 
 @pytest.fixture
@@ -96,12 +102,6 @@ def site(line: InProcessPipeline, seeing: LoadedModel, store: PictureStore) -> S
     return Site(line, seeing, store)
 
 
-def lose_kv(worker: Worker, site: Site) -> None:
-    """Let all tiers lose their blocks."""
-    for key in site.line.client.scan_iter("*kv*block*"):
-        site.line.client.delete(key)
-
-
 def test_the_answer_is_that_of_generate_and_a_second_question_finds_the_kv(site: Site) -> None:
     one, other = draw_png(1), draw_png(2, 140, 50)
     first, second = site.put(one), site.put(other)
@@ -136,3 +136,126 @@ def test_a_file_in_the_message_is_taken_out(site: Site) -> None:
     given = Picture(digest=digest, data=base64.b64encode(data).decode())
     assert site.answer(ask("a", given, " and so"))["a"] == site.generate(data, " and so")
     assert site.store.get(digest) == data
+
+
+def read_jobs(site: Site) -> list[Job]:
+    """Return the jobs that no decode worker has settled."""
+    messages = site.line.bus.read_all(site.line.pipeline.job_topic("interactive"))
+    return [decode_message(Job, message.value) for message in messages]
+
+
+def lose_kv(site: Site, job: Job) -> None:
+    """Let the KV store lose the prompt of a job."""
+    engine = site.line.decode.engine
+    assert isinstance(engine, ServingEngine)
+    pictures = find_pictures(engine, job, None)
+    assert pictures is not None
+    blocks = engine.hash_prompt(job.tenant, job.token_ids, pictures.spans)
+    keys = [*blocks.hasher.keys, blocks.tail_key] if blocks.tail_key else blocks.hasher.keys
+    assert site.line.client.unlink(*(kv_key(key.hash) for key in keys if key is not None)) > 0
+
+
+def read_returned(site: Site) -> list[Job]:
+    """Return the jobs in the topic of requests."""
+    messages = site.line.bus.read_all(site.line.pipeline.request_topic("interactive"))
+    return [decode_message(Job, message.value) for message in messages if RETURNED_HEADER in message.headers]
+
+
+def hand_off(site: Site, *requests: Request) -> list[Job]:
+    """Let the prefill worker hand requests off; return their jobs."""
+    site.line.send_requests(*requests)
+    site.line.run_prefill(len(requests))
+    return read_jobs(site)
+
+
+def test_a_request_whose_kv_is_lost_goes_back_to_prefill(site: Site) -> None:
+    data = draw_png(1)
+    (job,) = hand_off(site, ask("a", "Look: ", site.put(data), " well"))
+    lose_kv(site, job)
+    run_until_idle(site.line.decode)
+    (back,) = read_returned(site)
+    assert (back.replaces, back.num_returns, back.id) == (job.job, 1, "a")
+    assert back.job != job.job
+    (result,) = site.line.run_until_results(1)
+    assert result.token_ids == site.generate("Look: ", data, " well")
+    run_until_idle(site.line.prefill)
+    run_until_idle(site.line.decode)
+    assert len(site.line.read_results()) == 1
+    assert not site.line.read_dead_letters()
+
+
+def test_it_goes_back_in_the_middle_of_its_answer(site: Site) -> None:
+    """Its worker dies and its KV is lost: the tokens in the log are not sampled again."""
+    data, line = draw_png(1), site.line
+    (job,) = hand_off(site, ask("a", "Look: ", site.put(data), " well"))
+    line.run_until_tokens("a", 5)
+    line.decode.abandon()
+    lose_kv(site, job)
+    line.add_decode("decode-1")
+    (result,) = line.run_until_results(1)
+    assert result.token_ids == site.generate("Look: ", data, " well")
+    assert not line.read_dead_letters()
+
+
+def test_a_worker_that_sees_computes_lost_kv_again(site: Site) -> None:
+    """Of a job, and of one that was given back."""
+    data, line = draw_png(1), site.line
+    jobs = hand_off(site, *(ask(name, "Look: ", site.put(data), f" {name}") for name in ("one", "two")))
+    lose_kv(site, jobs[0])
+    line.decode.run_once()
+    line.decode.close()
+    auto = line.decode = line.make_auto("auto-0", StayPolicy(StaySettings(), frozenset))
+    while len(line.read_results()) < 2:
+        run_until_idle(auto)
+    assert {one.id: one.token_ids for one in line.read_results()} == {
+        name: site.generate("Look: ", data, f" {name}") for name in ("one", "two")
+    }
+
+
+def test_kv_that_is_lost_time_and_again_ends_the_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.decode_worker.role.MAX_RETURNS", 2)
+    line = site.line
+    hand_off(site, ask("a", "Look: ", site.put(draw_png(1)), " well"))
+    while not line.read_results():
+        run_until_idle(line.prefill)
+        for job in read_jobs(site):
+            lose_kv(site, job)
+        run_until_idle(line.decode)
+    (result,) = line.read_results()
+    assert result.error is not None
+    assert result.error.code == PicturesNeeded.code
+
+
+def test_a_picture_whose_file_is_gone_ends_its_request_alone(site: Site) -> None:
+    kept, gone = site.put(draw_png(1)), site.put(draw_png(2))
+    site.line.client.delete(picture_key(gone.digest))
+    site.line.send_requests(ask("a", "Look: ", gone), ask("b", "Look: ", kept))
+    results = {one.id: one for one in site.line.run_until_results(2)}
+    assert results["a"].error is not None
+    assert results["a"].error.code == "picture_gone"
+    assert results["b"].error is None
+
+
+def test_a_picture_that_is_gone_where_it_is_to_be_seen_again(site: Site) -> None:
+    picture = site.put(draw_png(2))
+    (job,) = hand_off(site, ask("a", "Look: ", picture, " well"))
+    lose_kv(site, job)
+    run_until_idle(site.line.decode)
+    site.line.prefill.close()
+    site.line.add_prefill("prefill-1")  # one that has not seen it
+    site.line.client.delete(picture_key(picture.digest))
+    (result,) = site.line.run_until_results(1)
+    assert result.error is not None
+    assert result.error.code == "picture_gone"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_an_error_of_its_request(site: Site, name: str) -> None:
+    """A worker does not trust who produced a message."""
+    data = HOSTILE[name]
+    given = Picture(digest=hashlib.sha256(data).hexdigest(), data=base64.b64encode(data).decode())
+    site.line.send_requests(ask("bad", "Look: ", given), ask("good", "Look: ", site.put(draw_png(1))))
+    results = {one.id: one for one in site.line.run_until_results(2)}
+    assert results["bad"].error is not None
+    assert results["bad"].error.code == "invalid_request"
+    assert results["good"].error is None
