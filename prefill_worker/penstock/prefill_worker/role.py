@@ -184,7 +184,7 @@ class PrefillRole(ModelRole):
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
         if not self.add_to_engine(task, request.seed, load, start, num_prompt_logprobs):
             return False
-        if isinstance(request, Request):
+        if isinstance(request, Request) and task.pictures is None:
             load.count_chars(request, len(task.token_ids))
         if self.backpressure is not None and task.priority_class == "batch":
             self.backpressure.note_batch_admitted()
