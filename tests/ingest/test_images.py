@@ -11,14 +11,21 @@ import httpx2
 import pytest
 
 from penstock.config.settings import GatewaySettings
+from penstock.engine.pictures.reader import PictureReader
+from penstock.engine.text.chat_template import ChatTokenizer
 from penstock.ingest import fetching
+from penstock.ingest.batch.lines import estimate_row_tokens, parse_row
 from penstock.ingest.fetching import PictureFetcher
 from penstock.ingest.hosts import is_public_address
-from penstock.messages import Picture
-from penstock.names import picture_key
-from penstock.pictures.tokens import GridTokens
+from penstock.messages import ChatMessage, Picture, Request
+from penstock.names import picture_key, stream_meta_key
+from penstock.pictures.decoding import decode_picture
+from penstock.pictures.tokens import FixedTokens, GridTokens, PictureTokens, TileTokens
+from tests.engine.test_picture_reader import save_processor
 from tests.gateways import ScriptedPipeline
+from tests.ingest.batch_files import lines, read
 from tests.ingest.picture_host import NAME, PictureHost, serve_picture
+from tests.record.play import end
 from tests.test_pictures import GIF, HOSTILE, JPEG, PNG, WEBP
 
 RULE = GridTokens(square=28, min_pixels=3136, max_pixels=1_000_000)
@@ -321,3 +328,171 @@ def test_a_picture_that_is_gone_comes_back_with_the_same_post(
         scripted.server.delete(key)
         assert post(gateway, scripted, "/v1/chat/completions", chat(data_url(PNG))).status_code == 200
         assert scripted.server.get(key) == PNG
+
+
+# Batches.
+
+
+def run_batch(
+    client: httpx2.Client, scripted: ScriptedPipeline, url: str, *bodies: dict[str, Any]
+) -> tuple[list[Request], dict[str, dict[str, Any]]]:
+    """Have a batch answered; return its requests, and the response of each row. Its input stays as it was."""
+    bodies = tuple({"model": scripted.model, **body} for body in bodies)
+    rows = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    content = lines(rows)
+    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}).json()
+    with scripted.answer_texts(lambda _: end()) as answered:
+        made = client.post(
+            "/v1/batches", json={"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+        )
+        batch = made.json()
+        while batch["status"] in ("validating", "in_progress", "finalizing"):
+            batch = client.get(f"/v1/batches/{batch['id']}").json()
+    assert client.get(f"/v1/files/{file['id']}/content").content == content
+    found = list[dict[str, Any]]()
+    for name in filter(None, (batch["output_file_id"], batch["error_file_id"])):
+        found += read(client.get(f"/v1/files/{name}/content").content)
+    return list(answered), {one["custom_id"]: one["response"] for one in found}
+
+
+def test_rows_of_batches_have_images_and_one_that_cannot_be_read_fails_alone(
+    gateway: httpx2.Client, scripted: ScriptedPipeline
+) -> None:
+    bodies = [chat(data_url(PNG), data_url(GIF)), chat(data_url(HOSTILE["SVG"])), chat(*[data_url(PNG)] * 4)]
+    requests, found = run_batch(gateway, scripted, "/v1/chat/completions", *bodies, {"n": 2, **chat(data_url(WEBP))})
+    contents = [request.messages[0].content for request in requests if request.messages]
+    assert sorted(contents, key=len) == [[told(WEBP), "?"]] * 2 + [[told(PNG), told(GIF), "?"]]
+    assert [found[name]["status_code"] for name in "0123"] == [200, 400, 400, 200]
+    errors = [found[name]["body"]["error"] for name in "12"]
+    assert [error["param"] for error in errors] == [f"messages.0.content.{n}.image_url" for n in (0, 3)]
+    assert "PNG, JPEG, WebP or GIF" in errors[0]["message"]
+    for data in (PNG, GIF, WEBP):
+        assert scripted.server.get(picture_key(hashlib.sha256(data).hexdigest())) == data
+
+
+def test_rows_of_batches_name_files_and_a_model_that_does_not_see_refuses_them(
+    gateway: httpx2.Client, scripted: ScriptedPipeline
+) -> None:
+    uploaded = gateway.post("/v1/files", data={"purpose": "vision"}, files={"file": ("a.jpg", JPEG)}).json()
+    image = {"type": "input_image", "file_id": uploaded["id"]}
+    bodies = [{"input": [{"role": "user", "content": [part]}]} for part in (image, image | {"file_id": "file-x"})]
+    requests, found = run_batch(gateway, scripted, "/v1/responses", *bodies)
+    assert [turn.content for request in requests for turn in request.messages or ()] == [[told(JPEG)]]
+    assert [found[name]["status_code"] for name in "01"] == [200, 404]
+    scripted.report(sees=False)
+    while gateway.get(f"/v1/models/{scripted.model}").json()["sees"]:
+        pass
+    requests, found = run_batch(gateway, scripted, "/v1/responses", bodies[0])
+    assert (len(requests), found["0"]["status_code"]) == (1, 400)
+    assert found["0"]["body"]["error"]["code"] == "unsupported_parameter"
+
+
+def test_a_tenants_limit_of_tokens_leaves_the_files_of_images_out() -> None:
+    body = {"max_tokens": 5, **chat(data_url(PNG * 999), data_url(PNG))}
+    line = lines([{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}])
+    row = parse_row(1, line, ("/v1/chat/completions",))
+    assert 2005 < estimate_row_tokens(row, line) < 2200
+
+
+# Responses that are kept.
+
+
+def test_a_second_turn_asks_about_the_picture_of_the_first_one(
+    gateway: httpx2.Client, scripted: ScriptedPipeline
+) -> None:
+    """Of data URLs the digest is kept, and the file is read from the store of pictures."""
+    uploaded = gateway.post("/v1/files", data={"purpose": "vision"}, files={"file": ("a.jpg", JPEG)}).json()
+    parts = [
+        {"type": "input_image", "image_url": data_url(PNG), "detail": "low"},
+        {"type": "input_image", "file_id": uploaded["id"]},
+        {"type": "input_text", "text": "?"},
+    ]
+    seen = [told(PNG, detail="low"), told(JPEG), "?"]
+
+    def ask(given: Any, **more: Any) -> str:
+        body = {"model": scripted.model, "background": True, "input": given, **more}
+        answer = gateway.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        scripted.finish(answer.json()["id"])
+        return str(answer.json()["id"])
+
+    first = ask([{"role": "user", "content": parts}])
+    kept = scripted.server.get(stream_meta_key(first)) or b""
+    assert base64.b64encode(PNG) not in kept
+    assert hashlib.sha256(PNG).hexdigest().encode() in kept
+    second = ask("and now?", previous_response_id=first)
+    (item,) = gateway.get(f"/v1/responses/{first}/input_items").json()["data"]
+    assert item["content"] == parts
+    third = ask([{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "again"}])
+    ask("more", previous_response_id=third)
+    contents = [request.messages[0].content for request in scripted.read_requests() if request.messages]
+    assert contents == [seen] * 4
+    scripted.server.delete(picture_key(hashlib.sha256(PNG).hexdigest()))
+    answer = post(gateway, scripted, "/v1/responses", {"input": "x", "previous_response_id": second})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "picture_gone", "input.0.content.0")
+    (item,) = gateway.get(f"/v1/responses/{first}/input_items").json()["data"]
+    named = item["content"][0]["image_url"]
+    assert named == f"data:image/png;digest,{hashlib.sha256(PNG).hexdigest()}"
+    answer = post(gateway, scripted, "/v1/responses", {"input": [{"role": "user", "content": item["content"]}]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
+
+
+def test_nobody_asks_for_a_picture_by_its_digest(gateway: httpx2.Client, scripted: ScriptedPipeline) -> None:
+    assert post(gateway, scripted, "/v1/chat/completions", chat(data_url(PNG))).status_code == 200
+    named = f"data:image/png;digest,{hashlib.sha256(PNG).hexdigest()}"
+    for path, body in (
+        ("/v1/chat/completions", chat(named)),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": named}]}]}),
+    ):
+        assert "has the form" in post(gateway, scripted, path, body).json()["error"]["message"]
+
+
+# The number of a prompt's tokens.
+
+RULES: dict[str, PictureTokens] = {
+    "qwen2_vl": GridTokens(square=28, min_pixels=56 * 56, max_pixels=28 * 28 * 1280),
+    "llava": FixedTokens(num_tokens=16),
+    "internvl": TileTokens(tile_width=56, tile_height=56, min_tiles=1, max_tiles=6, tokens_per_tile=4),
+}
+TEMPLATE = """{% for turn in messages %}{{ turn.role }}: {% if turn.content is string %}{{ turn.content }}{% else %}
+{%- for part in turn.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}
+{%- endif %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_the_tokens_of_images_are_counted_as_prefill_reads_them(
+    scripted: ScriptedPipeline, tmp_path: Path, kind: str
+) -> None:
+    config = save_processor(kind, tmp_path)
+    config.save_pretrained(tmp_path)
+    reader = PictureReader(tmp_path, config)
+    tokenizer = reader.processor.tokenizer
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", reader.processor.image_token)
+    tokenizer.save_pretrained(tmp_path)
+    scripted.report(sees=True, picture_tokens=RULES[kind].model_dump(), model_source=str(tmp_path))
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    say: Any = [
+        {"type": "image", "source": source},
+        {"type": "text", "text": "a "},
+        {"type": "image", "source": source},
+    ]
+    said = [{"type": "input_image", "image_url": data_url(PNG)}, {"type": "input_text", "text": "a "}]
+    asked = {"model": scripted.model, "messages": [{"role": "user", "content": say}]}
+    with scripted.open_gateway(batch={"store": str(tmp_path / "store")}) as opened, opened.client() as client:
+        answer = client.post("/v1/messages/count_tokens", json=asked)
+        assert answer.status_code == 200, answer.text
+        counted = answer.json()["input_tokens"]
+        body = {"model": scripted.model, "input": [{"role": "user", "content": [*said, said[0]]}]}
+        assert client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"] == counted
+        scripted.report(picture_tokens=None)
+        while client.post("/v1/messages/count_tokens", json=asked).status_code == 200:
+            pass  # until the gateway has read the heartbeat
+        answer = client.post("/v1/messages/count_tokens", json=asked)
+        assert (answer.status_code, "do not say how many" in answer.text) == (501, True)
+    chats = ChatTokenizer(tokenizer, "model", is_in_child=True)
+    chat = chats.render_chat([ChatMessage(role="user", content=[told(PNG), "a ", told(PNG)])], {})
+    picture = decode_picture(PNG, 10**6)
+    prompt = reader.read_chat(chats.tokenize_chat(chat), [(b"1" * 32, picture)] * 2)
+    assert counted == len(prompt.token_ids)

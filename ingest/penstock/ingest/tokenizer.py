@@ -49,7 +49,7 @@ class ModelTokenizers:
     async def encode_chat(
         self,
         model: str,
-        turns: Sequence[Mapping[str, Any]],
+        turns: Sequence[ChatMessage],
         variables: Mapping[str, Any] | None = None,
         *,
         special: bool = False,
@@ -59,16 +59,16 @@ class ModelTokenizers:
     ) -> "Tokens":
         """Return the tokens of a chat as the model's template writes it. Raises `ApiError`.
 
-        `turns` are `ChatMessage`s as JSON data. `variables` are given to the template beside them. `response_template`
-        is the workers' one.
+        `variables` are given to the template beside the turns. `response_template` is the workers' one. A picture is
+        one token, which stands for its place.
         """
         given = dict(variables or {})
-        num_chars = sum(len(turn["content"]) for turn in turns) + len(json.dumps(given))
+        num_chars = sum(len(turn.text) for turn in turns) + len(json.dumps(given))
         if num_chars > MAX_TEXT_CHARS:
             raise _too_large(f"{num_chars:,} characters", f"{MAX_TEXT_CHARS:,}")
         how: dict[str, Any] = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
-        how["response_template"] = response_template
-        return Tokens(await self._ask({"model": model, "turns": list(turns), "variables": given, **how}))
+        how |= {"response_template": response_template, "turns": [turn.model_dump() for turn in turns]}
+        return Tokens(await self._ask({"model": model, "variables": given, **how}))
 
     async def decode_tokens(self, model: str, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, with that of special tokens. Raises `ApiError`."""

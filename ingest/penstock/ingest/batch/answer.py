@@ -23,7 +23,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -36,6 +37,7 @@ from penstock.errors import (
     PenstockError,
     RequestError,
     RequestLost,
+    StorageUnavailable,
     StreamDiverged,
     StreamExpired,
     StreamTimeout,
@@ -54,8 +56,9 @@ from penstock.ingest.batch.lines import (
 )
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
-from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
-from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
+from penstock.ingest.openai import ENDPOINTS, ApiEndpoint, SubmitArgs, make_stream_meta
+from penstock.ingest.openai.endpoint import B, cap_open_answers, make_request_ids, use_response_template
+from penstock.ingest.openai.picture_parts import list_pictures
 from penstock.ingest.openai.texts import check_token_ids
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.ingest.regions.lending import Lender
@@ -63,6 +66,7 @@ from penstock.messages import GrammarSpec, Usage
 from penstock.redis.client import backoff_pauses
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MIN_ANSWER_TIMEOUT_S, MAX_ANSWER_TIMEOUT_S = 60.0, 3600.0
 """How long to wait for the next token of an answer before it is submitted again: the first time, and at most."""
@@ -74,6 +78,9 @@ NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
 """A batch neither streams its answers nor keeps them as responses."""
 
 
+StorePictures = Callable[[str, Sequence[SubmitArgs]], Awaitable[list[SubmitArgs]]]
+
+
 class ModelPipeline(NamedTuple):
     """The pipeline that serves a model."""
 
@@ -82,6 +89,8 @@ class ModelPipeline(NamedTuple):
     """How calls and reasoning are told from the text of its answers; None: they cannot be."""
     loosen_grammar: Callable[[GrammarSpec, frozenset[str]], Awaitable[LoosenedGrammar]] | None = None
     """Leaves out of the schemas of tools what cannot be enforced; None: workers refuse what cannot be."""
+    store_pictures: StorePictures | None = None
+    """Returns a tenant's requests with their pictures read and stored; None: the model does not see."""
     takes_token_ids: bool = False
     """Whether token ids in place of texts are the model's own (`PENSTOCK_GATEWAY_EMBED_TOKEN_IDS`)."""
 
@@ -227,8 +236,8 @@ class RowAnswers:
                     raise ApiError(400, message, param=param, code="unsupported_parameter")
             endpoint = ENDPOINTS[row.url]
             body = endpoint.parse_body(row.body)
-            requests = [apply_terms(args, self._terms) for args in endpoint.make_requests(body, request_id)]
-            client, template, loosen, takes_ids = await self._wait_for_pipeline(body.model)
+            requests = [apply_terms(args, self._terms) for args in endpoint.make_requests(body, request_id, sees=True)]
+            client, template, loosen, store, takes_ids = await self._wait_for_pipeline(body.model)
             check_token_ids(requests, takes_ids=takes_ids)
             form = use_response_template(endpoint, body, requests, template)
             if form.loose_names and loosen is not None and (grammar := requests[0].get("grammar")) is not None:
@@ -238,6 +247,7 @@ class RowAnswers:
             if (finished := await self._pipelines.take_slot(client, LentRow(self._terms, row))) is not None:
                 return finished
             try:
+                requests = await self._store_pictures(endpoint, body, store, requests)
                 answers = await gather_answers([_wait_for_answer(client, args, self._terms) for args in requests])
             finally:
                 self._pipelines.row_slots[client].release()
@@ -255,6 +265,16 @@ class RowAnswers:
             return self._make_error_row(row, InternalError("internal error"))
         response = {"status_code": 200, "request_id": request_id, "body": answer}
         return self._make_row(row, response, None, sum_usage(one.usage for one in answers))
+
+    async def _store_pictures(
+        self, endpoint: ApiEndpoint[B], body: B, store: StorePictures | None, requests: list[SubmitArgs]
+    ) -> list[SubmitArgs]:
+        """Return requests with stored pictures. Raises `ApiError` 400, also where the model does not see."""
+        if not list_pictures(requests):
+            return requests
+        if store is None:
+            return endpoint.make_requests(body, str(requests[0]["id"]))  # says which part is no text
+        return await _retry_outages(partial(store, self._terms.tenant, requests))
 
     async def _wait_for_pipeline(self, model: str) -> ModelPipeline:
         """Return the pipeline of a model; wait while no worker serves it.
@@ -355,12 +375,17 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: RowTerm
 
 
 async def _submit_request(client: AsyncClient, args: SubmitArgs, batch: RowTerms) -> None:
-    for pause_s in backoff_pauses():
+    await _retry_outages(partial(client.submit, key=batch.key, own_topics=batch.regions is not None, **args))
+
+
+async def _retry_outages(act: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of `act`, once the servers that it needs can be reached."""
+    pauses = backoff_pauses()
+    while True:
         try:
-            await client.submit(key=batch.key, own_topics=batch.regions is not None, **args)
-            return
-        except BusUnavailable:
-            await asyncio.sleep(pause_s)
+            return await act()
+        except (BusUnavailable, StorageUnavailable):
+            await asyncio.sleep(next(pauses))
 
 
 async def gather_answers(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:

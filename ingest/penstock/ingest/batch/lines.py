@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ CHUNK_BYTES = 2**20
 """How many bytes are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_LISTED_ERRORS = 100
+TOKENS_PER_IMAGE = 1000
+"""An estimate: models make a few hundred to a few thousand tokens of a photograph."""
+_DATA_URL = re.compile(rb"data:image/[^\"]*")
 NO_USAGE = Usage()
 
 
@@ -130,12 +134,14 @@ def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> BatchRow:
 
 def estimate_row_tokens(row: BatchRow, line: bytes) -> int:
     """Estimate the tokens of a request, prompt and output, from its length and its limit."""
+    line, num_images = _DATA_URL.subn(b"", line)
+    num_tokens = len(line) // CHARS_PER_TOKEN + num_images * TOKENS_PER_IMAGE
     if row.url == EMBEDDINGS.path:
-        return len(line) // CHARS_PER_TOKEN
+        return num_tokens
     limits = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
     max_tokens = next((one for one in limits if isinstance(one, int) and one > 0), Sampling().max_tokens)
     count = row.body.get("n")
-    return len(line) // CHARS_PER_TOKEN + max_tokens * (count if isinstance(count, int) and count > 1 else 1)
+    return num_tokens + max_tokens * (count if isinstance(count, int) and count > 1 else 1)
 
 
 def count_inputs(row: BatchRow) -> int:

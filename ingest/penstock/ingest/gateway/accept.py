@@ -158,7 +158,7 @@ async def accept_request(
         chain = earlier_turns.first_id
     check_task(endpoint, served)
     made = endpoint.make_requests(body, request_id, sees=served.sees)
-    pictures = await gateway.pictures.read_pictures(caller.tenant, made) if served.sees else ReadPictures()
+    pictures = await gateway.pictures.read_pictures(caller.tenant, made)
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
         check_token_ids(made, takes_ids=gateway.settings.gateway.takes_token_ids)
@@ -172,7 +172,7 @@ async def accept_request(
         pipeline=served.pipeline,
         tenant=caller.tenant,
         body_hash="" if key is None else hash_answer_fields(endpoint, body),
-        input_items=input_items,
+        input_items=pictures.shorten_items(input_items),
         earlier=earlier_turns,
         form=form,
     )

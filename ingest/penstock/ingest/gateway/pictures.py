@@ -12,16 +12,23 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 from penstock.config.settings import PictureSettings
-from penstock.errors import DependencyMissing, InvalidRequest
+from penstock.errors import DependencyMissing, InvalidRequest, PictureGone
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.errors import ApiError
 from penstock.ingest.fetching import PictureFetcher
 from penstock.ingest.openai.body import invalid_value
 from penstock.ingest.openai.endpoint import SubmitArgs
-from penstock.ingest.openai.picture_parts import GivenPicture
+from penstock.ingest.openai.picture_parts import (
+    GivenPicture,
+    KeptPicture,
+    change_addresses,
+    list_pictures,
+    shorten_url,
+)
 from penstock.messages import Picture
 from penstock.pictures.decoding import measure_picture
 from penstock.pictures.store import PictureStore
@@ -34,11 +41,13 @@ MAX_FETCHES = 32
 class ReadPictures:
     """The pictures of one HTTP request, which are not stored yet."""
 
-    def __init__(self, store: PictureStore | None = None) -> None:
+    def __init__(self, store: PictureStore) -> None:
         self._store = store
         self.files: dict[str, bytes] = {}
         """By digest."""
         self.pictures: list[Picture] = []
+        self.short_urls: dict[str, str] = {}
+        """What stands for data URLs in what is kept."""
 
     def count_tokens(self, rule: Mapping[str, Any] | None) -> int:
         """Return how many tokens they are for a model; 0 where it does not say how they are counted."""
@@ -47,10 +56,13 @@ class ReadPictures:
         parsed = PICTURE_TOKENS.validate_python(rule)
         return sum(count_picture_tokens(parsed, one.width, one.height) for one in self.pictures)
 
+    def shorten_items(self, items: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Return what a response was asked as it is kept: data URLs are named by the digests of their files."""
+        return items and change_addresses(items, lambda url: self.short_urls.get(url, url))
+
     async def store(self) -> None:
         """Store all that are not stored yet. Raises `BusUnavailable` or `StorageUnavailable`."""
         while self.files:
-            assert self._store is not None, "who has read pictures has a store"
             digest, data = next(iter(self.files.items()))
             await asyncio.to_thread(self._store.put, data)
             self.files.pop(digest, None)
@@ -73,7 +85,7 @@ class PictureDesk:
         read = ReadPictures(self._store)
         shared: Any = requests[0].get("messages") or ()
         turns = [turn for turn in shared if not isinstance(turn["content"], str)]
-        given = [part for turn in turns for part in turn["content"] if isinstance(part, GivenPicture)]
+        given = list_pictures(requests)
         if len(given) > self._settings.max_count:
             what = f"a request may have {self._settings.max_count} images, here are {len(given)}"
             raise invalid_value(given[self._settings.max_count].param, what)
@@ -83,6 +95,27 @@ class PictureDesk:
                 for part in turn["content"]
             ]
         return read
+
+    async def store_pictures(self, tenant: str, requests: Sequence[SubmitArgs]) -> list[SubmitArgs]:
+        """Return the requests with pictures that are stored; these stay as they are, and may be tried again.
+
+        Raises as `read_pictures` and `ReadPictures.store`.
+        """
+        turns = [dict(turn) for turn in cast("Sequence[dict[str, Any]]", requests[0].get("messages") or ())]
+        await (await self.read_pictures(tenant, [SubmitArgs(messages=turns)])).store()
+        return [SubmitArgs({**args, "messages": turns}) for args in requests]
+
+    async def show_kept(self, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the items of a kept response with the data URLs of those pictures that are still stored."""
+
+        def show(address: str) -> str:
+            kept = KeptPicture.of_kept(address)
+            if isinstance(kept, KeptPicture):
+                with suppress(PictureGone):
+                    return kept.write_url(self._store.get(kept.digest))
+            return address
+
+        return await asyncio.to_thread(change_addresses, items, show)
 
     async def _read_picture(self, tenant: str, given: GivenPicture, read: ReadPictures) -> Picture:
         left = self._settings.max_bytes - sum(map(len, read.files.values()))
@@ -94,11 +127,16 @@ class PictureDesk:
         except (ValueError, InvalidRequest) as error:
             message = f"Invalid value for '{given.param}': {error}"
             raise ApiError(400, message, param=given.param, code="invalid_image") from None
+        except PictureGone as error:
+            message = f"A picture of an earlier turn is gone: {error}"
+            raise ApiError(400, message, param=given.param, code=error.code) from None
         except DependencyMissing as error:
             headers = {"x-should-retry": "false"}
             raise ApiError(501, f"This gateway reads no images: {error}", code="no_images", headers=headers) from None
         digest = hashlib.sha256(data).hexdigest()
         read.files[digest] = data
+        if given.url[:5].lower() == "data:":
+            read.short_urls[given.url] = shorten_url(given.url, digest)
         read.pictures.append(
             Picture(digest=digest, num_bytes=len(data), width=width, height=height, detail=given.detail)
         )
@@ -111,6 +149,8 @@ class PictureDesk:
             if file.bytes > max_bytes:
                 raise ValueError(f"the file has {file.bytes:,} bytes; the images may have {max_bytes:,} more")
             return b"".join([chunk async for chunk in self._files.read_content(tenant, file)])
+        if isinstance(given.url, KeptPicture):
+            return await asyncio.to_thread(self._store.get, given.url.digest)
         head, comma, body = given.url.partition(",")
         if given.url[:5].lower() != "data:":
             async with self._fetches:

@@ -17,6 +17,7 @@ from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.openai.body import unsupported_value
 from penstock.ingest.openai.endpoint import EarlierTurns
+from penstock.ingest.openai.picture_parts import KeptPicture, change_addresses
 from penstock.ingest.openai.response_items import find_response_id
 from penstock.ingest.openai.responses import (
     Response,
@@ -149,7 +150,7 @@ async def list_input_items(
         if after not in ids:
             raise ApiError(400, f"{after!r} is no item of this response", param="after", code="invalid_value")
         items = items[ids.index(after) + 1 :]
-    page = items[:limit]
+    page = await get_gateway(request).pictures.show_kept(items[:limit])
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return InputItemList(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit)
 
@@ -223,7 +224,8 @@ async def _read_items(gateway: Gateway, tenant: str, response_id: str | None) ->
         return {}
     output = [_make_input_of_output(item) for item in (await describe_response(gateway, found)).output]
     earlier = [] if found.meta.earlier is None else found.meta.earlier.items
-    return {item["id"]: item for item in [*earlier, *identify_input_items(found.meta), *output] if item.get("id")}
+    items = change_addresses([*earlier, *identify_input_items(found.meta), *output], KeptPicture.of_kept)
+    return {item["id"]: item for item in items if item.get("id")}
 
 
 async def _read_earlier(gateway: Gateway, tenant: str, response_id: str) -> EarlierTurns:
@@ -251,7 +253,8 @@ async def _read_earlier(gateway: Gateway, tenant: str, response_id: str) -> Earl
         first_id, previous = (
             (previous, found.meta.options.get(PREVIOUS)) if earlier is None else (earlier.first_id, None)
         )
-    return EarlierTurns(first_id=first_id, items=[item for turn in reversed(turns) for item in turn])
+    items = [item for turn in reversed(turns) for item in turn]
+    return EarlierTurns(first_id=first_id, items=change_addresses(items, KeptPicture.of_kept))
 
 
 async def _find_previous(gateway: Gateway, tenant: str, response_id: str) -> KeptResponse:

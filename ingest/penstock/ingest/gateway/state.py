@@ -175,8 +175,13 @@ class Gateway(Streams):
     async def find_pipeline(self, model: str) -> ModelPipeline:
         """Return the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         served = await self.models.find_model(model)
-        takes_ids = self.settings.gateway.takes_token_ids
-        return ModelPipeline(self.get_client(served.pipeline), served.response_template, self.loosen_grammar, takes_ids)
+        return ModelPipeline(
+            self.get_client(served.pipeline),
+            served.response_template,
+            self.loosen_grammar,
+            self.pictures.store_pictures if served.sees else None,
+            self.settings.gateway.takes_token_ids,
+        )
 
     async def _follow_pipelines(self) -> None:
         """Count the results of every pipeline that is served now, and index its copies of other regions."""

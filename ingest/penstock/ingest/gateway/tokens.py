@@ -17,8 +17,9 @@ from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import CHAT, RESPONSES, ApiEndpoint
 from penstock.ingest.openai.body import StrictModel, parse_body
-from penstock.ingest.openai.endpoint import B
+from penstock.ingest.openai.endpoint import B, build_request
 from penstock.ingest.openai.responses import ResponseBody
+from penstock.ingest.tenants import Caller
 from penstock.messages import TokenId
 
 router = APIRouter()
@@ -104,10 +105,10 @@ async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
     with_strs = bool(body.return_token_strs)
     if body.messages is not None:
         chat = CHAT.parse_body({"model": served.name, "messages": body.messages})
-        turns = [dict(turn) for turn in CHAT.make_requests(chat, "tokenize")[0]["messages"] or ()]
+        (args,) = CHAT.make_requests(chat, "tokenize")
         tokens = await gateway.tokenizers.encode_chat(
             served.source,
-            turns,
+            build_request(args).messages or (),
             special=bool(body.add_special_tokens),
             generation_prompt=body.add_generation_prompt,
             with_strs=with_strs,
@@ -147,7 +148,7 @@ async def count_message_tokens(request: Request, caller: CallerDep) -> MessageTo
     """Tokens of all that `/v1/messages` makes a prompt of, as the model gets it. It counts as a request."""
     gateway, body = get_gateway(request), parse_body(CountTokensBody, await request.body(), MESSAGES.path)
     await gateway.admission.take_request(caller)
-    return MessageTokenCount(input_tokens=await _count_tokens(gateway, MESSAGES, body.make_chat()))
+    return MessageTokenCount(input_tokens=await _count_tokens(gateway, caller, MESSAGES, body.make_chat()))
 
 
 @router.post(
@@ -161,18 +162,24 @@ async def count_response_tokens(request: Request, caller: CallerDep) -> InputTok
     gateway, body = get_gateway(request), RESPONSES.parse_body(await request.body())
     await gateway.admission.take_request(caller)
     body, *_ = await prepare_response(gateway, caller.tenant, body)
-    return InputTokenCount(input_tokens=await _count_tokens(gateway, RESPONSES, body))
+    return InputTokenCount(input_tokens=await _count_tokens(gateway, caller, RESPONSES, body))
 
 
-async def _count_tokens(gateway: Gateway, endpoint: ApiEndpoint[B], body: B) -> int:
-    """Return how many tokens the prompt of a chat has. Raises `ApiError`."""
+async def _count_tokens(gateway: Gateway, caller: Caller, endpoint: ApiEndpoint[B], body: B) -> int:
+    """Return how many tokens the prompt of a chat has, those of its pictures included. Raises `PenstockError`."""
     served = await gateway.models.find_model(body.model)
-    (args,) = endpoint.make_requests(body, "count")
-    turns = [dict(turn) for turn in args["messages"] or ()]
+    (args,) = endpoint.make_requests(body, "count", sees=served.sees)
+    read = await gateway.pictures.read_pictures(caller.tenant, [args])
+    rule = served.card.get("picture_tokens")
+    if read.pictures and rule is None:
+        message = f"The workers of {served.name!r} do not say how many tokens an image becomes."
+        raise ApiError(501, message, code="tokens_unknown", headers={"x-should-retry": "false"})
+    turns, variables = build_request(args).messages or (), args.get("chat_template_kwargs")
     tokens = await gateway.tokenizers.encode_chat(
-        served.source, turns, args.get("chat_template_kwargs"), response_template=served.response_template
+        served.source, turns, variables, response_template=served.response_template
     )
-    return len(tokens.token_ids)
+    # The template writes one token for each picture.
+    return len(tokens.token_ids) - len(read.pictures) + read.count_tokens(rule)
 
 
 @router.get("/version", summary="The server's version", responses=error_responses(401, 503))

@@ -105,14 +105,43 @@ LogitBias = Annotated[
 ]
 
 
-def make_text_schema(*kinds: str) -> WithJsonSchema:
-    """Return the JSON schema of a message's content: text, or parts of these types."""
+_DETAIL = {"enum": ["auto", "low", "high"]}
+IMAGE_SCHEMAS: Sequence[dict[str, Any]] = (
+    {
+        "type": "object",
+        "required": ["type", "image_url"],
+        "properties": {
+            "type": {"const": "image_url"},
+            "image_url": {
+                "type": "object",
+                "required": ["url"],
+                "properties": {"url": {"type": "string"}, "detail": _DETAIL},
+            },
+        },
+    },
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"const": "input_image"},
+            "image_url": {"type": "string"},
+            "file_id": {"type": "string"},
+            "detail": _DETAIL,
+        },
+    },
+)
+"""Parts with an image, for models that see."""
+
+
+def make_text_schema(*kinds: str, others: Sequence[dict[str, Any]] = ()) -> WithJsonSchema:
+    """Return the JSON schema of a message's content: text, or parts of these types or with one of the other schemas."""
     part = {
         "type": "object",
         "required": ["type", "text"],
         "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
     }
-    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": part}]})
+    items = {"anyOf": [part, *others]} if others else part
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": items}]})
 
 
 class StrictModel(BaseModel):

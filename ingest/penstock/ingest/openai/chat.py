@@ -18,6 +18,7 @@ from penstock.client.core import Answer
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from penstock.ingest.openai.body import (
+    IMAGE_SCHEMAS,
     CompletionsBody,
     NumTopLogprobs,
     Refused,
@@ -202,7 +203,9 @@ class Message(StrictModel):
         Literal["system", "developer", "user", "assistant", "tool", "function"],
         WithJsonSchema({"type": "string", "enum": list(ROLES)}),
     ]
-    content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text", "refusal")] = None
+    content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text", "refusal", others=IMAGE_SCHEMAS)] = (
+        None
+    )
     """Text, or a list of parts of type `text`; an assistant's may be of type `refusal`, too, or be missing. Where the
     model sees, parts of type `image_url` as well."""
     name: ShortText | None = None

@@ -1,6 +1,8 @@
 """The content of messages: text, and for models that see, pictures as clients give them."""
 
-from collections.abc import Mapping, Sequence
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from penstock.ingest.openai.body import invalid_value, unsupported_value
@@ -8,6 +10,7 @@ from penstock.ingest.openai.body import invalid_value, unsupported_value
 PICTURE_TYPES = ("image_url", "input_image")
 """Parts with a picture, in chats and in responses."""
 Detail = Literal["low", "high"]
+_KEPT = re.compile(r"data:[^,]{0,99};digest,[0-9a-f]{64}")
 
 
 class GivenPicture(NamedTuple):
@@ -18,6 +21,52 @@ class GivenPicture(NamedTuple):
     detail: Detail | None
     param: str
     """Where it stands in the body."""
+
+
+class KeptPicture(str):
+    """Stands for a data URL in what a kept response was asked: `data:image/png;digest,`, and the digest of the file.
+
+    Only what a gateway has kept becomes one. A client's text never does, so nobody asks for a picture by its digest.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of_kept(cls, address: str) -> str:
+        """Return an address out of what was kept, as one of these where it stands for a data URL."""
+        return cls(address) if _KEPT.fullmatch(address) else address
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file, in hex."""
+        return self.rpartition(",")[2]
+
+    def write_url(self, data: bytes) -> str:
+        """Return the data URL of the file."""
+        return f"{self.partition(';digest,')[0]};base64,{base64.b64encode(data).decode()}"
+
+
+def shorten_url(url: str, digest: str) -> str:
+    """Return what stands for a data URL in what is kept."""
+    kind = url[5 : url.index(",")].lower().removesuffix(";base64")
+    return f"data:{kind[:99]};digest,{digest}"
+
+
+def change_addresses(items: Sequence[dict[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Return the items of a response with what `change` makes of the addresses of their pictures."""
+
+    def change_part(part: Any) -> Any:
+        match part:
+            case {"image_url": str(address)}:
+                return part | {"image_url": change(address)}
+            case {"image_url": {"url": str(address)}}:
+                return part | {"image_url": part["image_url"] | {"url": change(address)}}
+        return part
+
+    return [
+        item | {name: [*map(change_part, item[name])] for name in ("content", "output") if type(item.get(name)) is list}
+        for item in items
+    ]
 
 
 GivenContent = str | list[str | GivenPicture]
@@ -46,6 +95,12 @@ def read_content(
             raise unsupported_value(f"{param}.{index}.{field}", f"a part of a message has its text in '{field}'.")
         parts.append(part[field])
     return join_texts(parts)
+
+
+def list_pictures(requests: Sequence[Mapping[str, Any]]) -> list[GivenPicture]:
+    """Return the pictures in the turns that all these requests share."""
+    contents = [turn["content"] for turn in requests[0].get("messages") or () if not isinstance(turn["content"], str)]
+    return [part for content in contents for part in content if isinstance(part, GivenPicture)]
 
 
 def join_texts(parts: Sequence[str | GivenPicture]) -> GivenContent:

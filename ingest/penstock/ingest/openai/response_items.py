@@ -19,7 +19,7 @@ from pydantic import (
 
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.answer_parser import MAX_NAME_CHARS, AnswerPiece
-from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema, unsupported_value
+from penstock.ingest.openai.body import IMAGE_SCHEMAS, StrictModel, allow_only, make_text_schema, unsupported_value
 from penstock.ingest.openai.client_tools import CLIENT_TOOLS, FILE_OPERATION, LEFT_OUT, FileOperation, ShellAction
 from penstock.ingest.openai.custom_tools import TextReader, list_custom_names, write_arguments
 from penstock.ingest.openai.endpoint import StreamMeta
@@ -55,7 +55,7 @@ class InputMessage(StrictModel):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
+    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES, others=IMAGE_SCHEMAS)]
     """Text, or a list of parts of type `input_text` or `output_text`."""
     id: str | None = None
     status: str | None = None
@@ -137,7 +137,7 @@ class InputCallOutput(StrictModel):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
-    output: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
+    output: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES, others=IMAGE_SCHEMAS)]
     """Text, or a list of parts of type `input_text`."""
     id: str | None = None
     status: str | None = None
@@ -206,7 +206,7 @@ class InputAgentMessage(StrictModel):
     """A message of another agent; the model sees it as a user's turn."""
 
     type: Literal["agent_message"]
-    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
+    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES, others=IMAGE_SCHEMAS)]
     """Text, or a list of parts of type `input_text` or `output_text`."""
     author: str | None = None
     """It is told to the model before the text."""
