@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +13,13 @@ from PIL import Image
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading.loading import load_model
+from penstock.engine.memory import memory
 from penstock.engine.pictures.reader import FAMILIES, PicturePrompt, PictureReader
 from penstock.engine.pictures.rows import Pictures
-from penstock.engine.pictures.vision import Vision
+from penstock.engine.pictures.vision import KEPT_BYTES
 from penstock.engine.weights.files import DEMO_MODEL
-from penstock.errors import InvalidRequest, ModelLoadError
+from penstock.engine.weights.module import build_skeleton, count_bytes
+from penstock.errors import InvalidRequest, ModelLoadError, ModelUnavailable
 from tests.engine.helpers import run_sequences, sequence
 from tests.engine.test_seeing import SEEING, TEXT, VISION
 from tools.tiny import build_tiny_model
@@ -101,6 +103,18 @@ def save_processor(kind: str, directory: Path) -> Any:
     return make_config(**about)
 
 
+def save_seeing_model(kind: str, directory: Path) -> EngineSettings:
+    """Write a tiny model with its processor; return the settings of an engine for it."""
+    config = save_processor(kind, directory)
+    auto: Any = transformers.AutoModelForImageTextToText
+    model = build_tiny_model(auto._model_mapping[type(config)], config, 0, torch.device("cpu"))
+    model.save_pretrained(directory)
+    return EngineSettings(
+        model=str(directory), dtype="float32", pool_mb=16, max_step_tokens=20, threads=1,
+        cache_dir=str(directory / "cache"),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) -> None:
     if kind in MISSING:
@@ -130,28 +144,17 @@ def test_files_and_texts_give_the_tokens_of_generate(kind: str, tmp_path: Path) 
     """The whole way: the processor's own call and `generate()`, beside reader, vision and engine."""
     if kind in MISSING:
         pytest.importorskip(MISSING[kind])
-    config = save_processor(kind, tmp_path)
-    build_tiny_model(
-        cast("Any", transformers.AutoModelForImageTextToText)._model_mapping[type(config)],
-        config,
-        0,
-        torch.device("cpu"),
-    ).save_pretrained(tmp_path)
-    settings = EngineSettings(
-        model=str(tmp_path),
-        dtype="float32",
-        pool_mb=16,
-        max_step_tokens=20,
-        threads=1,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    model, reader = load_model(settings), PictureReader(tmp_path, config)
+    settings = save_seeing_model(kind, tmp_path)
+    model = load_model(settings)
+    reader, vision = model.picture_reader, model.vision
+    assert reader is not None
+    assert vision is not None
     token, picture = reader.processor.image_token, draw_picture(1, 130, 70)
     text = f"In the beginning{token}created"
     given = reader.processor(images=[picture], text=[text], return_tensors="pt")
     model.module.set_attn_implementation(model.stock_attention)
     right = model.module.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
-    vision, engine = Vision(model.module, model.stock_attention), Engine(model, settings)
+    engine = Engine(model, settings)
     prompt = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"", picture)])
     other = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"1", draw_picture(2, 130, 70))])
 
@@ -209,3 +212,56 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         reader.read_chat([5, reader.row_id], [])
     with pytest.raises(InvalidRequest, match=r"picture 1 of 1 cannot be read for this model: .*aspect ratio"):
         reader.read_chat([5, reader.row_id], [(b"", draw_picture(1, 900, 2))])
+
+
+def test_a_model_reads_pictures_where_it_is_to_and_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where it cannot, one line says why, and texts are served."""
+    settings = save_seeing_model("llava", tmp_path)
+    caplog.set_level("INFO", "penstock.engine")
+    assert load_model(settings).picture_reader is not None
+    assert load_model(settings, sees=False).picture_reader is None
+    assert "texts alone" not in caplog.text
+    images = tmp_path / "preprocessor_config.json"
+    content = images.read_text()
+    damages = {
+        ("CLIPImageProcessor", "UnknownProcessor"): "its processor of pictures cannot be loaded: Unrecognized",
+        ('"rescale_factor": 0', '"rescale_factor": "x", "y": 0'): "picture 1 of 1 cannot be read for this model: ufunc",
+    }
+    for (right, wrong), reason in damages.items():
+        caplog.clear()
+        images.write_text(content.replace(right, wrong))
+        model = load_model(settings)
+        assert (model.picture_reader, model.vision) == (None, None)
+        (line,) = [one.getMessage() for one in caplog.records if "texts alone" in one.getMessage()]
+        assert reason in line
+        assert len(line) < 500
+
+
+def test_a_large_picture_and_what_is_kept_of_others_need_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = save_seeing_model("qwen2_vl", tmp_path)
+    reader = load_model(settings).picture_reader
+    assert reader is not None
+    (pixels,) = reader.read_chat([reader.row_id], [(b"", draw_picture(1, 900, 900))]).pixels.values()
+    assert reader.measure_most_bytes(4) > KEPT_BYTES + pixels["pixel_values"].nbytes
+    monkeypatch.setattr(memory, "count_available_bytes", lambda _root=None: KEPT_BYTES)
+    with pytest.raises(ModelUnavailable, match=r"the weights take \d MiB, pictures 3\d\d MiB, the KV pool 16 MiB"):
+        load_model(settings)
+    assert load_model(settings, sees=False).picture_reader is None
+
+
+def test_a_decode_worker_has_a_fifth_less_weights_of_smolvlm_500m() -> None:
+    text = {
+        "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+        "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49280,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "image_size": 512, "patch_size": 16,
+    }  # fmt: skip
+    config = transformers.SmolVLMConfig(
+        text_config=text, vision_config=vision, scale_factor=4, tie_word_embeddings=False, pad_token_id=0
+    )
+    found = [count_bytes(build_skeleton(config, torch.bfloat16, sees=sees)) // 2**20 for sees in (True, False)]
+    assert found == [967, 780]

@@ -24,6 +24,9 @@ from penstock.engine.pictures.vision import Vision
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.steps import hooks
+from penstock.engine.weights.files import find_weight_files, ignore_progress
+from penstock.engine.weights.module import build_skeleton, count_bytes, load_module
+from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import InvalidRequest, ModelError, PicturesNeeded, SequenceFailed
 from penstock.kvstore.block import BlockHasher, Span
 from penstock.kvstore.store import KVStore, StoreLayout
@@ -89,6 +92,7 @@ class Case:
         self.expected = [self._generate(model, prompt) for prompt in self.prompts]
         self.has_right_positions = all(self._has_right_positions(model, prompt) for prompt in self.prompts)
         self.model = prove_model(model, self.settings)
+        self.blind = open_model(self.settings, sees=False)
         self.pixels = {self._name(one): one for prompt in self.prompts for one in prompt.pixels}
 
     def _count_rows(self, model: LoadedModel) -> int:
@@ -196,7 +200,7 @@ def test_mixed_batches_in_chunks_give_the_tokens_of_generate(case: Case) -> None
 
 def test_an_engine_without_pixels_goes_on_from_kv_and_positions(case: Case) -> None:
     """Blocks inside pictures are found by their names; the partial block at the end comes with them."""
-    first, second = (Engine(case.model, case.settings) for _ in range(2))
+    first, second = (Engine(model, case.settings) for model in (case.model, case.blind))
     seqs = [case.make_sequence(at) for at in range(len(case.prompts))]
     run_sequences(first, seqs, remove=False)
     copies = []
@@ -205,6 +209,26 @@ def test_an_engine_without_pixels_goes_on_from_kv_and_positions(case: Case) -> N
         assert import_blocks(second, copy, export_blocks(first, seq)) == len(copy.block_keys)
         copies.append(copy)
     assert run_sequences(second, copies) == case.expected
+
+
+def test_a_model_that_need_not_see_has_decoder_and_head_alone(case: Case) -> None:
+    """Its KV is that of the whole model, and a packed file serves both."""
+    whole = load_model(case.settings)
+    weights, has_vision = MappedWeights(find_weight_files(Path(case.settings.model))), count_bytes(whole.module)
+    skeleton = build_skeleton(whole.config, torch.float32, sees=False)
+    module = load_module(skeleton, whole.config, weights, torch.device("cpu"), ignore_progress, sees=False)
+    wanted = {*whole.module.get_decoder().parameters(), *whole.module.lm_head.parameters()}
+    assert sum(one.numel() for one in module.parameters()) == sum(one.numel() for one in wanted)
+    assert count_bytes(skeleton) == count_bytes(module) < has_vision
+    assert 0 < weights._num_bytes_read < weights.num_bytes
+    assert case.blind.fingerprint == case.model.fingerprint == whole.fingerprint
+    assert case.blind.vision is None
+    settings = case.settings.model_copy(update={"packed": str(pack_model(case.settings).path)})
+    models = [open_model(settings, sees=sees) for sees in (False, True)]
+    assert count_bytes(models[1].module) - count_bytes(models[0].module) == has_vision - count_bytes(module)
+    for model in models:
+        assert model.fingerprint == whole.fingerprint
+        assert run_sequences(Engine(model, case.settings), [case.make_sequence(4)]) == [case.expected[4]]
 
 
 def test_an_engine_without_pixels_says_whose_are_needed(case: Case) -> None:

@@ -39,16 +39,17 @@ def open_engine(
     report: Progress = ignore_progress,
     *,
     only_prompts: bool = False,
+    sees: bool = True,
     slo: SloSettings | None = None,
 ) -> Engine:
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
     With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs.
-    `slo` bounds the gaps of interactive answers; without it the defaults do. Raises `ModelLoadError`; its
-    `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for an instruction set that
-    this machine lacks.
+    Without `sees` it computes no row of a picture, and its model has no vision part. `slo` bounds the gaps of
+    interactive answers; without it the defaults do. Raises `ModelLoadError`; its `EngineCheckFailed` means that tokens
+    differ from `generate()`'s. Raises `SettingsError` for an instruction set that this machine lacks.
     """
-    model = load_stage_models(settings, report, only_prompts=only_prompts)
+    model = load_stage_models(settings, report, only_prompts=only_prompts, sees=sees)
     begun_s, pool = time.perf_counter(), choose_pool(model.layout, model.context_length, settings, model.device)
     log.info(
         "%s computes in %s (%s) on %s by %s (%s), with %d threads (%s) and a KV pool of %d MiB (%s)",

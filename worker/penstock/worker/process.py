@@ -208,7 +208,7 @@ class WorkerProcess:
                 return partial(open_vllm_core, gap_s=None if only_prompts else self.settings.slo.interactive_gap_s)
             from penstock.engine.opening import open_engine
 
-            return partial(open_engine, only_prompts=only_prompts, slo=self.settings.slo)
+            return partial(open_engine, only_prompts=only_prompts, sees=self.kind != "decode", slo=self.settings.slo)
 
     def find_kinds_to_hand_to(self) -> frozenset[WorkerKind]:
         """Return the kinds of the other workers that decode, as far as is known. There are none while the bus is so

@@ -23,15 +23,17 @@ def load_checkpoint(load: Load) -> LoadedModel:
     """Load the model's own weights. A GGUF file's matrices that the kernels will compute with stay there until then."""
     native, weights = load_library(), MappedWeights(load.files)
     with load.measure("skeleton"):
-        skeleton = build_skeleton(load.config, load.dtype, 4 * len(weights.tensors) + 1000)
+        limit = 4 * len(weights.tensors) + 1000
+        skeleton = build_skeleton(load.config, load.dtype, limit, sees=load.has_vision)
     unpack_weights(weights, load.quantization, load.dtype)
     if native is not None and load.can_pack():
         weights.keeps_blocks = can_use_blocks(native, load.settings.weights)
     check_weight_sizes(skeleton, weights)
-    check_memory(count_bytes(skeleton) - weights.count_saved_bytes(), load.settings.pool_mb, load.device)
+    num_bytes = count_bytes(skeleton) - weights.count_saved_bytes()
+    check_memory(num_bytes, load.settings.pool_mb, load.device, load.picture_bytes)
     load.hash_files()
     with load.measure("weights"):
-        module = load_module(skeleton, load.config, weights, load.device, load.report)
+        module = load_module(skeleton, load.config, weights, load.device, load.report, sees=load.has_vision)
         layout = probe_layout(module, load.settings.block_size, load.dtype, load.device)
         layout = replace(layout, is_int8=load.settings.kv_dtype == "int8")
         if layout.attends_internally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels.library import TORCH, load_library
@@ -22,7 +22,7 @@ from penstock.engine.loading.windows import list_unproved_windows, list_unread_w
 from penstock.engine.memory.storage import BlockLayout
 from penstock.engine.model.accelerate import can_pack
 from penstock.engine.model.model import LoadedModel
-from penstock.engine.pictures.reader import PictureReader
+from penstock.engine.pictures.reader import FAMILIES, PictureReader
 from penstock.engine.text.chat_template import check_template
 from penstock.engine.text.response_template import find_response_template
 from penstock.engine.text.template_process import shared_process
@@ -55,9 +55,12 @@ _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say somethin
 class Load:
     """The load of one model: what is known of it before any of its weights is read, and how long the parts took."""
 
-    def __init__(self, settings: EngineSettings, report: Progress) -> None:
-        """Read the model's description. Raises `ModelLoadError` if it shows that the model cannot be served."""
-        self.settings, self.report = settings, report
+    def __init__(self, settings: EngineSettings, report: Progress, *, sees: bool = True) -> None:
+        """Read the model's description. Raises `ModelLoadError` if it shows that the model cannot be served.
+
+        Without `sees` the model is to read texts, and what others have seen, and needs no vision part.
+        """
+        self.settings, self.report, self._sees = settings, report, sees
         self.load_cache = LoadCache(settings.find_cache_directory())
         self.hashes: list[str] = []
         """The hash of each weight file, once they were found."""
@@ -72,6 +75,8 @@ class Load:
             self.device = _parse_device(settings.device)
             self.config = load_config(self.directory)
             check_config(self.config)
+            self.has_vision = sees or self.config.model_type not in FAMILIES
+            """Whether the model is loaded with its vision part, if it has one."""
             self.vectors = find_decoder(self.directory)
             """What the checkpoint says of vectors of texts, if the engine computes them."""
             text = self.config.get_text_config()
@@ -93,6 +98,8 @@ class Load:
             self.dtype = self.chosen.dtype
             if native is not None and settings.isa == "auto" and forms <= {"auto", "bf16", ""} and self.can_pack():
                 choose_products(native, self.dtype)
+        with self.measure("pictures"):
+            self.picture_reader, self.picture_bytes = self._open_pictures()
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -107,6 +114,19 @@ class Load:
         """Log how long the load and its parts took."""
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self._seconds.items())
         log.info("%s is loaded in %.2f s (%s)", self.settings.model, sum(self._seconds.values()), parts)
+
+    def _open_pictures(self) -> tuple[PictureReader | None, int]:
+        """Return what reads the model's pictures, and about how many bytes they take. None where it is not to see, or
+        cannot, which is logged.
+        """
+        if not self._sees or type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return None, 0
+        try:
+            reader = PictureReader(self.directory, self.config)
+            return reader, reader.measure_most_bytes(self.dtype.itemsize)
+        except ModelLoadError as error:
+            log.info("%s is served for texts alone: %s", self.settings.model, to_one_line(error, 300))
+            return None, 0
 
     def can_pack(self) -> bool:
         """Return whether the native kernels compute the model."""
@@ -150,7 +170,7 @@ class Load:
             module=module,
             layout=layout,
             text_reader=self._make_text_reader(),
-            picture_reader=self._make_picture_reader(module),
+            picture_reader=self.picture_reader,
             **given,
         )
 
@@ -168,16 +188,6 @@ class Load:
             if not self.has_head:
                 raise
             log.warning("%s computes no vectors here: %s", self.settings.model, _name_cause(error))
-            return None
-
-    def _make_picture_reader(self, module: Any) -> PictureReader | None:
-        """Return what reads pictures for the model; None where it sees none, or they cannot be read here."""
-        if getattr(self.config, "vision_config", None) is None:
-            return None
-        try:
-            return PictureReader(self.directory, module.config)
-        except ModelLoadError as error:
-            log.warning("%s reads texts alone here: %s", self.settings.model, error)
             return None
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger("penstock.engine")
 
 
 def load_stage_models(
-    settings: EngineSettings, report: Progress = ignore_progress, *, only_prompts: bool = False
+    settings: EngineSettings, report: Progress = ignore_progress, *, only_prompts: bool = False, sees: bool = True
 ) -> LoadedModel:
     """Load and prove the model, twice where prompts and answers are computed with weights in two forms.
 
@@ -40,9 +40,9 @@ def load_stage_models(
     forms = _name_form(for_prompts, settings.weights), _name_form(settings, for_prompts.weights)
     if forms[0] == forms[1]:
         used = for_prompts if only_prompts else settings
-        return open_model(used, report)
+        return open_model(used, report, sees=sees)
     for_prompts = for_prompts.model_copy(update={"packed": ""})  # it names the file for answers
-    prompts = open_model(for_prompts, report)
+    prompts = open_model(for_prompts, report, sees=sees)
     prompts = replace(prompts, stage_forms=forms)
     if prompts.layout.states is not None:
         raise ModelLoadError(
@@ -53,12 +53,13 @@ def load_stage_models(
         return prompts
     # Both write to one pool, in the dtype that was chosen for prompts.
     dtype = str(prompts.dtype).removeprefix("torch.")
-    answers = replace(
-        open_model(settings.model_copy(update={"dtype": dtype}), report), dtype_reason=prompts.dtype_reason
-    )
+    answers = open_model(settings.model_copy(update={"dtype": dtype}), report, sees=False)
     if answers.content_fingerprint != prompts.content_fingerprint:
         raise ModelUnavailable(f"{settings.model} was written to while it was loaded")
-    return replace(answers, stage_forms=forms, prompt_model=prompts)
+    return replace(
+        answers, stage_forms=forms, prompt_model=prompts, dtype_reason=prompts.dtype_reason,
+        picture_reader=prompts.picture_reader,
+    )  # fmt: skip
 
 
 def _name_form(settings: EngineSettings, other: str) -> str:
@@ -70,22 +71,22 @@ def _name_form(settings: EngineSettings, other: str) -> str:
     return GGUF if files[0].suffix == ".gguf" else ""
 
 
-def load_model(settings: EngineSettings, report: Progress = ignore_progress) -> LoadedModel:
+def load_model(settings: EngineSettings, report: Progress = ignore_progress, *, sees: bool = True) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
     with as_load_errors(settings.model):
-        model = load_checkpoint(Load(settings, report))
+        model = load_checkpoint(Load(settings, report, sees=sees))
         check_memory(model.weights.count_saved_bytes(), settings.pool_mb, model.device)
         model.weights.read_to_stay(*model.module.modules())
     return model
 
 
-def open_model(settings: EngineSettings, report: Progress = ignore_progress) -> LoadedModel:
+def open_model(settings: EngineSettings, report: Progress = ignore_progress, *, sees: bool = True) -> LoadedModel:
     """Return the model, proved and ready to serve: from a packed file where there is one, else packed here.
 
     Raises as `open_engine`.
     """
     with as_load_errors(settings.model):
-        load = Load(settings, report)
+        load = Load(settings, report, sees=sees)
         model = open_packed(load)
         if model is None:
             model = load_checkpoint(load)
@@ -95,6 +96,6 @@ def open_model(settings: EngineSettings, report: Progress = ignore_progress) -> 
     if load.chosen.is_open and model.native is not None and model.native.body is None:
         log.info("%s is loaded again in float32: %s", settings.model, PARTLY_NATIVE)
         del model  # it holds its weights
-        model = open_model(settings.model_copy(update={"dtype": "float32", "packed": ""}), report)
+        model = open_model(settings.model_copy(update={"dtype": "float32", "packed": ""}), report, sees=sees)
         return replace(model, dtype_reason=PARTLY_NATIVE)
     return model

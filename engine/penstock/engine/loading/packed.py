@@ -24,7 +24,7 @@ from penstock.engine.memory.memory import check_memory
 from penstock.engine.memory.storage import BlockLayout
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.weights.files import Progress, ignore_progress
-from penstock.engine.weights.module import build_skeleton
+from penstock.engine.weights.module import build_skeleton, leave_out_vision
 from penstock.engine.weights.packed_file import PackedFile, PackedFileRefused, open_packed_file
 from penstock.engine.weights.quantized import UNPACKING_VERSION
 
@@ -74,11 +74,14 @@ def _load_packed(load: Load, path: Path) -> LoadedModel:
     load.hash_files()
     if difference := find_difference(file.about, settings.weights, _describe_source(load)):
         raise PackedFileRefused(f"{path} is not used: {difference}; `penstock weights pack` writes it anew")
-    check_memory(file.num_bytes, settings.pool_mb, load.device)
+    left_out = 0 if load.has_vision else leave_out_vision(build_skeleton(load.config, load.dtype))
+    check_memory(file.num_bytes - left_out, settings.pool_mb, load.device, load.picture_bytes)
     with load.measure("content"):
         check_packed_content(file, load.load_cache, load.report)
     with load.measure("mapping"):
         module, parts = restore_module(file, build_skeleton(load.config, load.dtype), native)
+        if not load.has_vision:  # it is mapped, and no page of it was read
+            leave_out_vision(module)
         layout = BlockLayout(read_layer_shapes(file), settings.block_size, load.dtype, settings.kv_dtype == "int8")
         if layout.is_int8 and parts.layers != layout.by_layer.keys():
             raise PackedFileRefused(f"{path} has attention that the kernels cannot compute over int8")

@@ -23,15 +23,16 @@ POOL_SHARE = 0.25
 it."""
 
 
-def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
-    """Raise `ModelUnavailable` if weights (bytes) and KV pool (MiB) are more than the device has left, `ModelLoadError`
-    if they are more than it has.
+def check_memory(weights: int, pool_mb: int, device: torch.device, pictures: int = 0) -> None:
+    """Raise `ModelUnavailable` if weights and pictures (bytes) and KV pool (MiB) are more than the device has left,
+    `ModelLoadError` if they are more than it has.
     """
     available, pool = count_free_bytes(device), pool_mb * 2**20
-    if available is not None and weights + pool > available:
+    needed, seen = weights + pool + pictures, f"pictures {_format_mib(pictures)}, " if pictures else ""
+    if available is not None and needed > available:
         total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else count_total_bytes() or available
-        raise (ModelUnavailable if weights + pool <= total else ModelLoadError)(
-            f"not enough memory on {device}: the weights take {_format_mib(weights)}, the KV pool "
+        raise (ModelUnavailable if needed <= total else ModelLoadError)(
+            f"not enough memory on {device}: the weights take {_format_mib(weights)}, {seen}the KV pool "
             f"{_format_mib(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_format_mib(available)} are available"
         )
 

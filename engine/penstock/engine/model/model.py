@@ -47,7 +47,7 @@ class LoadedModel:
     text_reader: TextReader | None = None
     """Reads texts, if the model computes vectors of them."""
     picture_reader: PictureReader | None = None
-    """Reads pictures, if the model sees them, and is loaded with the part that does."""
+    """Reads pictures, if the model sees, and is to."""
     native: NativeParts | None = None
     """The parts that the native kernels compute, chosen when it is loaded. None if it runs on torch's operators."""
     device_name: str = ""
@@ -67,7 +67,7 @@ class LoadedModel:
     @cached_property
     def vision(self) -> Vision | None:
         """Its part that sees pictures, where it has a `picture_reader`."""
-        return None if self.picture_reader is None else Vision(self.module, self.stock_attention)
+        return None if self.picture_reader is None else Vision((self.prompt_model or self).module, self.stock_attention)
 
     @property
     def backend_name(self) -> str:

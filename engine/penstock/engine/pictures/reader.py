@@ -15,7 +15,7 @@ import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from penstock.engine.pictures.rows import Grid, PromptPicture
-from penstock.engine.pictures.vision import Pixels
+from penstock.engine.pictures.vision import KEPT_BYTES, Pixels
 from penstock.errors import InvalidRequest, ModelError, ModelLoadError
 
 FAMILIES = frozenset({
@@ -26,6 +26,12 @@ FAMILIES = frozenset({
 behind them, which chunks of a prompt do not allow."""
 _AXES = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
 """Those with positions of three axes."""
+
+
+LARGE_EDGE = 4096
+"""A square of so many pixels is divided as often as any, or made smaller."""
+LAYER_VALUES = 16
+"""How many values of a patch a layer of a vision part has in memory at a time, by value of its input."""
 
 
 class PicturePrompt(NamedTuple):
@@ -56,6 +62,7 @@ class PictureReader:
             raise ModelLoadError(
                 f"its processor writes {token!r} for a picture, which is not token {self.row_id} of config.json"
             )
+        self._vision = config.vision_config
         self._has_axes = config.model_type in _AXES
         images = self.processor.image_processor
         settings = json.dumps(images.to_dict(), sort_keys=True, default=str)
@@ -95,6 +102,22 @@ class PictureReader:
         if self.name_picture(digest, picture) != name:
             raise ModelError("another worker has read a picture of the prompt by another processor")
         return self._prepare(1, picture, 1)[1]
+
+    def measure_most_bytes(self, itemsize: int) -> int:
+        """Return about how much memory a large picture takes, and what is kept of others, where the model computes with
+        numbers of so many bytes. Raises `ModelLoadError` where the processor reads no pictures.
+        """
+        from PIL import Image
+
+        try:
+            _, pixels = self._prepare(1, Image.new("RGB", (LARGE_EDGE, LARGE_EDGE)), 1)
+        except InvalidRequest as error:
+            raise ModelLoadError(str(error)) from error
+        patch, num_frames = self._vision.patch_size, getattr(self._vision, "temporal_patch_size", None) or 1
+        edge = patch if isinstance(patch, int) else max(patch)
+        num_patches = max(x.numel() for x in pixels.values()) // (3 * num_frames * edge**2)
+        width = max(getattr(self._vision, name, None) or 0 for name in ("hidden_size", "embed_dim"))
+        return KEPT_BYTES + sum(x.nbytes for x in pixels.values()) + num_patches * width * LAYER_VALUES * itemsize
 
     def _prepare(self, number: int, picture: Any, num_pictures: int) -> tuple[list[int], Pixels]:
         """Return the tokens in the place of a picture, and its pixels."""

@@ -31,20 +31,33 @@ MAX_TABLE_BYTES = 2**27
 """The largest size of a model's buffers beside its weights."""
 
 
-def build_skeleton(config: Any, dtype: torch.dtype, max_parameters: int | None = None) -> Any:
+def build_skeleton(config: Any, dtype: torch.dtype, max_parameters: int | None = None, *, sees: bool = True) -> Any:
     """The model that transformers has for a configuration, without memory: every tensor is on `meta`.
 
-    With more than `max_parameters` tensors it is not built to its end. Raises `ModelLoadError`.
+    With more than `max_parameters` tensors it is not built to its end; without `sees` it lacks its vision part. Raises
+    `ModelLoadError`.
     """
     auto = find_auto_class(config)
     try:
         with torch.device("meta"), _limit_parameters(max_parameters):
-            return auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+            skeleton = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+        if not sees:
+            leave_out_vision(skeleton)
+        return skeleton
     except ModelLoadError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {to_one_line(error)}"
         raise build_damage_error(f"config.json describes no model that can be built ({reason})") from error
+
+
+def leave_out_vision(model: Any) -> int:
+    """Take out of a model all but its decoder and its head. Return how many bytes that has."""
+    num_bytes, base, decoder = count_bytes(model), model.base_model, model.get_decoder()
+    for name, part in [*base.named_children(), *base.named_parameters(recurse=False)]:
+        if part is not decoder:
+            setattr(base, name, None)
+    return num_bytes - count_bytes(model)
 
 
 @contextmanager
@@ -110,11 +123,16 @@ def count_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
 
 
-def load_module(skeleton: Any, config: Any, weights: MappedWeights, device: torch.device, report: Progress) -> Any:
-    """The model in evaluation mode. transformers renames and merges what a checkpoint has in another form."""
+def load_module(
+    skeleton: Any, config: Any, weights: MappedWeights, device: torch.device, report: Progress, *, sees: bool = True
+) -> Any:
+    """The model in evaluation mode. transformers renames and merges what a checkpoint has in another form.
+
+    Without `sees`, the weights of its vision part are not read.
+    """
     # A model that reads and sees may be served by the class for its text alone, which has the inner configuration.
     own = config if type(skeleton.config) is type(config) else config.get_text_config()
-    module, info = type(skeleton).from_pretrained(
+    module, info = (type(skeleton) if sees else _drop_vision(type(skeleton))).from_pretrained(
         None,
         config=own,
         dtype=skeleton.config.dtype,
@@ -128,6 +146,16 @@ def load_module(skeleton: Any, config: Any, weights: MappedWeights, device: torc
     plain: Any = GenerationConfig
     module.generation_config = plain(pad_token_id=0)
     return module.eval().requires_grad_(False).to(device)
+
+
+def _drop_vision(kind: Any) -> Any:
+    """Return a class whose models lack their vision part before they get weights."""
+
+    def init(self: Any, config: Any) -> None:
+        kind.__init__(self, config)
+        leave_out_vision(self)
+
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
 def load_generation_config(directory: Path) -> Any:
