@@ -571,11 +571,6 @@ class Job(Wire):
     """How the request's texts are computed, and whether its result has the vectors."""
     pictures: list[JobPicture] | None = Field(default=None, fail_fast=True)
     """The pictures in the prompt, in order."""
-    replaces: str | None = None
-    """The name of the job in whose place this one is, in a topic of requests: a worker without pixels gave that back,
-    as KV inside a picture was lost."""
-    num_returns: int | None = None
-    """How often the request was given back."""
     sampling: Sampling = Sampling()
     seed: int = 0
     tenant: Tenant = "default"

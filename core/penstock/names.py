@@ -164,8 +164,6 @@ TRUNCATED_HEADER = "penstock-truncated"
 OPERATION_HEADER = "penstock-operation"
 FORM_HEADER, CANONICAL_FORM = "penstock-form", "canonical"
 CARD_HEADER = "penstock-card"
-RETURNED_HEADER = "penstock-returned"
-"""Of a job in a topic of requests, which a worker gave back to prefill."""
 """What gateways know of a stream, as JSON, where there are regions: the region that adopts its request reads it."""
 
 

@@ -48,8 +48,6 @@ class UnclaimedMessage:
     """The delivery, as a worker needs it that takes the request over."""
     since_result_s: float = math.inf
     """Seconds between the newest result of this id and the message; infinite if no result is known."""
-    replaces: str = ""
-    """The name of the job in whose place the message is; empty for others."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from penstock.engine.contract import SampledToken
 from penstock.engine.vectors import TextRequest
 from penstock.messages import EndEvent, Job, Usage, now_s
 from penstock.names import PriorityClass, Stage, WorkerKind
-from penstock.telemetry import tracing
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.jobs import build_returned_message, count_returns, identify_job, rename_job
+from penstock.worker.jobs import identify_job
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_failed_result, build_result_of_log
@@ -87,12 +86,7 @@ class DecodeRole(ModelRole):
 
     def gives_back(self, task: Task) -> bool:
         """Return whether a request goes back to prefill, as KV inside a picture is not there, and no pixels are."""
-        num_returns = count_returns(_job_of(task))
-        # A store that is away would send it to and fro: from the second time on it waits before.
-        if num_returns >= MAX_RETURNS or (num_returns > 0 and task.claim.attempts_in_vain < 2):
-            return False
-        task.leaving_for = "pictures"
-        return True
+        return task.claim.num_returns < MAX_RETURNS
 
     # 7. Append.
 
@@ -134,13 +128,7 @@ class DecodeRole(ModelRole):
     # 9. Settle.
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
-        """Return the result of the log; None where Redis lost the record between the claim and the reading. For a
-        request that goes back, return its message to prefill.
-        """
-        if task.hands_off:
-            context = tracing.with_span(task.settling_span, task.parent_context)
-            back = build_returned_message(self.pipeline, task, _job_of(task), context)
-            return StageOutput([back], [], {"cause": task.leaving_for}, rename_job)
+        """Return the result of the log; None where Redis lost the record between the claim and the reading."""
         return build_result_of_log(self.pipeline, task, _job_of(task), self.model_name)
 
     def build_failed_output(self, task: Task) -> Outgoing:

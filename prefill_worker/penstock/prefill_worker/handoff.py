@@ -1,6 +1,7 @@
 """The hand-off: the job message that prefill publishes, and the end of requests that end in prefill."""
 
 import uuid
+from dataclasses import replace
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -8,7 +9,7 @@ from opentelemetry.context import Context
 from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.bus.placement import JobNeed
-from penstock.messages import EndEvent, Job, Request, Timings, Usage, now_s
+from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.worker.pictures import tell_pictures
@@ -44,9 +45,6 @@ def build_job(task: Task, fingerprint: str) -> Job:
     request, job_id = task.message, uuid.uuid4().hex
     timings = prefill_timings(task, handed_off=now_s())
     error = task.wire_error
-    if isinstance(request, Job) and error is None:  # that came back
-        again = {"job": job_id, "replaces": None, "last_block": "" if task.blocks is None else task.blocks.last_hash}
-        return request.model_copy(update=again | {"fingerprint": fingerprint, "timings": timings})
     if not isinstance(request, Request):
         return Job(id=task.id, job=job_id, priority_class=task.priority_class, timings=timings, error=error)
     return Job(
@@ -87,3 +85,9 @@ def build_job_message(
     need = JobNeed(job.priority_class, len(job.token_ids) // block_size + 1 if block_size else 0, sender)
     topic = pipeline.job_topic(job.priority_class)
     return Outgoing(topic, job.encode(), key=job.id, headers=headers | trace_headers, job=need)
+
+
+def rename_job(message: Outgoing) -> Outgoing:
+    """Return the message of the same job under a new name."""
+    job = decode_message(Job, message.value)
+    return replace(message, value=job.model_copy(update={"job": uuid.uuid4().hex}).encode())

@@ -43,15 +43,15 @@ from penstock.messages import (
     extract_request_id,
     now_s,
 )
-from penstock.names import RETURNED_HEADER, Pipeline, PriorityClass, Stage, WorkerKind
+from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
-from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message
+from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.stage import StageMetrics
 from penstock.telemetry.tracing import get_operation
 from penstock.worker.failure import UNWRITABLE, make_dead_letters, to_request_error
-from penstock.worker.jobs import identify_job, rename_job
+from penstock.worker.jobs import identify_job
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.pictures import TaskPictures
@@ -96,9 +96,9 @@ class PrefillRole(ModelRole):
     def identify_request(self, delivery: Delivery) -> Task | None:
         """Return the request of a message, with an error if it is invalid; None where not even an id can be read.
 
-        The message may be a job that a worker gave back.
+        The message may be a job that decode gave back.
         """
-        if RETURNED_HEADER in delivery.headers:
+        if self.pipeline.find_stage(delivery.topic) == "decode":
             return identify_job(self.pipeline, delivery)
         started_s = now_s()
         try:
@@ -276,6 +276,8 @@ class PrefillRole(ModelRole):
                 id=task.id, job=task.name, priority_class=task.priority_class, tenant=task.tenant, sampling=sampling
             )
             return build_result_of_log(self.pipeline, task, told, self.model_name)
+        if isinstance(task.message, Job):  # it is decode's again, with the same job
+            return StageOutput([], [], {"cause": "pictures"})
         job = build_job(task, self.engine.model.fingerprint)
         context = tracing.with_span(task.settling_span, task.parent_context)
         block_size = 0 if task.blocks is None else task.blocks.hasher.block_size

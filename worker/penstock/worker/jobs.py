@@ -1,25 +1,11 @@
-"""Jobs as workers read them, and those that go back to prefill.
-
-A job goes back where KV inside a picture was lost, and its worker has no pixels. It is a message in the topic of
-requests then, with a name of its own, and says which job it replaces. A worker that reads it computes the prompt again
-and hands it off, or decodes it. The numbered steps:
-
-    G1  the message goes out, and the job that it replaces is settled, together
-    G2  the record says that the request is prefill's again
-
-Its claim lets go of the job that was bound. What a crash costs: before G1 nothing. Before G2 the record is decode's
-until its session ends; then a worker takes the request over and gives it back once more, or the message is claimed.
-"""
+"""Jobs as workers read them: those that decode, and prefill where it computes lost KV of a job again."""
 
 import contextlib
-import uuid
-from dataclasses import replace
 
 from opentelemetry.context import Context
 from pydantic import ValidationError
 
-from penstock import names
-from penstock.bus.contract import Delivery, Outgoing
+from penstock.bus.contract import Delivery
 from penstock.engine.contract import Outcome
 from penstock.errors import InternalError, RequestError
 from penstock.messages import Job, decode_message, extract_job_name, extract_request_id
@@ -70,29 +56,3 @@ def _readable_part(delivery: Delivery, request_id: str) -> Job:
             tenant=delivery.headers.get(TENANT_HEADER, job.tenant),
         )
     return job
-
-
-def build_returned_message(pipeline: Pipeline, task: Task, job: Job, context: Context) -> Outgoing:
-    """Return the message with which a request goes back to prefill."""
-    back = {"job": uuid.uuid4().hex, "replaces": job.job, "num_returns": count_returns(job) + 1}
-    headers = task.account_headers | {
-        names.VERSION_HEADER: str(job.v),
-        names.TENANT_HEADER: job.tenant,
-        names.CLASS_HEADER: task.priority_class,
-        names.OPERATION_HEADER: task.operation,
-        names.RETURNED_HEADER: "1",
-    }
-    topic = pipeline.request_topic(task.priority_class)
-    value = job.model_copy(update=back).encode()
-    return Outgoing(topic, value, key=job.id, headers=headers | tracing.inject_headers(context))
-
-
-def count_returns(job: Job) -> int:
-    """Return how often a request was given back."""
-    return job.num_returns or 0
-
-
-def rename_job(message: Outgoing) -> Outgoing:
-    """Return the message of the same job under a new name."""
-    job = decode_message(Job, message.value)
-    return replace(message, value=job.model_copy(update={"job": uuid.uuid4().hex}).encode())

@@ -157,8 +157,7 @@ class Task:
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
         message = serialize_delivery(self.delivery) if is_kept else b""
-        replaces = (self.message.replaces if isinstance(self.message, Job) else None) or ""
-        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s, replaces)
+        return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s)
 
     @property
     def is_in_flight(self) -> bool:
@@ -306,9 +305,7 @@ class Role(Protocol):
         return False
 
     def gives_back(self, task: Task) -> bool:
-        """Return whether a request goes back to a worker that sees pictures, as a row of one is to be computed; then it
-        has `leaving_for`.
-        """
+        """Return whether a request goes back to a worker that sees pictures, as a row of one is to be computed."""
         return False
 
     # 4 and 7. Append.

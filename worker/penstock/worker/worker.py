@@ -461,7 +461,9 @@ class Worker:
         if task is None or task.seq is not failed.seq:
             return
         if isinstance(failed.error, PicturesNeeded) and task.role.gives_back(task):
-            self._hand_off(task)
+            self._remove_task(task)
+            self.record.note_all_handed_off([task.claim])
+            self.intake.queue.defer(task.delivery)
             return
         # A grammar's failure depends on the tokens alone: another attempt would fail too.
         is_final = isinstance(failed.error, GrammarFailed | PictureGone)
