@@ -22,6 +22,7 @@ from PIL import Image
 from penstock.config.addresses import Addresses
 from penstock.config.settings import PictureSettings, RecordSettings
 from penstock.errors import InvalidRequest, PictureGone
+from penstock.messages import Detail
 from penstock.names import picture_key
 from penstock.objects import ObjectStorage
 from penstock.pictures import store as store_module
@@ -126,7 +127,7 @@ def test_a_hostile_file_is_refused_within_little_memory(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest, match="a picture"):
-            decode_picture(HOSTILE[name], MAX_PIXELS)
+            decode_picture(HOSTILE[name], MAX_PIXELS, None)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -195,8 +196,8 @@ LEGAL: dict[str, tuple[bytes, tuple[int, int], Any, Any]] = {
 @pytest.mark.parametrize("name", LEGAL)
 def test_a_picture_is_seen_as_browsers_show_it(name: str) -> None:
     data, size, left, right = LEGAL[name]
-    seen = decode_picture(data, MAX_PIXELS)
-    assert (seen.mode, seen.size, measure_picture(data, MAX_PIXELS)) == ("RGB", size, size)
+    seen = decode_picture(data, MAX_PIXELS, None)
+    assert (seen.mode, seen.size, measure_picture(data, MAX_PIXELS, None)) == ("RGB", size, size)
     for x, wanted in ((8, left), (56, right)):
         found: Any = seen.getpixel((x, 16))
         assert max(abs(one - other) for one, other in zip(found, wanted, strict=True)) <= 8
@@ -205,11 +206,33 @@ def test_a_picture_is_seen_as_browsers_show_it(name: str) -> None:
 def test_a_pictures_size_is_told_without_its_pixels() -> None:
     """Its pixels are damaged, which the reading of its header cannot find."""
     data = HOSTILE["a JPEG cut in its pixels"]
-    assert measure_picture(data, MAX_PIXELS) == (64, 32)
+    assert measure_picture(data, MAX_PIXELS, None) == (64, 32)
     with pytest.raises(InvalidRequest, match="that can be read"):
-        decode_picture(data, MAX_PIXELS)
+        decode_picture(data, MAX_PIXELS, None)
     with pytest.raises(InvalidRequest, match="64 by 32 pixels; it may have 2,047"):
-        measure_picture(PNG, 64 * 32 - 1)
+        measure_picture(PNG, 64 * 32 - 1, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "low"),
+    [((512, 512), (512, 512)), ((30, 511), (30, 511)), ((513, 512), (512, 511)), ((1024, 1024), (512, 512)),
+     ((1500, 1000), (512, 341)), ((1000, 1501), (341, 512)), ((1024, 641), (512, 321)), ((1990, 10), (512, 3)),
+     ((10, 2000), (3, 512))],
+)  # fmt: skip
+def test_a_picture_of_low_detail_fits_512_pixels_as_it_was_measured(
+    size: tuple[int, int], low: tuple[int, int]
+) -> None:
+    """The one that is turned has its sides exchanged."""
+    left = Image.new("RGB", size, BLUE)
+    left.paste(RED, (0, 0, (size[0] + 1) // 2, size[1]))
+    turned = save(left.rotate(90, expand=True), "JPEG", exif=exif(6))
+    sizes: list[tuple[Detail | None, tuple[int, int]]] = [("low", low), ("high", size), (None, size)]
+    for data in (save(left, "PNG"), turned):
+        for detail, seen_size in sizes:
+            seen = decode_picture(data, MAX_PIXELS, detail)
+            assert (seen.size, measure_picture(data, MAX_PIXELS, detail)) == (seen_size, seen_size)
+            ends: Any = seen.getpixel((0, low[1] // 2)), seen.getpixel((seen_size[0] - 1, low[1] // 2))
+            assert (ends[0][0] > 200, ends[1][2] > 200) == (True, True)
 
 
 # The numbers of tokens, as transformers' processors tell them.

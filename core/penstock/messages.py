@@ -134,6 +134,9 @@ class ToolCall(Wire):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
+Detail = Literal["low", "high"]
+
+
 class Picture(Wire):
     """A picture in a turn. Its file lies in the store of pictures (`penstock.pictures.store`), under its digest."""
 
@@ -142,9 +145,9 @@ class Picture(Wire):
     num_bytes: int = Field(default=0, ge=0)
     """The length of the file; 0: not told, as of the next two."""
     width: int = Field(default=0, ge=0)
-    """In pixels, of the picture as it is shown: turned as its EXIF says."""
+    """In pixels, of the picture as a model sees it: turned as its EXIF says, and smaller where its detail is low."""
     height: int = Field(default=0, ge=0)
-    detail: Literal["low", "high"] | None = None
+    detail: Detail | None = None
     data: str | None = None
     """The file in base64, of a producer without access to the store."""
 
@@ -542,6 +545,7 @@ class JobPicture(Wire):
 
     digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     """The SHA-256 of the file, in hex."""
+    detail: Detail | None = None
     name: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     """The digest of all that the picture's rows follow from, in hex."""
     first: int = Field(ge=0)

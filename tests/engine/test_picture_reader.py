@@ -20,8 +20,11 @@ from penstock.engine.pictures.vision import KEPT_BYTES
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.engine.weights.module import build_skeleton, count_bytes
 from penstock.errors import InvalidRequest, ModelLoadError, ModelUnavailable
+from penstock.messages import Detail
+from penstock.pictures.decoding import decode_picture
 from tests.engine.helpers import run_sequences, sequence
 from tests.engine.test_seeing import SEEING, TEXT, VISION
+from tests.test_pictures import save
 from tools.tiny import build_tiny_model
 
 QWEN = {"image_token": "<|image_pad|>"}
@@ -72,6 +75,7 @@ ANY: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 """Models that divide a picture by its shape."""
 TILE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"]
+DETAILS: tuple[Detail, ...] = ("low", "high")
 MISSING = {"mistral3": "torchvision", "smolvlm": "num2words"}
 """By type of model: what its processor imports, and not every installation has."""
 MORE_TOKENS = {
@@ -197,6 +201,17 @@ def test_names_tell_pictures_sizes_and_settings_apart(tmp_path: Path) -> None:
             prompt = reader.read_chat([config.image_token_id], [(digest, draw_picture(1, 60, height))])
             names |= set(prompt.pixels)
     assert len(names) == 6
+
+
+def test_a_picture_of_low_detail_has_its_own_name_where_it_is_seen_otherwise(tmp_path: Path) -> None:
+    config = save_processor("llava", tmp_path)
+    reader = PictureReader(tmp_path, config)
+    for width, num_names in ((513, 2), (512, 1)):
+        data, names = save(draw_picture(1, width, 40), "PNG"), set[bytes]()
+        for detail in DETAILS:
+            picture = decode_picture(data, 10**6, detail)
+            names |= set(reader.read_chat([config.image_token_id], [(b"1", picture)]).pixels)
+        assert len(names) == num_names
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.gateways import ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tests.ingest.picture_host import NAME, PictureHost, serve_picture
 from tests.record.play import end
-from tests.test_pictures import GIF, HOSTILE, JPEG, PNG, WEBP
+from tests.test_pictures import GIF, HOSTILE, JPEG, PICTURE, PNG, WEBP, save
 
 RULE = GridTokens(square=28, min_pixels=3136, max_pixels=1_000_000)
 HERE = "127.0.0.1"
@@ -153,7 +153,11 @@ def data_url(data: bytes) -> str:
 
 
 def told(data: bytes, **more: Any) -> Picture:
-    return Picture(digest=hashlib.sha256(data).hexdigest(), num_bytes=len(data), width=64, height=32, **more)
+    size = {"width": 64, "height": 32}
+    return Picture(digest=hashlib.sha256(data).hexdigest(), num_bytes=len(data), **(size | more))
+
+
+LARGE = save(PICTURE.resize((1024, 600)), "WEBP")
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -171,11 +175,11 @@ def list_ways(file_id: str) -> dict[str, tuple[str, dict[str, Any], list[Any]]]:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [
                 {"type": "text", "text": "one "}, {"type": "text", "text": "image: "},
-                {"type": "image_url", "image_url": {"url": data_url(PNG), "detail": "low"}},
+                {"type": "image_url", "image_url": {"url": data_url(LARGE), "detail": "low"}},
                 {"type": "image_url", "image_url": {"url": data_url(JPEG), "detail": "auto"}},
                 {"type": "text", "text": "?"},
             ]}]},
-            [["one image: ", told(PNG, detail="low"), told(JPEG), "?"]],
+            [["one image: ", told(LARGE, width=512, height=300, detail="low"), told(JPEG), "?"]],
         ),
         "a response": (
             "/v1/responses",
@@ -493,6 +497,6 @@ def test_the_tokens_of_images_are_counted_as_prefill_reads_them(
         assert (answer.status_code, "do not say how many" in answer.text) == (501, True)
     chats = ChatTokenizer(tokenizer, "model", is_in_child=True)
     chat = chats.render_chat([ChatMessage(role="user", content=[told(PNG), "a ", told(PNG)])], {})
-    picture = decode_picture(PNG, 10**6)
+    picture = decode_picture(PNG, 10**6, None)
     prompt = reader.read_chat(chats.tokenize_chat(chat), [(b"1" * 32, picture)] * 2)
     assert counted == len(prompt.token_ids)

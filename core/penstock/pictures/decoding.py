@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import DependencyMissing, InvalidRequest, PenstockError
+from penstock.messages import Detail
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -15,21 +16,26 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_RATIO = 200
 """Processors of Qwen's models resize no picture that is longer than so many times its other side."""
+LOW_EDGE = 512
+"""A picture of low detail has no longer side when a model sees it."""
 _ORIENTATION = 0x0112
 _FLIPS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"}
 _TURNS = {5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 """What sets a picture upright, by the orientation that EXIF tells; these exchange width and height."""
 
 
-def measure_picture(data: bytes, max_pixels: int) -> tuple[int, int]:
+def measure_picture(data: bytes, max_pixels: int, detail: Detail | None) -> tuple[int, int]:
     """Return a picture's width and height in pixels, as `decode_picture` returns it. Raises `InvalidRequest`."""
     image, turn = _open(data, max_pixels)
     width, height = image.size
-    return (height, width) if turn in _TURNS.values() else (width, height)
+    return _fit_detail((height, width) if turn in _TURNS.values() else (width, height), detail)
 
 
-def decode_picture(data: bytes, max_pixels: int) -> "Picture":
-    """Return a picture in RGB, turned upright, over white where it is transparent. Raises `InvalidRequest`."""
+def decode_picture(data: bytes, max_pixels: int, detail: Detail | None) -> "Picture":
+    """Return a picture in RGB, turned upright, over white where it is transparent, in the size of its detail.
+
+    Raises `InvalidRequest`.
+    """
     from PIL import Image
 
     image, turn = _open(data, max_pixels)
@@ -41,11 +47,22 @@ def decode_picture(data: bytes, max_pixels: int) -> "Picture":
             layer = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), layer)
         image = image.convert("RGB")
-        return image.transpose(getattr(Image.Transpose, turn)) if turn else image
+        image = image.transpose(getattr(Image.Transpose, turn)) if turn else image
+        size = _fit_detail(image.size, detail)
+        return image if size == image.size else image.resize(size)
     except MemoryError:
         raise
     except Exception as error:  # decoders raise what they like for damaged files
         raise _refuse(error) from None
+
+
+def _fit_detail(size: tuple[int, int], detail: Detail | None) -> tuple[int, int]:
+    """Return the width and height in which a model sees a picture: only of low detail it is made smaller."""
+    longest = max(size)
+    if detail != "low" or longest <= LOW_EDGE:
+        return size
+    width, height = ((side * LOW_EDGE + longest // 2) // longest for side in size)
+    return width, height
 
 
 def _open(data: bytes, max_pixels: int) -> tuple["Picture", str]:

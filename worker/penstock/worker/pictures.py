@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.settings import PictureSettings
 from penstock.errors import InvalidRequest, PictureGone
-from penstock.messages import Job, JobPicture, Picture, Request
+from penstock.messages import Detail, Job, JobPicture, Picture, Request
 from penstock.pictures.decoding import decode_picture
 from penstock.pictures.store import PictureStore
 
@@ -47,7 +47,7 @@ class TaskPictures:
                 left -= len(data)
                 if left < 0:
                     raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes")
-        seen = [(bytes.fromhex(one.digest), self._decode(files[one.digest])) for one in given]
+        seen = [(bytes.fromhex(one.digest), self._decode(files[one.digest], one.detail)) for one in given]
         prompt = self._reader.read_chat(token_ids, seen)
         pictures = self._engine.make_pictures(
             request.tenant, prompt.token_ids, prompt.pictures, lambda one: prompt.pixels[one.name]
@@ -66,13 +66,13 @@ class TaskPictures:
             raise InvalidRequest(f"the data of the picture {picture.digest[:12]}… has another digest")
         return data
 
-    def _decode(self, data: bytes) -> "Image":
-        return decode_picture(data, self._settings.max_pixels)
+    def _decode(self, data: bytes, detail: Detail | None) -> "Image":
+        return decode_picture(data, self._settings.max_pixels, detail)
 
     def read_again(self, picture: JobPicture) -> "Pixels":
         """Return the pixels of a picture that another worker has read."""
         try:
-            image = self._decode(self._store.get(picture.digest))
+            image = self._decode(self._store.get(picture.digest), picture.detail)
         except InvalidRequest as error:  # the worker that read it may have allowed more
             raise PictureGone(f"the picture {picture.digest[:12]}… cannot be read again: {error}") from None
         return self._reader.read_again(bytes.fromhex(picture.digest), image, bytes.fromhex(picture.name))
@@ -100,6 +100,13 @@ def tell_pictures(request: Request, pictures: "Pictures | None") -> list[JobPict
         return None
     pairs = zip(request.pictures, pictures.pictures, strict=True)
     return [
-        JobPicture(digest=given.digest, name=one.name.hex(), first=one.first, num_rows=one.num_rows, grid=one.grid)
+        JobPicture(
+            digest=given.digest,
+            detail=given.detail,
+            name=one.name.hex(),
+            first=one.first,
+            num_rows=one.num_rows,
+            grid=one.grid,
+        )
         for given, one in pairs
     ]

@@ -123,7 +123,7 @@ class PictureDesk:
             data = await self._read_file(tenant, given, left)
             if len(data) > left:
                 raise ValueError(f"the images of a request may have {self._settings.max_bytes:,} bytes together")
-            width, height = await asyncio.to_thread(measure_picture, data, self._settings.max_pixels)
+            width, height = await asyncio.to_thread(measure_picture, data, self._settings.max_pixels, given.detail)
         except (ValueError, InvalidRequest) as error:
             message = f"Invalid value for '{given.param}': {error}"
             raise ApiError(400, message, param=given.param, code="invalid_image") from None

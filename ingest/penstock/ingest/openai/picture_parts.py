@@ -3,13 +3,13 @@
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.ingest.openai.body import invalid_value, unsupported_value
+from penstock.messages import Detail
 
 PICTURE_TYPES = ("image_url", "input_image")
 """Parts with a picture, in chats and in responses."""
-Detail = Literal["low", "high"]
 _KEPT = re.compile(r"data:[^,]{0,99};digest,[0-9a-f]{64}")
 
 
