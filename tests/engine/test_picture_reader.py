@@ -19,7 +19,7 @@ from penstock.engine.pictures.rows import Pictures
 from penstock.engine.pictures.vision import KEPT_BYTES
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.engine.weights.module import build_skeleton, count_bytes
-from penstock.errors import InvalidRequest, ModelLoadError, ModelUnavailable
+from penstock.errors import InvalidRequest, ModelLoadError, ModelUnavailable, PromptTooLong
 from penstock.messages import Detail
 from penstock.pictures.decoding import decode_picture
 from tests.engine.helpers import run_sequences, sequence
@@ -223,8 +223,13 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     config.image_token_id = 5
     with pytest.raises(ModelLoadError, match=r"which is not token 5 of config\.json"):
         PictureReader(tmp_path, config)
-    with pytest.raises(InvalidRequest, match="places for 1 pictures, and the chat has 0"):
+    with pytest.raises(InvalidRequest, match="the chat has 0 pictures, and its template has 1 places"):
         reader.read_chat([5, reader.row_id], [])
+    small = draw_picture(1, 60, 60)
+    with pytest.raises(InvalidRequest, match="more than the 1 pictures that its template has places for"):
+        reader.read_chat([5, reader.row_id], [(b"", small)] * 2)
+    with pytest.raises(PromptTooLong, match="maximum context length is 3 tokens"):
+        reader.read_chat([reader.row_id] * 9, ((b"", small) for _ in range(1)), 3)  # no further one is read
     with pytest.raises(InvalidRequest, match=r"picture 1 of 1 cannot be read for this model: .*aspect ratio"):
         reader.read_chat([5, reader.row_id], [(b"", draw_picture(1, 900, 2))])
 

@@ -47,8 +47,8 @@ class TaskPictures:
                 left -= len(data)
                 if left < 0:
                     raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes")
-        seen = [(bytes.fromhex(one.digest), self._decode(files[one.digest], one.detail)) for one in given]
-        prompt = self._reader.read_chat(token_ids, seen)
+        seen = ((bytes.fromhex(one.digest), self._decode(files[one.digest], one.detail)) for one in given)
+        prompt = self._reader.read_chat(token_ids, seen, self._engine.limits.max_length)
         pictures = self._engine.make_pictures(
             request.tenant, prompt.token_ids, prompt.pictures, lambda one: prompt.pixels[one.name]
         )

@@ -7,7 +7,8 @@ and on no worker.
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from penstock.engine.pictures.rows import Grid, PromptPicture
 from penstock.engine.pictures.vision import KEPT_BYTES, Pixels
-from penstock.errors import InvalidRequest, ModelError, ModelLoadError
+from penstock.errors import InvalidRequest, ModelError, ModelLoadError, PromptTooLong
 
 FAMILIES = frozenset({
     "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
@@ -68,30 +69,38 @@ class PictureReader:
         settings = json.dumps(images.to_dict(), sort_keys=True, default=str)
         self._settings = f"{type(images).__name__} {settings}".encode()
 
-    def read_chat(self, token_ids: Sequence[int], pictures: Sequence[tuple[bytes, Any]]) -> PicturePrompt:
+    def read_chat(
+        self, token_ids: Sequence[int], pictures: Iterable[tuple[bytes, Any]], max_tokens: int = sys.maxsize
+    ) -> PicturePrompt:
         """Return the prompt of a chat whose tokens have one for each picture.
 
-        `pictures` are the digest of each, and the picture itself, as Pillow's `Image` in RGB. Raises `InvalidRequest`.
+        `pictures` yields the digest of each, and the picture itself, as Pillow's `Image` in RGB: one at a time, as each
+        may be large. Raises `InvalidRequest`, and `PromptTooLong` once it has more than `max_tokens` tokens.
         """
-        if token_ids.count(self.row_id) != len(pictures):
-            raise InvalidRequest(
-                f"the chat template has places for {token_ids.count(self.row_id)} pictures, and the chat has "
-                f"{len(pictures)}"
-            )
-        ids, found, pixels = list[int](), list[PromptPicture](), dict[bytes, Pixels]()
-        left = enumerate(pictures, 1)
+        num_pictures, left = token_ids.count(self.row_id), iter(pictures)
+        ids, found, read = list[int](), list[PromptPicture](), dict[bytes, tuple[list[int], Pixels]]()
         for token_id in token_ids:
             if token_id != self.row_id:
                 ids.append(token_id)
                 continue
-            number, (digest, picture) = next(left)
-            replacement, prepared = self._prepare(number, picture, len(pictures))
+            digest, picture = next(left, (b"", None))
+            if picture is None:
+                raise InvalidRequest(f"the chat has {len(found)} pictures, and its template has {num_pictures} places")
             name = self.name_picture(digest, picture)
+            if name not in read:
+                read[name] = self._prepare(len(found) + 1, picture, num_pictures)
+            replacement, pixels = read[name]
             first, num_rows = len(ids) + replacement.index(self.row_id), replacement.count(self.row_id)
-            found.append(PromptPicture(name, first, num_rows, self._find_grid(prepared) if self._has_axes else None))
+            found.append(PromptPicture(name, first, num_rows, self._find_grid(pixels) if self._has_axes else None))
             ids += replacement
-            pixels[name] = prepared
-        return PicturePrompt(ids, found, pixels)
+            if len(ids) > max_tokens:
+                raise PromptTooLong(
+                    f"This model's maximum context length is {max_tokens} tokens. However, texts and pictures have "
+                    f"at least {len(ids)}. Send fewer pictures, or smaller ones."
+                )
+        if next(left, None) is not None:
+            raise InvalidRequest(f"the chat has more than the {num_pictures} pictures that its template has places for")
+        return PicturePrompt(ids, found, {name: pixels for name, (_, pixels) in read.items()})
 
     def name_picture(self, digest: bytes, picture: Any) -> bytes:
         """Return the digest of all that the rows of a picture follow from."""
