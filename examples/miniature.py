@@ -219,7 +219,7 @@ class Worker:
         if task.delivery:
             self.bus.settle(task.delivery)  # where the bus refuses it, the message comes again and is stale
         yield "5 message finished"
-        self.records.change(task.request.id, transitions.hand_off_request, task.epoch)
+        self.records.change(task.request.id, transitions.hand_off_request, task.epoch, self.pipeline.now_ms)
         self.running.remove(task)
         yield "5 hand-off recorded"
 

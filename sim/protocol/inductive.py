@@ -137,7 +137,7 @@ def relate_records(a: Rec, b: Rec, flaw: str = "") -> dict[str, Any]:
     by_decode = And(decode, b.stage == DECODE, b.bound == message)
     of_prefill, of_decode = (
         And(a.stage == PREFILL, Not(is_job(message))),
-        And(a.stage == DECODE, message == a.bound, is_job(message)),
+        And(Or(a.stage == DECODE, a.stage == PREFILL), message == a.bound, is_job(message)),
     )
     is_written = And(p >= position, p < position + count)
     return {
@@ -154,6 +154,8 @@ def relate_records(a: Rec, b: Rec, flaw: str = "") -> dict[str, Any]:
         "finish again": And(log_stays, ends, a.epoch == epoch, a.stage == END, b.stage == END,
             position == a.num_tokens, b.cancelled == a.cancelled),
         "hand off": And(same, a.epoch == epoch, a.stage == PREFILL, b.stage == HANDED),
+        "pass on": And(same, a.epoch == epoch, a.bound != 0, Or(And(a.stage == DECODE, b.stage == PREFILL),
+            And(a.stage == PREFILL, b.stage == DECODE))),
         "cancel": And(log_stays, kept, a.stage != END, b.stage == a.stage, b.cancelled),
         "nothing": And(same, b.stage == a.stage),
     }  # fmt: skip
@@ -169,7 +171,8 @@ def list_steps(s: State, t: State, flaw: str = "") -> Iterator[tuple[str, Any]]:
             told = t.rec.bound == message
         if kind in ("finish", "finish again"):
             told = Or(is_job(message), has_delivery)
-        settles, asks, is_asked = kind not in steps, kind in ("append", "finish", "finish again", "hand off"), True
+        settles, is_asked = kind not in steps, True
+        asks = kind in ("append", "finish", "finish again", "hand off", "pass on")
         if asks:  # with a claim
             is_asked = And(s.claimed(actor, epoch), s.by(actor, epoch) == message)
         elif settles:  # the bus settles the message and publishes a result, or none, in one step

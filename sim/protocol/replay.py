@@ -128,7 +128,7 @@ class Replay:
                 assert outcome.epoch > max(self.epochs.values()) if known is None else outcome.epoch == known
                 found = outcome.num_tokens, outcome.is_ended + outcome.is_unbound, outcome.is_cancelled
                 assert found == (tokens, ended, cancelled)
-                assert [outcome.attempts, outcome.most_tokens] == attempts
+                assert [outcome.attempts, outcome.most_tokens, outcome.num_returns] == attempts
                 self.epochs[epoch] = outcome.epoch
                 self.claims[epoch] = outcome
 
@@ -169,7 +169,8 @@ class Replay:
 
     def _end_sessions(self, index: int) -> None:
         """Let the time of a worker's session, or of all dead workers' sessions, run out, and end them."""
-        over = self.ghosts if index == GHOST else {self.sessions[index]}
+        # A worker that leaves with a session from before a loss leaves that to the others, in the model.
+        over = self.ghosts if index == GHOST else {self.sessions[index]} - self.ghosts
         for session in over:
             if self.keeper.expire_session(session):
                 self.record.end_expired_sessions(2)

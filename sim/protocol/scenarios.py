@@ -19,6 +19,7 @@ class Scenario(NamedTuple):
 
 
 ONE_STAYS, BOTH_STAY = Rules(stays=(True, False)), Rules(stays=(True, True))
+LONGER = Rules(last=3)
 VECTORS, HANDED_VECTORS = BOTH_STAY._replace(last=0), Rules(last=0)
 QUICK = {
     "nothing happens": Scenario(Budget()),
@@ -108,6 +109,23 @@ QUICK = {
     "without tokens, Redis empty": Scenario(Budget(losses=1, crashes=1), VECTORS),
     "without tokens, handed off": Scenario(Budget(crashes=1, pauses=1), HANDED_VECTORS),
     "without tokens, handed off, Redis empty": Scenario(Budget(losses=1, crashes=1), HANDED_VECTORS),
+    # KV inside a picture is lost, which only prefill can compute again.
+    "given back": Scenario(Budget(returns=2, crashes=1), LONGER),
+    "given back, with two crashes": Scenario(Budget(returns=1, crashes=2)),
+    "given back, with pauses": Scenario(Budget(returns=1, pauses=2)),
+    "given back, with a rebalance": Scenario(Budget(returns=1, moves=1, crashes=1)),
+    "given back, a rebalance that a worker is told late": Scenario(Budget(returns=1, moves=1, delays=1, lates=1)),
+    "given back, in two steps, in doubt": Scenario(Budget(returns=1, crashes=1, doubts=1), Rules(two_steps=True)),
+    "given back, produced twice": Scenario(Budget(returns=1, moves=1), requests=2),
+    "given back, cancelled or failing": Scenario(Budget(returns=1, cancels=1, fails=1), LONGER),
+    "given back, failing, until it is given up": Scenario(Budget(returns=1, fails=2)),
+    "given back, stopped or without room": Scenario(Budget(returns=1, stops=1, waits=1)),
+    "given back, the bus knows nothing": Scenario(Budget(returns=1, crashes=2), Rules(bus_knows=False)),
+    "given back, Redis empty": Scenario(Budget(returns=2, losses=1, crashes=1)),
+    "given back, Redis falls back": Scenario(Budget(returns=1, losses=1, syncs=1)),
+    "given back, one stays": Scenario(Budget(returns=1, crashes=1, pauses=1), ONE_STAYS),
+    "given back, one stays, Redis empty": Scenario(Budget(returns=1, losses=1, moves=1), ONE_STAYS),
+    "given back, commits are forgotten": Scenario(Budget(returns=1, forgets=1)),
     "deleted": Scenario(Budget(deletes=1, crashes=1)),
     "deleted, without room": Scenario(Budget(deletes=1, waits=1), BOTH_STAY),
     "deleted, produced twice": Scenario(Budget(deletes=1, moves=1), requests=2),
@@ -170,5 +188,7 @@ FLAWS = {
     ("forgets its own message", "stuck"): (Budget(crashes=1), BOTH_STAY),
     ("answers what was forgotten", "two results"): (Budget(forgets=1), Rules()),
     ("nobody ends what is gone", "stuck"): (Budget(deletes=1), Rules()),
+    ("passed on without freeing", "stuck"): (Budget(returns=1), Rules()),
+    ("settles what it gives back", "stuck"): (Budget(returns=1), Rules()),
 }
 """Rules that can be left out, each with a fault that is found then, and the scenario that shows it."""

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 from penstock.names import Stage
 from penstock.testing import transitions
 from penstock.testing.transitions import Times, cancel_request
-from penstock.testing.transitions import hand_off_request as note_handed_off
 
-__all__ = ["cancel_request", "note_handed_off"]
+__all__ = ["cancel_request"]
 NOBODY, GHOST = None, -2
 """In place of a worker's number: nobody, or a dead worker that the others still believe to be alive."""
 NEVER, DUE, LATER = 0, 1, 2
 """The time from which any worker of a stage may take the request over. The time now is `DUE`."""
 LIVING = dict.fromkeys((GHOST, 0, 1, 2, 3), LATER)
 MAX_ATTEMPTS = 2
+MAX_RETURNS = 1
+"""How often decode gives a request back. Then it ends."""
 Reply = tuple[Any, ...]
 
 
@@ -116,6 +117,12 @@ def finish_request(
     return transitions.finish_request(rec, epoch, num_tokens, end, 0 if flaw == "ends unbound" else name)
 
 
+def note_handed_off(rec: RequestRecord, epoch: int, flaw: str = "") -> tuple[RequestRecord, int]:
+    """Pass the request on: to the job, where none is bound, else to the workers of the other stage."""
+    after, is_noted = transitions.hand_off_request(rec, epoch, DUE)
+    return after._replace(free=rec.free) if flaw == "passed on without freeing" else after, is_noted
+
+
 def release_request(
     rec: RequestRecord, epoch: int, *, failed: bool, waits: bool, delivered: bool = False
 ) -> tuple[RequestRecord, int]:
@@ -141,4 +148,13 @@ def _get_body(stage: Stage, message: Message) -> int:
 
 def _build_claim_reply(rec: RequestRecord, stage: Stage) -> Reply:
     ended = 0 if rec.stage != "end" else 2 if stage == "prefill" and not rec.bound else 1
-    return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts, 0 if ended else rec.most
+    return (
+        "claim",
+        rec.epoch,
+        len(rec.tokens),
+        ended,
+        rec.cancelled,
+        rec.attempts,
+        0 if ended else rec.most,
+        rec.num_returns,
+    )

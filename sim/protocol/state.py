@@ -58,6 +58,8 @@ class Budget(NamedTuple):
     """While no worker is there, the brokers forget committed offsets, and the record expires."""
     deletes: int = 0
     """The bus deletes a request that no living worker has."""
+    returns: int = 0
+    """A decode worker finds that KV inside a picture is lost, which only prefill can compute again."""
 
 
 class Run(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from sim.protocol import script
 from sim.protocol.mishaps import generate_client_steps, generate_mishaps, release_request
-from sim.protocol.script import GHOST, MAX_ATTEMPTS, End, Message, RequestRecord
+from sim.protocol.script import GHOST, MAX_ATTEMPTS, MAX_RETURNS, End, Message, RequestRecord
 from sim.protocol.settling import ask_for_hand_off, ask_for_result, settle_output
 from sim.protocol.state import (
     FREE,
@@ -143,13 +143,13 @@ def _begin_run(
     delivery: Message | None,
 ) -> State:
     """Return the state in which the worker runs the claimed request, or ends it."""
-    rec, (_, epoch, tokens, ended, cancelled, attempts, _), message = claimed
+    rec, (_, epoch, tokens, ended, cancelled, attempts, *_), message = claimed
     if worker.run is not None:
         worker, delivery = _merge_claims(worker, worker.run, message, delivery, rules)
     cause = message.error
     if not cause and not ended:
         cause = "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
-    follows = index < 2 and rules.stays[index] and (tokens > 0 or attempts > 1)
+    follows = index < 2 and rules.stays[index] and not message.job and (tokens > 0 or attempts > 1)
     run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause, follows)
     # What has no tokens is computed whole, and its end written, also where it is handed off.
     if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index] or not rules.last))):
@@ -218,11 +218,40 @@ def _generate_prefill_steps(state: State, rules: Rules, index: int, run: Run) ->
         for count in range(1, most - run.tokens + 1):
             yield _append_tokens(state, rules, index, run, count)
         if run.tokens and worker.out is None:
-            yield Step("computed", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
+            yield _leave_prefill(state, rules, index, run, "computed")
     elif run.phase == "ship" and worker.out is None:
-        yield Step("written", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
+        yield _leave_prefill(state, rules, index, run, "written")
     elif run.phase == "finish" and worker.out is None:
         yield from _finish_request(state, rules, index, run)
+
+
+def _leave_prefill(state: State, rules: Rules, index: int, run: Run, kind: str) -> tuple[Step, State]:
+    """Hand a request off. One that decode gave back has a job: any decode worker may take it over again."""
+    if run.message.job:
+        return _pass_on_request(state, rules, index, run, "pass on")
+    return Step(kind, index), replace_worker(state, index, ask_for_hand_off(state.workers[index], rules, run, None))
+
+
+def _pass_on_request(state: State, rules: Rules, index: int, run: Run, kind: str) -> tuple[Step, State]:
+    """Pass a request on to the other stage. Its job's delivery waits where it is, and settles the result later."""
+    rec, reply = script.note_handed_off(state.rec, run.epoch, rules.flaw)
+    after, bus = _drop_run(state.workers[index], run), state.bus
+    if rules.flaw == "settles what it gives back" and reply:
+        after, bus = after._replace(inbox=()), tuple([one for one in bus if one != (run.delivery, index)])
+    return Step(kind, index, ("handed", run.epoch), reply), replace_worker(state, index, after, rec=rec, bus=bus)
+
+
+def _give_back_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
+    """Give a request back to prefill, where KV inside a picture is lost, but not too often."""
+    if not state.left.returns or run.message.error:
+        return
+    left = state.left._replace(returns=state.left.returns - 1)
+    if state.rec.num_returns < MAX_RETURNS:
+        step, after = _pass_on_request(state, rules, index, run, "give back")
+        yield step, after._replace(left=left)
+    else:
+        run = run._replace(phase="finish", cause="pictures")
+        yield Step("give up", index), replace_worker(state, index, state.workers[index]._replace(run=run), left=left)
 
 
 def _generate_decode_steps(state: State, rules: Rules, index: int, run: Run) -> Steps:
@@ -230,6 +259,7 @@ def _generate_decode_steps(state: State, rules: Rules, index: int, run: Run) -> 
     if run.phase in ("wait", "work"):
         yield from _generate_work_ends(state, rules, index, run)
         yield from _set_aside_run(state, rules, index, run)
+        yield from _give_back_request(state, rules, index, run)
         for count in range(1, rules.last - run.tokens + 1):  # a step of the engine may give several
             yield _append_tokens(state, rules, index, run, count)
         if run.phase == "work" and state.left.preempts:

@@ -32,7 +32,7 @@ KINDS = {
     "take": ("take over",),
     "append": ("append",),
     "finish": ("finish", "finish again"),
-    "handed": ("hand off",),
+    "handed": ("hand off", "pass on"),
     "cancel": ("cancel",),
 }
 """By call of the model the steps of the proof that it may be, besides none."""

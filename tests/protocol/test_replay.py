@@ -34,7 +34,7 @@ SCRIPTS = ("claim", "park", "take", "append", "handed", "release")
 ASKED = {kind for kind in KINDS if kind.startswith(SCRIPTS)} | {
     "take: none", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "reap", "due", "sync", "lose"
 }  # fmt: skip
-PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1)
+PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1, returns=4)
 
 
 Start = Callable[[str], Replay]
@@ -62,7 +62,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
 def walk_randomly(seed: int) -> Iterator[tuple[State, Step, State]]:
     """Generate a random life of a request, with few mishaps or many, until everything is settled."""
     rng = random.Random(seed)
-    left = Budget(*(rng.randint(0, most) for most in PLENTY[:-3]))  # a delay calls no script of its own
+    left = Budget(*(rng.randint(0, most) for most in PLENTY[:-4]))  # a delay calls no script of its own
+    left = left._replace(returns=rng.randint(0, PLENTY.returns))
     state = make_start_state(left, requests=rng.choice([1, 1, 2]), other_body=rng.random() < 0.1)
     stays = rng.choice([(False, False), (True, False), (True, True)])
     rules = Rules(rng.choice([1, 2, 3, 4]), two_steps=rng.random() < 0.5, retries=rng.random() < 0.5, stays=stays)

@@ -12,7 +12,7 @@ from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
-from tests.record.play import alive, claim_decode, claim_prefill, die, end, prefill, say
+from tests.record.play import alive, claim_decode, claim_prefill, die, end, prefill, say, tokens_of
 
 pytestmark = pytest.mark.proof
 
@@ -42,6 +42,36 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
     assert [len(one.log) for one in (with_log, fresh)] == [1, 0]
     assert record.release_all([(with_log, True), (claim, True)]) == [True, False]
     assert record.claim_all("prefill", "nobody/1", []) == []
+
+
+def test_decode_gives_a_request_back_and_prefill_passes_it_on(record: Record) -> None:
+    """Only workers of the stage that has it may take it over, and no claim with a message goes before them."""
+    claim = prefill(record)
+    say(record, claim, [7])
+    assert record.note_all_handed_off([claim]) == [True]
+    held = claim_decode(record, "r1", alive(record, "d1"), "j1", b"job")
+    assert isinstance(held, Claim)
+    assert held.num_returns == 0
+    assert [record.note_all_handed_off([held]) for _ in range(2)] == [[True], [False]]
+    assert record.take_over_free("decode", alive(record, "d2"), 1) == []
+    assert isinstance(claim_decode(record, "r1", alive(record, "d1"), "j1", b"job"), Busy)
+    assert isinstance(claim_prefill(record, "r1", alive(record, "p2"), "b"), Bound)
+    (dead,) = record.take_over_free("prefill", alive(record, "p2"), 1)
+    die(record, "p2")
+    (taken,) = record.take_over_free("prefill", alive(record, "p3"), 1)
+    assert (dead.message, taken.message) == (b"job", b"job")
+    assert [(one.claim.attempts, one.claim.num_returns) for one in (dead, taken)] == [(1, 1), (2, 1)]
+    assert isinstance(claim_decode(record, "r1", alive(record, "d1"), "j1", b"job"), Busy)
+    assert record.note_all_handed_off([dead.claim, taken.claim]) == [False, True]
+    assert record.take_over_free("prefill", alive(record, "p3"), 1) == []
+    (again,) = record.take_over_free("decode", alive(record, "d2"), 1)
+    assert (again.message, again.claim.attempts, again.claim.num_returns) == (b"job", 1, 1)
+    assert say(record, again.claim, [8]) == [AppendOutcome.OK]
+    assert record.finish_request(again.claim, end()) == AppendOutcome.OK
+    ended = claim_decode(record, "r1", alive(record, "d1"), "j1", b"job")
+    assert isinstance(ended, Claim)
+    assert ended.is_ended
+    assert tokens_of(ended.log) == [7, 8]
 
 
 def test_a_log_that_an_older_worker_began_is_told(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:

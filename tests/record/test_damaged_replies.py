@@ -21,7 +21,7 @@ NUM_DAMAGED = 20_000
 TOKEN = TokenEvent.at_position(0, "ab12", 7, " a")
 EVENTS = [json.loads(TOKEN.encode()), json.loads(EndEvent(finish_reason="stop").encode())]
 GOOD_LOG = [[b"0-1", [b"e", TOKEN.encode()]]]
-CLAIMED = [b"claimed", 5, 1, START_HASH.encode(), 0, 0, 1, 0, 1]
+CLAIMED = [b"claimed", 5, 1, START_HASH.encode(), 0, 0, 1, 0, 1, 0]
 
 
 def write_log(seed: int) -> list[Any]:

@@ -40,6 +40,8 @@ class Claim:
     """It has ended, and no message is bound: a job has to settle the result."""
     most_tokens: int = 0
     """The most tokens that a claim before this one made, and no more than `GOOD_PROGRESS`."""
+    num_returns: int = 0
+    """How often decode gave the request back to prefill, as it lacked KV inside a picture."""
     is_read_raw: bool = False
     """A worker of an older version began the log: control tokens in the prompt's texts of users are control tokens."""
     num_found_tokens: int = field(init=False)

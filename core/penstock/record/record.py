@@ -142,7 +142,7 @@ class Record:
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
         if self._note_refusal(request_id, reply):  # the holder of the delivery ends the request, as with a claim
-            return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0, 1), reply)
+            return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0, 1, 0), reply)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000, reply[2])
@@ -188,7 +188,7 @@ class Record:
 
     def _parse_claim(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
         keys, channel = self._request_keys(request_id), self._pipeline.live_channel(request_id)
-        _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens, reading = reply
+        _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens, reading, num_returns = reply
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
@@ -210,6 +210,7 @@ class Record:
             append_head=encode_append_head(keys, channel, self._pending_ms, epoch, num_tokens),
             most_tokens=most_tokens,
             is_read_raw=not reading,
+            num_returns=num_returns,
         )
 
     def append_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
@@ -278,11 +279,12 @@ class Record:
         return end, keep_ms + min(took_ms, self._pending_ms)
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
-        """Note that jobs are durable, and end the claims, in one round trip. Return for each False if decode has the
-        request already.
+        """Pass requests on to the other stage, and end the claims, in one round trip: as a job that is durable, or with
+        the bound job, which decode gave back or gives back now. Return for each False if it is not held any more.
         """
+        free = list(map(self._pipeline.free_key, STAGES))
         calls: list[Call] = [
-            (self._request_keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
+            ([self._pipeline.record_key(claim.id), *free], [claim.id, claim.epoch, self._held]) for claim in claims
         ]
         return [outcome is AppendOutcome.OK for outcome in self._run_for_all(HANDED, claims, calls)]
 

@@ -167,6 +167,7 @@ class MemoryRecord(Record):
             attempts=rec.attempts,
             is_exhausted=rec.attempts > self._settings.max_attempts,
             most_tokens=rec.most if rec.stage == stage else 0,
+            num_returns=rec.num_returns,
             log=_list_events(rec),
         )
 
@@ -209,7 +210,8 @@ class MemoryRecord(Record):
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
         def note(claim: Claim) -> bool:
-            rec, is_noted = transitions.hand_off_request(self._records.find(claim.id) or NEW, claim.epoch)
+            before = self._records.find(claim.id) or NEW
+            rec, is_noted = transitions.hand_off_request(before, claim.epoch, self._records.now_ms())
             if is_noted:
                 self._records.put(claim.id, rec)
             return is_noted

@@ -33,6 +33,8 @@ class RequestRecord(NamedTuple, Generic[Name, Message, Token, End]):
     """The number of tokens when the request was claimed. In Redis the holder passes it with its tokens."""
     most: int = 0
     """The most tokens that a claim in this stage made."""
+    num_returns: int = 0
+    """How often decode gave the request back to prefill."""
     cancelled: bool = False
     message: Message | None = None
     not_before_ms: int = 0
@@ -122,10 +124,13 @@ def _find_wait(rec: Rec, stage: Stage, session: Any, living: Mapping[Any, int], 
     """Return for how many ms the session must wait before it claims the request; 0 if it may claim it now."""
     if session is not None and session not in living:
         return times.lease_ms / 3
-    if stage == "decode" and rec.stage == "prefill":
+    is_passed_on = stage == "decode" and rec.stage == "prefill"
+    if is_passed_on and not rec.bound:
         return 0
     if rec.session is not None and rec.session in living:
         return max(times.lease_ms / 4, min(living[rec.session] - times.now_ms, times.lease_ms))
+    if is_passed_on:
+        return times.lease_ms / 4
     wait_ms = rec.not_before_ms - times.now_ms
     return max(0, wait_ms) if wait_ms <= times.longest_ms else 0
 
@@ -177,11 +182,21 @@ def finish_request(rec: Rec, epoch: int, num_tokens: int, end: Any, name: Any = 
     return rec._replace(stage="end", session=None, message=None, end=end), AppendOutcome.OK
 
 
-def hand_off_request(rec: Rec, epoch: int) -> tuple[Rec, bool]:
-    """Note that prefill's job is durable: the request waits for decode. The reply is whether it was the holder's."""
-    if rec.epoch != epoch or rec.stage != "prefill":
+def hand_off_request(rec: Rec, epoch: int, now_ms: int) -> tuple[Rec, bool]:
+    """Pass a request on to the other stage. The reply is whether it was the holder's.
+
+    Without a bound job prefill's is durable, and the request waits for it. Otherwise the job stays bound, and any
+    worker of the other stage may take the request over.
+    """
+    if rec.epoch != epoch or rec.stage not in ("prefill", "decode"):
         return rec, False
-    return rec._replace(stage="handed", session=None, attempts=0, message=None), True
+    if not rec.bound:
+        return rec._replace(stage="handed", session=None, attempts=0, most=0, message=None), True
+    if rec.session is None:
+        return rec, False
+    stage: Stage = "prefill" if rec.stage == "decode" else "decode"
+    num_returns, free = rec.num_returns + (stage == "prefill"), _set_free(rec.free, stage, now_ms)
+    return rec._replace(stage=stage, session=None, attempts=0, most=0, num_returns=num_returns, free=free), True
 
 
 def release_request(

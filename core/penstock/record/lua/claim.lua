@@ -11,9 +11,10 @@
 --          requests), 1 if the id had a result when the message was sent, and the record of that result had not expired
 --          then
 --
--- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens of one attempt, reading}; ended: 1 if
---                           this message settles the result, 2 if a job must; reading: 0 if the log was begun by a
---                           worker that read control tokens in texts of users as control tokens
+-- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens of one attempt, reading, returns};
+--                           ended: 1 if this message settles the result, 2 if a job must; reading: 0 if the log was
+--                           begun by a worker that read control tokens in texts of users as control tokens; returns:
+--                           how often decode gave the request back to prefill
 --          {'busy', ms, epoch}  a session holds the request, by the claim of that epoch, or the request waits for its
 --                           next attempt: claim it again after that time. Also if the caller's session has ended: the
 --                           worker opens a new session soon
@@ -42,11 +43,11 @@
 local id, stage, session, name, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local lease, longest, prefill, parks = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'session', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled',
-  'not_before', 'most', 'reading')
+  'not_before', 'most', 'reading', 'returns')
 local epoch, holder, was, bound = tonumber(r[1] or 0), r[2] or '', r[3] or 'new', r[4] or ''
 local tokens, hash, attempts, cancelled = tonumber(r[6] or 0), r[7] or ARGV[9], tonumber(r[8] or 0), r[9] and 1 or 0
 local most = was == stage and tonumber(r[11] or 0) or 0
-local last = epoch
+local last, returns = epoch, tonumber(r[13] or 0)
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -77,17 +78,18 @@ if parks and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], '
 -- 4. The request has ended. The worker that holds a job, or the bound message, settles the result from the log.
 if was == 'end' then
   if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
-  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most, 1}
+  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most, 1, returns}
 end
 
 -- 5. A session holds the request, or the request waits for its next attempt. Decode does not wait for prefill's
---    session: its job proves that prefill is done. A time too far ahead was written before the clock went back: ignore
---    it.
+--    session, as its job proves that prefill is done; but where its job is bound, decode gave the request back, and
+--    prefill passes it on (`handed.lua`). A time too far ahead was written before the clock went back: ignore it.
 if not parks and not redis.call('ZSCORE', KEYS[3], session) then return {'busy', math.ceil(lease / 3), epoch} end
-if prefill or was ~= 'prefill' then
+if prefill or was ~= 'prefill' or bound ~= '' then
   local lasts, wait = holder ~= '' and redis.call('ZSCORE', KEYS[3], holder), tonumber(r[10] or 0) - now
   if lasts then return {'busy', math.max(math.ceil(lease / 4), math.min(lasts - now, lease)), epoch} end
   if wait > 0 and wait <= longest then return {'busy', wait, epoch} end
+  if not prefill and was == 'prefill' then return {'busy', math.ceil(lease / 4), epoch} end
 end
 
 -- 6. Claim or park the request. A job proves that prefill's attempts succeeded: decode counts its own from 0.
@@ -110,4 +112,4 @@ end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 if parks then return {'parked'} end
-return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}
+return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading, returns}

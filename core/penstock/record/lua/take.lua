@@ -7,8 +7,8 @@
 -- ARGV     session, stage, most requests to take, longest waiting time in ms, ttl of a pending record in ms, hash
 --          before the first token, formats of record and log keys
 --
--- Replies  for each request {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading}, message}; {} if
---          the session has ended
+-- Replies  for each request {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most, reading, returns},
+--          message}; {} if the session has ended
 --
 -- Crash    before: nothing has changed. After: the session expires, and the requests are free again.
 --
@@ -26,7 +26,7 @@ local taken = {}
 local function take(id)
   local record, log = string.format(ARGV[7], id), string.format(ARGV[8], id)
   local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message',
-    'most', 'reading')
+    'most', 'reading', 'returns')
   local tokens, hash, has_end = read_log_end(log, tonumber(r[4]), r[5], ARGV[6])
   -- Any other request has ended, was handed off, or is in another stage. A record that lacks the end is updated by the
   -- next claim.
@@ -39,7 +39,8 @@ local function take(id)
     redis.call('SADD', KEYS[3], id)
     redis.call('PEXPIRE', record, ARGV[5])
     redis.call('PEXPIRE', log, ARGV[5])
-    taken[#taken + 1] = {id, {'claim', epoch, tokens, hash, 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0), reading}, r[8]}
+    taken[#taken + 1] = {id, {'claim', epoch, tokens, hash, 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0), reading,
+      tonumber(r[11] or 0)}, r[8]}
   end
 end
 for _, id in ipairs(due) do
