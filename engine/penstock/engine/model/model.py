@@ -84,6 +84,8 @@ class LoadedModel:
         else:
             torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
             self.native.library.set_threads(settings.num_threads)
+        if self.vision is not None:
+            self.vision.num_threads = settings.num_threads
         return ModelRunner(self.module, KVStorage(self.layout, num_blocks, self.device, num_states), self.native)
 
     @property

@@ -27,6 +27,8 @@ class Vision:
         """`attention` is the implementation that transformers would use."""
         self._module, self._attention, self._kept_bytes = module, attention, kept_bytes
         self._thread = ThreadPoolExecutor(1, "vision")  # starts none by itself
+        self.num_threads = 1
+        """How many of torch's threads compute what is seen; the steps have their own."""
         self._lock = Lock()
         self._kept: OrderedDict[bytes, Future[SeenPicture]] = OrderedDict()
         """By key, the least recently used first: what was seen, and what is to be seen."""
@@ -62,6 +64,7 @@ class Vision:
     def _look(self, read: Callable[[], Pixels], num_rows: int) -> SeenPicture:
         """Compute what the model sees in a picture. Raises `ModelError`: others of the step are not to suffer."""
         try:
+            torch.set_num_threads(self.num_threads)  # OpenMP has the number for each thread that asks
             rows, added = self._compute(read())
         except PenstockError:
             raise
