@@ -14,6 +14,7 @@ from penstock.bus.contract import Delivery
 from penstock.bus.joined import JoinedMember
 from penstock.config.settings import RecordSettings, StaySettings
 from penstock.engine.contract import Outcome
+from penstock.errors import PicturesNeeded, SequenceFailed
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import CLASSES, REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.prefill_worker.stay import StayPolicy
@@ -42,7 +43,8 @@ class View:
 
     def __init__(self, worker: Worker, key: str | None) -> None:
         bus, pipeline = member_of(worker)._bus, worker.pipeline
-        waiting = [one for topic in member_of(worker)._topics.values() for one in bus.topics[topic].entries.values()]
+        topics = [*member_of(worker)._topics.values(), *pipeline.input_topics("decode").values()]
+        waiting = [one for topic in topics for one in bus.topics[topic].entries.values()]
         self.entry: Entry | None = next((one for one in waiting if one.message.key == key), None)
         self.status, self.log = worker.record.read_status(key or ""), worker.record.read_log(key or "")
         ends = [one for one in self.log if isinstance(one, EndEvent)]
@@ -100,6 +102,8 @@ def describe_claim(worker: Worker, before: View, after: View) -> str:
         return "ended" if now.stage == "end" else "handed off"
     if was is None:
         return "free"
+    if now.stage != worker.stage:
+        return "passed on"
     has_counted = now.attempts > was.attempts - bool(was.session)  # the claim itself is an attempt
     return "released, counts" if has_counted else "released"
 
@@ -297,6 +301,24 @@ class Exits:
     def hand_off_refused(self) -> None:
         give_away(prefill := self._run("prefill"))
         self._check(prefill)
+
+    def given_back(self) -> None:
+        self._give_back()
+
+    def passed_to_decode_again(self) -> None:
+        with patch.object(self, "_row", TABLE["given_back"][1:]):
+            self._give_back()
+        renew_session(self._line.prefill)
+        self._check(self._line.prefill)
+
+    def _give_back(self) -> None:
+        core = core_of(self._line.decode)
+
+        def lack_pixels(*_: object) -> None:
+            raise SequenceFailed(core.scheduler.running[0], PicturesNeeded("a row of a picture is not here"))
+
+        with patch.object(core.runner, "run_step", lack_pixels):
+            self._check(self._send("decode"), act=turn_until_deferred)
 
     def stale(self) -> None:
         """A request that was handed off comes again, or another job of one comes."""
