@@ -23,7 +23,8 @@ from penstock.errors import InvalidRequest, ModelLoadError, ModelUnavailable, Pr
 from penstock.messages import Detail
 from penstock.pictures.decoding import decode_picture
 from tests.engine.helpers import run_sequences, sequence
-from tests.engine.test_seeing import SEEING, TEXT, VISION
+from tests.engine.test_pictures import HAS_AXES
+from tests.engine.test_seeing import ANY_RESOLUTION, SEEING
 from tests.test_pictures import save
 from tools.tiny import build_tiny_model
 
@@ -38,7 +39,6 @@ INTERN = {
 IMAGE = {"image_token": "<image>"}
 CLIP = {"size": {"shortest_edge": 56}, "crop_size": 56}
 LLAVA = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-ANY_RESOLUTION = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
 TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
 SQUARES = {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "max_patches": 6}
 PIXTRAL = {"patch_size": 14, "size": {"longest_edge": 224}}
@@ -57,31 +57,33 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, 
     "mistral3": (
         "PixtralImageProcessorPil", PIXTRAL, "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}, {},
     ),
+    "pixtral": ("PixtralImageProcessorPil", PIXTRAL, "PixtralProcessor", {"patch_size": 14}, {}),
     "internvl": ("GotOcr2ImageProcessorPil", SQUARES, "InternVLProcessor", {"image_seq_length": 4}, INTERN),
+    "vipllava": ("CLIPImageProcessorPil", CLIP, "LlavaProcessor", LLAVA, IMAGE),
+    "lighton_ocr": (
+        "PixtralImageProcessorPil", PIXTRAL, "LightOnOcrProcessor", {"patch_size": 14, "spatial_merge_size": 2},
+        {"image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>"},
+    ),
+    "deepseek_vl": (
+        "DeepseekVLImageProcessorPil", {"size": {"height": 56, "width": 56}}, "DeepseekVLProcessor",
+        {"num_image_tokens": 16}, IMAGE,
+    ),
+    "qwen3_vl_moe": ("Qwen2VLImageProcessorPil", {}, "Qwen3VLProcessor", {}, QWEN3),
+    "paddleocr_vl": (
+        "PaddleOCRVLImageProcessorPil", {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}},
+        "PaddleOCRVLProcessor", {}, QWEN,
+    ),
 }  # fmt: skip
 """By type of model: its image processor, its processor, and the special tokens, with sizes that suit tests."""
-TOWER = {"projection_dim": 32, **VISION}
-ANY: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llava_next": (
-        transformers.LlavaNextConfig,
-        {"text_config": {"model_type": "llama", **TEXT}, **ANY_RESOLUTION,
-         "vision_config": {"model_type": "clip_vision_model", **TOWER}},
-    ),
-    "llava_onevision": (
-        transformers.LlavaOnevisionConfig,
-        {"text_config": {"model_type": "qwen2", **TEXT}, **ANY_RESOLUTION, "vision_feature_select_strategy": "full",
-         "vision_config": {"model_type": "siglip_vision_model", **VISION}},
-    ),
-}  # fmt: skip
-"""Models that divide a picture by its shape."""
 TILE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"]
 DETAILS: tuple[Detail, ...] = ("low", "high")
-MISSING = {"mistral3": "torchvision", "smolvlm": "num2words"}
+MISSING = {"mistral3": "torchvision", "pixtral": "torchvision", "smolvlm": "num2words"}
 """By type of model: what its processor imports, and not every installation has."""
 MORE_TOKENS = {
     "idefics3": TILE_TOKENS,
     "smolvlm": TILE_TOKENS,
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
 }
 
 
@@ -98,9 +100,9 @@ def save_processor(kind: str, directory: Path) -> Any:
     tokenizer.save_pretrained(directory)
     getattr(transformers, images)(**sizes).save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps({"processor_class": name, **given}))
-    make_config, about = SEEING[kind] if kind in SEEING else ANY[kind]
+    make_config, about = SEEING[kind]
     about = {**about, "text_config": {**about["text_config"], "vocab_size": len(tokenizer)}}
-    rows = {"mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}.get(kind) or special.get("image_token", "<image>")
+    rows = [*MORE_TOKENS.get(kind, []), special.get("context_image_token") or special.get("image_token")][0]
     about["image_token_id"] = tokenizer.convert_tokens_to_ids(rows)
     if "vision_start_token" in special:
         about |= {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
@@ -140,7 +142,7 @@ def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) 
     alone = prompt.pixels[prompt.pictures[0].name]
     stock = reader.processor(images=[pictures[0]], text=[token], return_tensors="pt")
     assert all(torch.equal(stock[name], x) for name, x in alone.items())
-    assert all((picture.grid is not None) == kind.startswith("qwen") for picture in prompt.pictures)
+    assert all((picture.grid is not None) == (kind in HAS_AXES) for picture in prompt.pictures)
 
 
 @pytest.mark.parametrize("kind", PROCESSORS)
@@ -179,9 +181,9 @@ def test_files_and_texts_give_the_tokens_of_generate(kind: str, tmp_path: Path) 
 
 
 def test_the_pixels_are_those_of_the_stock_processor(tmp_path: Path) -> None:
-    """Of one that needs no torchvision: ours leaves nothing out but videos."""
+    """Of one that loads whole: ours leaves nothing out but videos."""
     config = save_processor("llava", tmp_path)
-    stock = transformers.AutoProcessor.from_pretrained(tmp_path)
+    stock = transformers.AutoProcessor.from_pretrained(tmp_path, backend="pil")
     picture = draw_picture(1, 130, 70)
     prompt = PictureReader(tmp_path, config).read_chat([5, stock.image_token_id, 6], [(b"", picture)])
     right = stock(images=[picture], text=["<image>"], return_tensors="pt", add_special_tokens=False)

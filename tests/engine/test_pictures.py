@@ -35,6 +35,7 @@ from tests.engine.test_seeing import IMAGE_TOKEN, SEEING, TEXT, save_seeing
 from tools.handover import export_blocks, import_blocks
 
 GRID = (1, 4, 6)
+HAS_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")
 TILED = ("idefics3", "smolvlm")
 """Their pixels have a dimension for the tiles of all pictures of a prompt."""
 NEW = 12
@@ -47,10 +48,13 @@ def draw_pixels(name: str, seed: int) -> dict[str, Tensor]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=chance)
 
-    if name.startswith("qwen"):
-        return {"pixel_values": draw(96, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 8, 12]])}
-    if name == "mistral3":
+    if name in HAS_AXES:
+        shape = (96, 3, 14, 14) if name == "paddleocr_vl" else (96, 3 * 2 * 14 * 14)
+        return {"pixel_values": draw(*shape), "image_grid_thw": torch.tensor([[1, 8, 12]])}
+    if name in ("mistral3", "lighton_ocr", "pixtral"):
         return {"pixel_values": draw(1, 3, 56, 56), "image_sizes": torch.tensor([[56, 56]])}
+    if name in ("llava_next", "llava_onevision"):
+        return {"pixel_values": draw(1, 3, 3, 56, 56), "image_sizes": torch.tensor([[90, 50]])}
     return {"pixel_values": draw(1, 1, 3, 56, 56) if name in TILED else draw(1, 3, 56, 56)}
 
 
@@ -71,7 +75,7 @@ class Prompt:
         """Return the keyword arguments of `generate()`."""
         dim = 1 if name in TILED else 0
         found = {key: torch.cat([one[key] for one in self.pixels], dim) for key in (self.pixels or [{}])[0]}
-        if found and name.startswith("qwen"):
+        if found and name in HAS_AXES:
             found["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in self.token_ids]])
         return found
 
@@ -124,9 +128,9 @@ class Case:
         prompt = Prompt(list(before))
         for seed in seeds:
             pixels = draw_pixels(self.name, seed)
-            if self.name.startswith("qwen") and len(prompt.token_ids) and prompt.token_ids[-1] == IMAGE_TOKEN:
+            if self.name in HAS_AXES and len(prompt.token_ids) and prompt.token_ids[-1] == IMAGE_TOKEN:
                 prompt.token_ids += [1003, 1002]  # the template has them, and positions need something between
-            grid = GRID if self.name.startswith("qwen") else None
+            grid = GRID if self.name in HAS_AXES else None
             first = len(prompt.token_ids)
             prompt.token_ids += [IMAGE_TOKEN] * self.num_rows
             prompt.pictures.append(PromptPicture(self._name(pixels), first, self.num_rows, grid))
@@ -140,7 +144,7 @@ class Case:
 
     def _has_right_positions(self, model: LoadedModel, prompt: Prompt) -> bool:
         """Return whether positions are those of transformers, also behind the prompt."""
-        if not self.name.startswith("qwen") or not prompt.pictures:
+        if self.name not in HAS_AXES or not prompt.pictures:
             return True
         given, ids = prompt.join_pixels(self.name), torch.tensor([prompt.token_ids])
         right, delta = model.module.model.get_rope_index(
@@ -217,7 +221,8 @@ def test_a_model_that_need_not_see_has_decoder_and_head_alone(case: Case) -> Non
     weights, has_vision = MappedWeights(find_weight_files(Path(case.settings.model))), count_bytes(whole.module)
     skeleton = build_skeleton(whole.config, torch.float32, sees=False)
     module = load_module(skeleton, whole.config, weights, torch.device("cpu"), ignore_progress, sees=False)
-    wanted = {*whole.module.get_decoder().parameters(), *whole.module.lm_head.parameters()}
+    parts = whole.module.get_decoder(), whole.module.lm_head
+    wanted = {one for part in parts for one in part.parameters()} | {*whole.module.model.parameters(recurse=False)}
     assert sum(one.numel() for one in module.parameters()) == sum(one.numel() for one in wanted)
     assert count_bytes(skeleton) == count_bytes(module) < has_vision
     assert 0 < weights._num_bytes_read < weights.num_bytes

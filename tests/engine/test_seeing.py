@@ -45,6 +45,7 @@ QWEN_TOKENS: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 1001, "vision_start_token_id": 1002, "vision_end_token_id": 1003,
 }  # fmt: skip
 IMAGE: dict[str, Any] = {"image_token_id": IMAGE_TOKEN}
+ANY_RESOLUTION: dict[str, Any] = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
 
 
 def make_axes(*sections: int) -> dict[str, Any]:
@@ -91,6 +92,49 @@ SEEING: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.InternVLConfig,
         {"text_config": {"model_type": "qwen3", "head_dim": 20, **TEXT}, **IMAGE, "downsample_ratio": 0.5,
          "vision_config": VISION | {"image_size": [56, 56], "patch_size": [14, 14]}},
+    ),
+    "llava_next": (
+        transformers.LlavaNextConfig,
+        {"text_config": {"model_type": "llama", **TEXT}, **ANY_RESOLUTION, **IMAGE,
+         "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **VISION}},
+    ),
+    "llava_onevision": (
+        transformers.LlavaOnevisionConfig,
+        {"text_config": {"model_type": "qwen2", **TEXT}, **ANY_RESOLUTION, **IMAGE,
+         "vision_feature_select_strategy": "full",
+         "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+    ),
+    "vipllava": (
+        transformers.VipLlavaConfig,
+        {"text_config": {"model_type": "llama", **TEXT}, **IMAGE, "vision_feature_layers": [-1, -2],
+         "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **VISION}},
+    ),
+    "pixtral": (
+        transformers.LlavaConfig,
+        {"text_config": {"model_type": "mistral", "head_dim": 24, "sliding_window": None, **TEXT}, **IMAGE,
+         "vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION}, "vision_feature_layer": -1,
+         "vision_feature_select_strategy": "full"},
+    ),
+    "lighton_ocr": (
+        transformers.LightOnOcrConfig,
+        {"text_config": {"model_type": "qwen3", "head_dim": 20, **TEXT}, **IMAGE,
+         "vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION}},
+    ),
+    "deepseek_vl": (
+        transformers.DeepseekVLConfig,
+        {"text_config": {"model_type": "llama", **TEXT}, **IMAGE,
+         "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        {"text_config": TEXT | make_axes(4, 4, 4) | {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2,
+                                                     "moe_intermediate_size": 48, "decoder_sparse_step": 1},
+         "vision_config": QWEN_VISION | {"hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 64,
+                                         "deepstack_visual_indexes": [0]}, **QWEN_TOKENS},
+    ),
+    "paddleocr_vl": (
+        transformers.PaddleOCRVLConfig,
+        {"text_config": TEXT | make_axes(2, 3, 3) | {"head_dim": 16}, **QWEN_TOKENS, "vision_config": VISION},
     ),
 }  # fmt: skip
 PROMPTS = [[5], [7, 8, IMAGE_TOKEN, 9, 1002, 3], list(range(2, 40)), list(range(300, 371))]

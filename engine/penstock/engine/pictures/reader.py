@@ -20,12 +20,12 @@ from penstock.engine.pictures.vision import KEPT_BYTES, Pixels
 from penstock.errors import InvalidRequest, ModelError, ModelLoadError, PromptTooLong
 
 FAMILIES = frozenset({
-    "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
-    "smolvlm",
+    "deepseek_vl", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3",
+    "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
 })  # fmt: skip
 """Types of models whose tokens were compared with those of `generate()`. In others, rows of a picture may see those
 behind them, which chunks of a prompt do not allow."""
-_AXES = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
+_AXES = frozenset({"paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Those with positions of three axes."""
 
 
@@ -151,7 +151,7 @@ class PictureReader:
 
 def _load_processor(directory: Path, config: Any) -> Any:
     """Return the processor of a model's texts and pictures. That of videos, which needs torchvision, is left out."""
-    stock: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+    stock: Any = getattr(transformers, _name_processor(directory) or PROCESSOR_MAPPING_NAMES[config.model_type])
     known = inspect.signature(stock.__init__).parameters
 
     class Processor(stock):  # type: ignore[misc]
@@ -168,3 +168,12 @@ def _load_processor(directory: Path, config: Any) -> Any:
     return Processor(
         images, tokenizer, **{name: x for name, x in given.items() if name not in ("image_processor", "tokenizer")}
     )
+
+
+def _name_processor(directory: Path) -> str:
+    """Return which of transformers' processors a model's files name; empty if none. Pixtral's type is LLaVA's."""
+    for path in (directory / "processor_config.json", directory / "preprocessor_config.json"):
+        name = json.loads(path.read_bytes()).get("processor_class") if path.is_file() else None
+        if name in PROCESSOR_MAPPING_NAMES.values():
+            return str(name)
+    return ""

@@ -52,9 +52,9 @@ def build_skeleton(config: Any, dtype: torch.dtype, max_parameters: int | None =
 
 
 def leave_out_vision(model: Any) -> int:
-    """Take out of a model all but its decoder and its head. Return how many bytes that has."""
+    """Take the other modules out of a model than its decoder and its head. Return how many bytes they have."""
     num_bytes, base, decoder = count_bytes(model), model.base_model, model.get_decoder()
-    for name, part in [*base.named_children(), *base.named_parameters(recurse=False)]:
+    for name, part in list(base.named_children()):
         if part is not decoder:
             setattr(base, name, None)
     return num_bytes - count_bytes(model)
