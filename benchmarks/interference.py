@@ -38,7 +38,7 @@ UNBOUNDED = {BOUND_VARIABLE: "1000", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "64"}
 """A step has at most four times as many tokens, whatever the bound."""
 LOADS = {"half": 0.5, "full": 1.0}
 """The share of one worker's time that the long prompts take."""
-_SETTLE_S = 1.0
+SETTLE_S = 1.0
 """How long streams run before gaps count; no longer than the window."""
 chance = random.Random(20)
 
@@ -49,17 +49,27 @@ def compute_percentile_ms(gaps_s: list[float], percent: float) -> float:
 
 
 def measure_stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, streams: int) -> list[float]:
-    """Return the gaps between tokens of some streams at once, at least one. Each reads one answer after the other."""
+    """Return the gaps between tokens of some streams at once in so many seconds, after they have settled."""
+    begin_s = time.perf_counter() + min(SETTLE_S, seconds)
+    return collect_stream_gaps(answer, streams, begin_s, lambda: time.perf_counter() >= begin_s + seconds)
+
+
+def collect_stream_gaps(
+    answer: Callable[[], Iterator[object]], streams: int, begin_s: float, is_over: Callable[[], bool]
+) -> list[float]:
+    """Return the gaps between tokens of some streams at once, at least one. Each reads one answer after the other.
+
+    Those count that begin after a time of the performance counter, and end before it is over.
+    """
     gaps_s: list[float] = []
-    begin_s = time.perf_counter() + min(_SETTLE_S, seconds)
 
     def read_answers() -> None:
-        while time.perf_counter() < begin_s + seconds or not gaps_s:
+        while not (is_over() and gaps_s):
             last_s = 0.0
             with closing(answer()) as items:  # type: ignore[type-var]
                 for _ in items:
                     now_s = time.perf_counter()
-                    if now_s >= begin_s + seconds and gaps_s:
+                    if is_over() and gaps_s:
                         return
                     if last_s >= begin_s:
                         gaps_s.append(now_s - last_s)
@@ -100,7 +110,7 @@ class StackSide:
         sender = threading.Thread(target=send)
         sender.start()
         begun_s = time.perf_counter()
-        gaps_s = measure_stream_gaps(self._stream_answer, seconds, NUM_STREAMS)
+        gaps_s = measure_stream_gaps(self.stream_answer, seconds, NUM_STREAMS)
         taken_s = time.perf_counter() - begun_s
         ended.set()
         sender.join()
@@ -112,7 +122,8 @@ class StackSide:
     def _submit_request(self, prompt_tokens: int, max_tokens: int) -> str:
         return self._client.submit(**make_request(draw_tokens(chance, prompt_tokens), max_tokens))
 
-    def _stream_answer(self) -> Iterator[object]:
+    def stream_answer(self) -> Iterator[object]:
+        """Yield the tokens of an answer to a short prompt, which is cancelled if it is not read to its end."""
         request_id = self._submit_request(PROMPT_TOKENS, STREAM_NEW)
         try:
             for event in self._client.stream(request_id, timeout_s=TIMEOUT_S):

@@ -36,6 +36,12 @@ def read_proportional_bytes(pids: Iterable[int]) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
+def read_own_bytes(pids: Iterable[int]) -> int:
+    """Return the resident memory of these processes, files included, without what they made to share."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssFile:")))
+
+
 @dataclass(frozen=True)
 class Cost:
     """What one load takes: processor time in seconds, of the broker and of all other processes."""

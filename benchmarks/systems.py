@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -23,6 +24,7 @@ from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
 from penstock.engine import opening
 from penstock.engine.engine import Engine
+from penstock.engine.pictures import vision
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.steps.step_batch import StepBatch
@@ -97,6 +99,35 @@ class IdleEngineStack(ForkedStack):
         return fork_process(slot.name, self._log_path(slot), run_without_model, *arguments, environment=environment)
 
 
+class CallingExecutor(Executor):
+    """Calls what it is given at once, in the thread that gives it."""
+
+    def __init__(self, *_: object) -> None:
+        """Has no threads, of which an executor is told the number and the name."""
+
+    def submit(self, call: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        """Return what the call has come to."""
+        done = Future[Any]()
+        try:
+            done.set_result(call(*given, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def run_unthreaded(*arguments: str) -> None:
+    """Run the `penstock` command with models that see in the thread of the steps."""
+    vision.ThreadPoolExecutor = CallingExecutor  # type: ignore[attr-defined, assignment]
+    run_penstock(*arguments)
+
+
+class UnthreadedStack(ForkedStack):
+    """A stack whose models see in the thread of the steps."""
+
+    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        return fork_process(slot.name, self._log_path(slot), run_unthreaded, *arguments, environment=environment)
+
+
 def draw_tokens(chance: random.Random, count: int, vocabulary: range = DEMO_TOKENS) -> list[int]:
     """Return random tokens, by default of the demo model's."""
     return chance.choices(vocabulary, k=count)
@@ -128,7 +159,7 @@ class PipedProcess:
         """Start it with `call(pipe, *given)`, and wait for its first answer. An answer takes `timeout_s` at most."""
         self._pipe, theirs = context.Pipe()
         self._timeout_s = timeout_s
-        process: Any = context.Process  # type: ignore[attr-defined]
+        process: Any = context.Process  # type: ignore[attr-defined, assignment]
         self._process = process(target=call, args=(theirs, *given), daemon=True)
         self._process.start()
         theirs.close()

@@ -40,8 +40,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "module": transformers.Qwen2VLForConditionalGeneration, "text": TEXT | AXES, "vision": QWEN,
         "pixels": transformers.Qwen2VLImageProcessorPil, "sizes": {"min_pixels": 784, "max_pixels": 200_704},
         "processor": {"processor_class": "Qwen2VLProcessor"},
+        "tokens": ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
     },
 }  # fmt: skip
+
+
+def write_files(directory: Path, about: dict[str, Any], tokenizer: Any) -> Any:
+    """Write all files of a model but its weights: with this tokenizer, which is given the tokens for pictures that it
+    lacks. Return its configuration.
+    """
+    tokenizer.add_tokens(about.get("tokens", []), special_tokens=True)
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", about.get("around", "{}").format(about["image"]))
+    tokenizer.save_pretrained(directory)
+    about["pixels"](**about["sizes"]).save_pretrained(directory)
+    (directory / "processor_config.json").write_text(json.dumps(about["processor"]))
+    text = {**about["text"], "vocab_size": len(tokenizer)}
+    rows = tokenizer.convert_tokens_to_ids(about["image"])
+    return about["config"](
+        text_config=text, vision_config=about["vision"], image_token_id=rows, **about.get("joined", {})
+    )
 
 
 def save_seeing_model(directory: Path, kind: str = "llava") -> Path:
@@ -49,15 +66,6 @@ def save_seeing_model(directory: Path, kind: str = "llava") -> Path:
     about = KINDS[kind]
     special = {"image_token": about["image"]}
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(DEMO_MODEL), extra_special_tokens=special)
-    if kind == "qwen2_vl":
-        tokenizer.add_tokens(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
-    tokenizer.chat_template = TEMPLATE.replace("IMAGE", about.get("around", "{}").format(about["image"]))
-    tokenizer.save_pretrained(directory)
-    about["pixels"](**about["sizes"]).save_pretrained(directory)
-    (directory / "processor_config.json").write_text(json.dumps(about["processor"]))
-    ids = {"image_token_id": tokenizer.convert_tokens_to_ids(about["image"])}
-    config = about["config"](
-        text_config={**about["text"], "vocab_size": len(tokenizer)}, vision_config=about["vision"], **ids
-    )
+    config = write_files(directory, about, tokenizer)
     build_tiny_model(about["module"], config, 0, torch.device("cpu")).save_pretrained(directory)
     return directory
