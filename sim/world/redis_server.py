@@ -27,6 +27,8 @@ from penstock.record.record import CLAIM, FINISH, TAKE
 from sim.world.network import FULL, Link
 from sim.world.runtime import SimEvent, SimQueue, World
 
+MEMORY = b"maxmemory:100\r\nused_memory:10\r\n"
+"""What a server says of its memory."""
 HELLO = [b"*2\r\n$5\r\nHELLO\r\n$1\r\n3\r\n"]
 RESET_SHARE = 0.3
 """The share of lost commands and replies whose wire is reset, so that the client need not wait to know it."""
@@ -87,6 +89,8 @@ class WorldSocket(FakeSocket):
             yield number
             if is_full and fields[0] != b"HELLO":
                 self.put_response(redis.exceptions.OutOfMemoryError(FULL))
+            elif fields[0] == b"INFO":  # which fakeredis does not know
+                self.put_response(MEMORY)
             else:
                 self._process_command(fields)
 

@@ -1,8 +1,10 @@
 """One run: real workers under mishaps that follow from a seed, clients, and the judgement of what was seen."""
 
+import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import random
 import re
 import types
@@ -15,11 +17,12 @@ from typing import Any
 from unittest import mock
 
 import redis
+from obstore.store import MemoryStore
 
 from penstock import failpoints
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client.core import StreamReader, prepare_message
-from penstock.config.settings import BusSettings, EndpointSettings, RecordSettings, StaySettings
+from penstock.config.settings import BusSettings, EndpointSettings, PictureSettings, RecordSettings, StaySettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.endpoint_worker.engine import EndpointEngine
@@ -50,21 +53,31 @@ from penstock.names import (
     Pipeline,
     WorkerKind,
     add_tenant,
+    picture_key,
 )
 from penstock.objects import ObjectStorage
 from penstock.ops.lag import LagWatch, PipelineLag
+from penstock.pictures.store import FOLDER, PictureStore
 from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.staying_role import StayingRole
 from penstock.record import Claim
-from penstock.testing.engine import FormulaEngine, compute_vectors, list_tokens, load_tokenizer
+from penstock.testing.engine import (
+    FormulaEngine,
+    FormulaModel,
+    SeeingModel,
+    compute_vectors,
+    list_tokens,
+    load_tokenizer,
+)
 from penstock.testing.record import NEW
 from penstock.worker import watch
 from penstock.worker.failure import UNWRITABLE
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.pictures import TaskPictures
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from penstock.worker_speed import WorkerSpeed
@@ -74,6 +87,7 @@ from sim.world.endpoint import REFUSALS, REFUSED, SILENCE_S, EndpointServers, ma
 from sim.world.gateways import Gateways
 from sim.world.http import HttpClient
 from sim.world.kafka_client import LIBRARY
+from sim.world.pictures import LossyBlocks, StorageAtOnce, draw_chat, draw_files, list_seen
 from sim.world.runtime import EPOCH_S, Doubles, Process, World
 from sim.world.servers import LEVELS, SIMULATED, KafkaServers, MemoryServers, Servers
 from sim.world.ways import PRODUCERS, Place, Ways
@@ -228,6 +242,12 @@ class Rates:
     """The mean time until there are to be other workers, perhaps none; 0 if the same ones stay."""
     texts: float = 0.0
     """The share of producers' requests of which vectors are computed, where workers have a model."""
+    pictures: float = 0.0
+    """The share of producers' requests with pictures, where workers have a model."""
+    kv_loss: float = 0.0
+    """The chance that a block of such a prompt is gone when it is asked for."""
+    wipe_s: float = 0.0
+    """The mean time until all of these blocks are gone, or the files of pictures; 0 if they never are."""
     region_s: float = 0.0
     """The mean time until a region dies, is stopped or cut off."""
     copy_s: float = 0.0
@@ -259,7 +279,8 @@ class Rates:
             delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
             forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
             poison=(poison := 0.05 if chance.random() < 0.2 else 0.0), attempts=POISON_ATTEMPTS if poison else 0,
-            texts=maybe(0.6),
+            texts=maybe(0.6), pictures=maybe(0.6), kv_loss=maybe(0.3),
+            wipe_s=chance.uniform(1.0, 20.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -332,6 +353,11 @@ class Scene:
         """The requests whose messages were deleted: those that no worker has are lost."""
         self.served: set[str] = set()
         """The requests whose clients have all that they want."""
+        self.blocks = LossyBlocks(random.Random(f"{plan.seed}/kv"), self.rates.kv_loss)
+        """KV of prompts with pictures."""
+        self.picture_settings = PictureSettings(redis_max_kb=random.Random(f"{plan.seed}/files").choice([0, 64, 64]))
+        """With 0 their files are in the object store."""
+        self.files = StorageAtOnce(MemoryStore())
 
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
@@ -419,6 +445,7 @@ class Scene:
         self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
         self._repeat_mishap(self.rates.forget_s, self._forget_request)
+        self._repeat_mishap(self.rates.wipe_s, self._wipe)
         self._repeat_mishap(self.rates.away_s, partial(self._kill_workers, {*STAGES, "auto", "endpoint"}))
         self._repeat_mishap(self.rates.gone_s, partial(self._kill_workers, {"decode"}))
         self._repeat_mishap(self.rates.delete_s, self._delete_messages)
@@ -435,12 +462,26 @@ class Scene:
         findings = [one for one in findings if not (one.kind == "duplicated" and one.id.startswith("hostile"))]
         # What no code expects may end the request that it is about, also when its end is in the log already.
         findings = [one for one in findings if one.id not in self.hurt or "internal_error" not in one.description]
+        gone = self._find_gone_pictures()
+        findings = [one for one in findings if one.id not in gone or "picture_gone" not in one.description]
         lost = {one.id for one in findings if one.kind == "lost" and one.id in self.deleted}
         findings = [one for one in findings if one.id not in lost]
         # Who is killed in the moment after they were told in its log counts them nowhere.
         if not self.num_kills and len(lost) > self.servers.count_lost():
             self.failures.append(f"deleted, and not told: {sorted(lost)}")
         return findings
+
+    def _find_gone_pictures(self) -> set[str]:
+        """Return the requests that ended with `picture_gone` behind a loss of files that they needed."""
+        sent, gone, last = dict[str, float](), set[str](), -1.0
+        for one in self.history:
+            if one["what"] == "submitted":
+                sent[one["id"]] = one["at"]
+            elif one["what"] == "wiped" and "files" in one["lost"]:
+                last = one["at"]
+            elif one["what"] == "end" and one["error"] == "picture_gone" and last >= sent.get(one["id"], math.inf):
+                gone.add(one["id"])
+        return gone
 
     def _note(self, entry: Entry) -> None:
         """Add to the history what happens now."""
@@ -506,7 +547,10 @@ class Scene:
             endpoints = Endpoints(parse_urls("http://one:1,http://other:1", 8))
             asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
             return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings)), None
-        engine: Any = FormulaEngine(chance, self._delay_step, num_blocks=chance.choice([2, 1000]))
+        model = FormulaModel() if kind == "decode" else SeeingModel()
+        engine: Any = FormulaEngine(
+            chance, self._delay_step, model, num_blocks=chance.choice([2, 1000]), blocks=self.blocks
+        )
         token_s = random.Random(f"{self.seed}/{name}/speed").choice(TOKEN_SECONDS)
         engine.speed = None if token_s is None else WorkerSpeed(token_s, token_s, 0)
         if kind == "decode":
@@ -514,16 +558,31 @@ class Scene:
         if kind == "auto":
             limits = StaySettings(max_prompt_tokens=chance.choice([20, 512]))
             stays = StayPolicy(limits, lambda: beat.kinds_decoding)
-            return StayingRole(self.pipeline, engine, stays, worker=name), DecodeRole(self.pipeline, engine)
+            staying, job_role = StayingRole(self.pipeline, engine, stays, worker=name), DecodeRole(self.pipeline, engine)
+            staying.pictures = job_role.pictures = self._open_pictures(name, engine, settings)
+            return staying, job_role
+        role = PrefillRole(self.pipeline, engine)
+        role.pictures = self._open_pictures(name, engine, settings)
         if self.memory is None:
-            return PrefillRole(self.pipeline, engine), None
+            return role, None
         watch = LagWatch(self.servers.find_addresses(name), BusSettings())
 
         def read_lag() -> PipelineLag:
             self._raise_sometimes()
             return watch.read_latest()
 
-        return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__()), None
+        role.backpressure = DecodeBackpressure(read_lag).__enter__()
+        return role, None
+
+    def _open_pictures(self, name: str, engine: FormulaEngine, settings: RecordSettings) -> TaskPictures:
+        """Return what reads pictures for a worker."""
+        reader = engine.model.picture_reader
+        assert reader is not None, "only who sees reads pictures"
+        return TaskPictures(engine, reader, self._open_files(name, settings), self.picture_settings)
+
+    def _open_files(self, who: str, settings: RecordSettings) -> PictureStore:
+        """Return somebody's way to the files of pictures."""
+        return PictureStore(self.servers.find_addresses(who), self.files, self.picture_settings, settings)
 
     def _tokenize(self, place: Place, read: Callable[..., list[int]], request: Request, **how: Any) -> list[int]:
         """Tokenize a prompt, which may take long, and kills the worker or never ends where it is poison."""
@@ -720,6 +779,17 @@ class Scene:
         with contextlib.suppress(BusUnavailable, RequestTooLarge), contextlib.closing(publisher):
             publisher.publish([Outgoing(topic, value, key, dict(headers))])
 
+    def _wipe(self) -> None:
+        """Let a server lose the KV of prompts with pictures, or the files of these, or both."""
+        lost = self.chance.choice([{"kv"}, {"files"}, {"kv", "files"}])
+        if "kv" in lost:
+            self.blocks.clear()
+        if "files" in lost:
+            for digest in draw_files():
+                self.servers.delete_keys(picture_key(digest))
+                asyncio.run(self.files.delete(f"{FOLDER}/{digest}"))
+        self._note({"what": "wiped", "lost": sorted(lost)})
+
     def _fill_redis(self) -> None:
         self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
 
@@ -781,7 +851,7 @@ class Scene:
             else:
                 http.ask(request, may, request.id if chance.random() < 0.8 else None)
         else:
-            self._produce(self._ask_for_vectors(request), may + late, chance)
+            self._produce(self._show_pictures(self._ask_for_vectors(request)), may + late, chance)
         self.num_clients_left -= 1
 
     def _ask_for_vectors(self, request: Request) -> Request:
@@ -793,6 +863,23 @@ class Scene:
         texts = [load_tokenizer().decode(ids[start : start + size]) for start in range(0, len(ids), size)][:MAX_TEXTS]
         texts = [f"a{text}".replace("\0", "") for text in texts]  # no text is empty
         return request.model_copy(update={"token_ids": None, "texts": texts, "sampling": Sampling()})
+
+    def _show_pictures(self, request: Request) -> Request:
+        """Return a request as it is, or one with pictures in place of its prompt."""
+        chance = random.Random(f"{self.seed}/pictures/{request.id}")
+        if request.texts is not None or chance.random() >= self.rates.pictures:
+            return request
+        return request.model_copy(update={"token_ids": None, "messages": draw_chat(chance)})
+
+    def _store_pictures(self, request: Request, who: str) -> None:
+        """Store the pictures of a request that are not in its message."""
+        digests = {one.digest for one in request.pictures if one.data is None}
+        while digests:
+            with contextlib.suppress(BusUnavailable), contextlib.closing(self._open_files(who, RecordSettings())) as files:
+                for digest in sorted(digests):
+                    files.put(draw_files()[digest])
+                return
+            self.world.sleep(POLL_S)
 
     def _make_question(
         self, number: int, request: Request, may: list[str], chance: random.Random
@@ -812,7 +899,7 @@ class Scene:
 
     def _note_submitted(self, request: Request, may: list[str]) -> None:
         prompt = request.messages[0].text if request.messages else request.prompt
-        if prompt is not None:
+        if prompt is not None and not request.pictures:
             text = "" if prompt.split()[0] in REFUSED else make_text(prompt)
             self._note(
                 {"what": "submitted", "id": request.id, "tokens": [], "text": text, "calls": [], "finish": "stop",
@@ -826,7 +913,8 @@ class Scene:
                  "may": may}
             )  # fmt: skip
             return
-        tokens = list_tokens(request.token_ids or [], request.seed, request.sampling.max_tokens)
+        seen = list_seen(request) if request.pictures else request.token_ids or []
+        tokens = list_tokens(seen, request.seed, request.sampling.max_tokens)
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._note(
             {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",
@@ -842,6 +930,7 @@ class Scene:
             self.poison.add(request.id)
             may = [*may, "attempts_exhausted"]
         self._note_submitted(request, may)
+        self._store_pictures(request, "client")
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request)
         self._note_accepted(request.id)

@@ -110,6 +110,10 @@ class Servers(ABC):
         for one in ended:
             self._ask_redis().delete(self.pipeline.record_key(one), self.pipeline.log_key(one))
 
+    def delete_keys(self, *keys: str) -> None:
+        """Let Redis lose some keys."""
+        self._ask_redis().delete(*keys)
+
     def count_lost(self) -> int:
         """Return how many messages Redis counts as lost."""
         return sum(map(int, self._ask_redis().hvals(self.pipeline.lost_key)))

@@ -1,32 +1,37 @@
 """An engine that answers by a formula: any worker that continues a request gives the same tokens.
 
-It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV. Its blocks
-are numbers: where they are too few for all requests, the last ones wait.
+It keeps the contract of `penstock.engine.contract.InferenceEngine`, and takes time for each step. Its blocks are numbers:
+where they are too few for all requests, the last ones wait. KV it has of prompts with pictures alone: what is seen in
+the place of each token of a block, which engines share by the block's hash.
 """
 
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
 from penstock.engine.contract import Ended, EngineLimits, Loaded, Outcome, SequenceProgress, StepShare, Stored
-from penstock.engine.pictures.rows import Pictures, PromptPicture
+from penstock.engine.pictures.rows import Pictures, PromptPicture, SeenPicture
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.engine.vectors import Floats, TextReader, TextRequest, VectorCard
 from penstock.engine.weights.files import DEMO_MODEL
+from penstock.errors import RequestError, SequenceFailed
 from penstock.kvstore.block import BlockHasher, PromptBlocks, Span
 from penstock.messages import Logprobs, Text, Vectors
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
+
+if TYPE_CHECKING:  # only a model that sees needs torch
+    from penstock.engine.pictures.reader import PictureReader
 
 BLOCK_SIZE = 16
 MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH = 16, 128, 4096
@@ -48,8 +53,10 @@ VECTOR_SIZE = 8
 
 
 class FormulaModel:
-    """The model as workers see it. It generates text, and computes vectors."""
+    """The model as workers see it. It generates text, computes vectors, and may see pictures."""
 
+    sees = False
+    """Whether it sees pictures here (`penstock.testing.pictures`)."""
     name, response_template, fingerprint = "formula", None, "ab" * 32
     eos_token_ids = frozenset([END_TOKEN])
     context_length = MAX_LENGTH
@@ -57,7 +64,11 @@ class FormulaModel:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the demo model."""
-        return load_tokenizer()
+        if not self.sees:
+            return load_tokenizer()
+        from penstock.testing.pictures import load_seeing_tokenizer
+
+        return load_seeing_tokenizer()
 
     @cached_property
     def text_reader(self) -> TextReader:
@@ -65,12 +76,25 @@ class FormulaModel:
         card = VectorCard("embed", VECTOR_SIZE, MAX_LENGTH, self.vocab_size, "lasttoken", {}, "")
         return TextReader(card, self.tokenizer, normalizes=False, has_head=True, start_ids=(), end_ids=())
 
-    picture_reader: None = None
+    @cached_property
+    def picture_reader(self) -> "PictureReader | None":
+        """Reads pictures, if it sees them."""
+        if not self.sees:
+            return None
+        from penstock.testing.pictures import ColourReader
+
+        return ColourReader()
 
     @cached_property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return len(load_tokenizer())
+        return len(self.tokenizer)
+
+
+class SeeingModel(FormulaModel):
+    """The same, where it sees pictures."""
+
+    sees = True
 
 
 def compute_token(prompt: Sequence[int], seed: int, position: int) -> int:
@@ -117,6 +141,8 @@ class FormulaEngine:
     """The most blocks that its requests may have together."""
     speed: WorkerSpeed | None = None
     """The speed that it tells."""
+    blocks: MutableMapping[bytes, list[int]] = field(default_factory=dict)
+    """By hash: what is seen in a block of a prompt with pictures. It may lose blocks at any time."""
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:
@@ -127,6 +153,11 @@ class FormulaEngine:
         self.step_shares: list[StepShare] = []
         self._loading: list[tuple[float, EngineSequence]] = []
         self._storing: list[tuple[float, EngineSequence, Future[float]]] = []
+        self._seen: dict[str, list[int]] = {}
+        """By id: the KV of a prompt with pictures, from its first token on."""
+        self._unseen: list[tuple[EngineSequence, list[Future[SeenPicture]]]] = []
+        """Requests that wait until pictures are seen."""
+        self._eyes = ThreadPoolExecutor(1, "vision")  # starts no thread by itself
         self._wake = threading.Event()
 
     def free_capacity(self, priority_class: PriorityClass, num_tokens: int) -> int:
@@ -153,10 +184,16 @@ class FormulaEngine:
         tenant: str,
         token_ids: Sequence[int],
         pictures: Sequence[PromptPicture],
-        read: Callable[[PromptPicture], object],
+        read: Callable[[PromptPicture], Any],
     ) -> Pictures:
-        """Return the pictures of a prompt."""
-        return Pictures(token_ids, pictures)
+        """Return the pictures of a prompt. A model that sees reads each when it is asked for first."""
+        if not self.model.sees:
+            return Pictures(token_ids, pictures)
+        from penstock.testing.pictures import look
+
+        by_name = {picture.name: picture for picture in pictures}
+        see = cache(lambda name: self._eyes.submit(look, read, by_name[name]))
+        return Pictures(token_ids, pictures, see)
 
     def add_request(self, request: EngineSequence) -> None:
         """Load its blocks for a while, then compute it."""
@@ -171,6 +208,7 @@ class FormulaEngine:
     def remove_request(self, request_id: str) -> None:
         """Drop a request."""
         self._texts.pop(request_id, None)
+        self._seen.pop(request_id, None)
         if (seq := self._seqs.pop(request_id, None)) is not None and seq.state is not State.DONE:
             seq.move_to(State.DONE)
 
@@ -181,6 +219,7 @@ class FormulaEngine:
     def finish_request(self, request_id: str, *, ends_in_call: bool = False) -> "Future[float] | None":
         """Store the blocks of a request that is handed off for a while."""
         seq = self._seqs[request_id]
+        self._store_blocks(seq)
         self.remove_request(request_id)
         if not seq.lease_owner:
             return None
@@ -203,14 +242,56 @@ class FormulaEngine:
             fits = is_first or num_needed <= num_free
             if seq.state is State.RUNNING and not fits:
                 seq.preempt()
-            elif seq.is_waiting and seq.num_preemptions and fits:
-                seq.move_to(State.RUNNING)
+                self._seen.pop(seq.id, None)
+            elif seq.is_waiting and seq.num_preemptions and fits and all(seq is not one for one, _ in self._unseen):
+                self._run(seq)
             if seq.state is State.RUNNING:
                 num_free, is_first = num_free - num_needed, False
         return self.has_work()
 
+    def _run(self, seq: EngineSequence) -> None:
+        """Compute a request from now on. One with pictures reads what KV there is, and has those seen that it lacks."""
+        if seq.pictures is not None:
+            found = self._seen[seq.id] = list[int]()
+            for key in seq.blocks.prompt_keys():
+                if (block := self.blocks.get(key.hash)) is None:
+                    break
+                found += block
+            del found[len(seq.token_ids) - 1 :]  # the last token is always computed
+            if pictures := seq.pictures.see_behind(len(found)):
+                self._unseen.append((seq, pictures))
+                return
+        seq.move_to(State.RUNNING)
+
+    def _see_prompt(self, seq: EngineSequence) -> list[int]:
+        """Return what is seen in the places of a prompt's tokens: those that are no rows of pictures are themselves.
+
+        Raises `SequenceFailed` where a picture cannot be seen.
+        """
+        num, found = seq.num_prompt_tokens, self._seen.get(seq.id, [])
+        if seq.pictures is None or len(found) == num:
+            return found or seq.token_ids[:num]
+        seen = found + seq.token_ids[len(found) : num]
+        try:
+            for first, part in seq.pictures.find_seen(len(found), num):
+                seen[first : first + len(part.rows)] = part.rows.tolist()
+        except RequestError as error:
+            raise SequenceFailed(seq, error) from error
+        self._seen[seq.id] = seen
+        if not seq.lease_owner:
+            self._store_blocks(seq)
+        return seen
+
+    def _store_blocks(self, seq: EngineSequence) -> None:
+        """Store the KV of a prompt with pictures."""
+        seen = self._seen.get(seq.id, [])
+        if len(seen) < seq.num_prompt_tokens:
+            return
+        for index, key in enumerate(seq.blocks.prompt_keys()):
+            self.blocks[key.hash] = seen[index * BLOCK_SIZE : index * BLOCK_SIZE + key.num_tokens]
+
     def finish_step(self) -> list[FormulaToken]:
-        """Take the time of a step, and return a token of each request."""
+        """Take the time of a step, and return a token of each request. Raises `SequenceFailed`."""
         running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
         rows: list[tuple[SequenceProgress, Stage]] = [
             (seq, "decode" if seq.num_output_tokens else "prefill") for seq in running
@@ -220,12 +301,11 @@ class FormulaEngine:
         time.sleep(self.chance.uniform(*STEP_S))
         self.pass_step()
         self._compute_texts()
+        running = [seq for seq in running if self._seqs.get(seq.id) is seq and seq.state is State.RUNNING]
+        prompts = [self._see_prompt(seq) for seq in running]
         sampled = []
-        for seq in running:
-            if self._seqs.get(seq.id) is not seq or seq.state is not State.RUNNING:
-                continue
+        for seq, prompt in zip(running, prompts, strict=True):
             seq.num_computed_tokens = len(seq.token_ids)
-            prompt = seq.token_ids[: seq.num_prompt_tokens]
             token = self.choose_token(prompt, seq.seed, seq.num_output_tokens)
             seq.append_token(token)
             sampled.append(FormulaToken(seq, token))
@@ -257,9 +337,15 @@ class FormulaEngine:
         self._loading = [entry for entry in self._loading if entry[0] > now_s]
         for due_s, seq in due:
             if self._seqs.get(seq.id) is seq:
-                seq.move_to(State.RUNNING)
+                self._run(seq)
                 num_blocks = seq.num_prompt_tokens // BLOCK_SIZE
                 yield Loaded(seq.context, num_blocks, 0, 0, 0, due_s, due_s)
+        unseen, self._unseen = self._unseen, []
+        for seq, pictures in unseen:
+            if self._seqs.get(seq.id) is seq and all(picture.done() for picture in pictures):
+                seq.move_to(State.RUNNING)
+            elif self._seqs.get(seq.id) is seq:
+                self._unseen.append((seq, pictures))
         stored = [entry for entry in self._storing if entry[0] <= now_s]
         self._storing = [entry for entry in self._storing if entry[0] > now_s]
         for due_s, seq, future in stored:
@@ -268,7 +354,7 @@ class FormulaEngine:
 
     def is_moving_blocks(self) -> bool:
         """Return whether loads or stores are under way, or events were not collected."""
-        return bool(self._loading or self._storing or self._ended)
+        return bool(self._loading or self._storing or self._ended or self._unseen)
 
     def wait_for_event(self) -> None:
         """Wait a moment."""
@@ -303,7 +389,7 @@ class FormulaEngine:
         for request_id in [*self._seqs, *self._texts]:
             self.remove_request(request_id)
         self._ended.clear()
-        self._loading, self._storing = [], []
+        self._loading, self._storing, self._unseen = [], [], []
 
 
 def list_tokens(prompt: Sequence[int], seed: int, count: int) -> list[int]:
