@@ -75,7 +75,10 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, 
     ),
 }  # fmt: skip
 """By type of model: its image processor, its processor, and the special tokens, with sizes that suit tests."""
-TILE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"]
+TILE_TOKENS = [
+    "<image>", "<fake_token_around_image>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+]  # fmt: skip
 DETAILS: tuple[Detail, ...] = ("low", "high")
 MISSING = {"mistral3": "torchvision", "pixtral": "torchvision", "smolvlm": "num2words"}
 """By type of model: what its processor imports, and not every installation has."""

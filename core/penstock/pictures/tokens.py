@@ -68,7 +68,21 @@ class EdgeTokens(Wire):
     square: Count
 
 
-PictureTokens = FixedTokens | GridTokens | TileTokens | SplitTokens | EdgeTokens
+class CanvasTokens(Wire):
+    """Those of the whole picture, and a token for each square of it on a canvas, and behind each row (LLaVA-NeXT)."""
+
+    kind: Literal["canvas"] = "canvas"
+    canvases: list[list[Count]] = Field(min_length=1)
+    """Width and height of each, in pixels: a picture is made to fit the one that shows most of it."""
+    tile_edge: Count
+    squares_per_edge: Count
+    """Along the edge of a tile."""
+    tokens_of_whole: Count
+    max_tiles: Annotated[int, Field(ge=0)] = 0
+    """Where a picture's squares are those of more tiles, by a tenth of its edges, they are made fewer (OneVision)."""
+
+
+PictureTokens = FixedTokens | GridTokens | TileTokens | SplitTokens | EdgeTokens | CanvasTokens
 PICTURE_TOKENS: TypeAdapter[PictureTokens] = TypeAdapter(Annotated[PictureTokens, Field(discriminator="kind")])
 
 
@@ -90,6 +104,8 @@ def count_picture_tokens(rule: PictureTokens, width: int, height: int) -> int:
             if ratio > 1:
                 width, height = math.floor(width / ratio), math.floor(height / ratio)
             return ((width - 1) // rule.square + 2) * ((height - 1) // rule.square + 1)
+        case CanvasTokens():
+            return _count_canvas(rule, width, height)
 
 
 def _count_grid(rule: GridTokens, width: int, height: int) -> int:
@@ -135,3 +151,22 @@ def _count_split(rule: SplitTokens, width: int, height: int) -> int:
     if columns * rows == 1:
         return whole
     return whole + rule.num_blank_tokens - 1 + rows * (columns * (rule.tokens_per_tile + 2) + 1)
+
+
+def _count_canvas(rule: CanvasTokens, width: int, height: int) -> int:
+    def rate(canvas: list[int]) -> tuple[int, int]:
+        """Return how many pixels of the picture a canvas shows, and then less for one that stays emptier."""
+        scale = min(canvas[0] / width, canvas[1] / height)
+        num_shown = min(int(width * scale) * int(height * scale), width * height)
+        return num_shown, num_shown - canvas[0] * canvas[1]
+
+    columns, rows = (side // rule.tile_edge * rule.squares_per_edge for side in max(rule.canvases, key=rate))
+    # Margins without the picture have no tokens.
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    ratio = math.sqrt(rows * columns / ((rule.max_tiles or math.inf) * rule.squares_per_edge**2))
+    if ratio > 1.1:
+        columns, rows = int(columns // ratio), int(rows // ratio)
+    return rule.tokens_of_whole + rows * (columns + 1)

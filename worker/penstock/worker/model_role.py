@@ -47,7 +47,8 @@ class ModelRole(Role):
             "response_template": self.engine.model.response_template,
         }
         if self.pictures is not None:
-            told |= {"sees": True}
+            rule = self.pictures.rule
+            told |= {"sees": True, "picture_tokens": None if rule is None else rule.model_dump()}
         if (reader := self.text_reader) is not None:
             told |= reader.card.describe_card()
             told |= {} if reader.has_head else {"task": "embed", "max_model_len": reader.card.max_length}

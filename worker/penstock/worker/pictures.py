@@ -14,6 +14,7 @@ from penstock.errors import InvalidRequest, PictureGone
 from penstock.messages import Detail, Job, JobPicture, Picture, Request
 from penstock.pictures.decoding import decode_picture
 from penstock.pictures.store import PictureStore
+from penstock.pictures.tokens import PictureTokens
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
     from PIL.Image import Image
@@ -28,8 +29,15 @@ class TaskPictures:
     """Reads the pictures of requests and jobs for one engine. Any thread may call it."""
 
     def __init__(
-        self, engine: "InferenceEngine", reader: "PictureReader", store: PictureStore, settings: PictureSettings
+        self,
+        engine: "InferenceEngine",
+        reader: "PictureReader",
+        store: PictureStore,
+        settings: PictureSettings,
+        rule: PictureTokens | None = None,
     ) -> None:
+        """`rule` is by which gateways count a picture's tokens, if that is known."""
+        self.rule = rule
         self._engine, self._reader, self._store, self._settings = engine, reader, store, settings
 
     def read_request(self, request: Request, token_ids: Sequence[int]) -> "tuple[list[int], Pictures]":

@@ -186,7 +186,9 @@ class WorkerProcess:
         self.exits.callback(objects.close)
         store = PictureStore(self.addresses, objects, settings.picture, settings.record)
         self.exits.callback(store.close)
-        return TaskPictures(engine, reader, store, settings.picture)
+        with require_libraries():
+            from penstock.engine.pictures.token_rule import find_token_rule
+        return TaskPictures(engine, reader, store, settings.picture, find_token_rule(reader))
 
     def _fit_tiers(self) -> None:
         """Fit the KV store's tiers to this host. Raise `KVStoreError` for what was asked for and cannot be."""
