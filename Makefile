@@ -42,7 +42,7 @@ endef
 # Everything for development; a demo needs less.
 install: .venv/installed-dev
 
-.venv/installed-dev: EXTRAS := worker,gateway,top,embedded,embeddings,dev
+.venv/installed-dev: EXTRAS := worker,gateway,top,images,embedded,embeddings,dev
 .venv/installed-dev: pyproject.toml constraints.txt
 	$(make_environment)
 	@touch .venv/installed $@
@@ -87,7 +87,7 @@ test-clients: $(CLIENTS)/installed
 	$(CLIENTS)/bin/python $(FORKED) -m clients tests/ingest
 
 $(CLIENTS)/installed: BIN := $(CLIENTS)/bin
-$(CLIENTS)/installed: EXTRAS := worker,gateway,top,embedded,embeddings,dev,clients
+$(CLIENTS)/installed: EXTRAS := worker,gateway,top,images,embedded,embeddings,dev,clients
 $(CLIENTS)/installed: pyproject.toml constraints.txt tests/ingest/node/package.json tests/ingest/agent_programs/package.json examples/backend_node/package.json $(wildcard tests/ingest/frameworks/*.py)
 	$(make_environment)
 	@$(BIN)/python -m tests.ingest.clients

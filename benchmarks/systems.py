@@ -117,7 +117,7 @@ class CallingExecutor(Executor):
 
 def run_unthreaded(*arguments: str) -> None:
     """Run the `penstock` command with models that see in the thread of the steps."""
-    vision.ThreadPoolExecutor = CallingExecutor  # type: ignore[attr-defined, assignment]
+    vision.ThreadPoolExecutor = CallingExecutor  # type: ignore[attr-defined]
     run_penstock(*arguments)
 
 
@@ -159,7 +159,7 @@ class PipedProcess:
         """Start it with `call(pipe, *given)`, and wait for its first answer. An answer takes `timeout_s` at most."""
         self._pipe, theirs = context.Pipe()
         self._timeout_s = timeout_s
-        process: Any = context.Process  # type: ignore[attr-defined, assignment]
+        process: Any = context.Process  # type: ignore[attr-defined]
         self._process = process(target=call, args=(theirs, *given), daemon=True)
         self._process.start()
         theirs.close()

@@ -558,7 +558,10 @@ class Scene:
         if kind == "auto":
             limits = StaySettings(max_prompt_tokens=chance.choice([20, 512]))
             stays = StayPolicy(limits, lambda: beat.kinds_decoding)
-            staying, job_role = StayingRole(self.pipeline, engine, stays, worker=name), DecodeRole(self.pipeline, engine)
+            staying, job_role = (
+                StayingRole(self.pipeline, engine, stays, worker=name),
+                DecodeRole(self.pipeline, engine),
+            )
             staying.pictures = job_role.pictures = self._open_pictures(name, engine, settings)
             return staying, job_role
         role = PrefillRole(self.pipeline, engine)
@@ -875,7 +878,10 @@ class Scene:
         """Store the pictures of a request that are not in its message."""
         digests = {one.digest for one in request.pictures if one.data is None}
         while digests:
-            with contextlib.suppress(BusUnavailable), contextlib.closing(self._open_files(who, RecordSettings())) as files:
+            with (
+                contextlib.suppress(BusUnavailable),
+                contextlib.closing(self._open_files(who, RecordSettings())) as files,
+            ):
                 for digest in sorted(digests):
                     files.put(draw_files()[digest])
                 return

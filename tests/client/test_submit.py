@@ -1,6 +1,8 @@
 """Submitting: what is sent, and what is refused before it is sent."""
 
+import hashlib
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,10 +13,11 @@ from penstock.bus.contract import Bus
 from penstock.client import Client
 from penstock.client.core import RequestFields
 from penstock.errors import IdConflict, InvalidRequest, RequestLost, RequestTooLarge, StreamTimeout
-from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, compute_body_hash, decode_message
-from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
+from penstock.messages import MAX_REQUEST_BYTES, Picture, Request, Sampling, compute_body_hash, decode_message
+from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline, picture_key
 from penstock.record import Record
 from tests.record.play import end, prefill, say
+from tests.test_pictures import JPEG, PNG
 
 
 @pytest.mark.proof
@@ -108,3 +111,35 @@ def test_a_request_carries_on_the_callers_trace(redis_url: str, bus: Bus, pipeli
         client.submit("hello")
     (message,) = bus.read_all(pipeline.request_topic("interactive"))
     assert trace.format_trace_id(caller.trace_id) in message.headers["traceparent"]
+
+
+@pytest.mark.parametrize("redis_max_kb", [1024, 0])
+def test_a_picture_is_stored_and_a_request_names_it(
+    client: Client, bus: Bus, pipeline: Pipeline, server: "redis.Redis", tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, redis_max_kb: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PENSTOCK_PICTURE_REDIS_MAX_KB", str(redis_max_kb))
+    monkeypatch.setenv("PENSTOCK_BATCH_STORE", str(tmp_path))
+    digest, file = hashlib.sha256(PNG).hexdigest(), tmp_path / "a.png"
+    file.write_bytes(PNG)
+    server.delete(picture_key(digest))
+    picture = client.put_picture(file, "low")
+    assert picture == Picture(digest=digest, num_bytes=len(PNG), width=64, height=32, detail="low")
+    kept = server.get(picture_key(digest)) if redis_max_kb else (tmp_path / "pictures" / digest).read_bytes()
+    assert kept == PNG
+    client.submit(messages=[{"role": "user", "content": ["What is this?", picture, client.put_picture(JPEG)]}])
+    (message,) = bus.read_all(pipeline.request_topic("interactive"))
+    request = decode_message(Request, message.value)
+    assert [one.digest for one in request.pictures] == [digest, hashlib.sha256(JPEG).hexdigest()]
+    for wrong, why in ((b"hello", "PNG, JPEG, WebP or GIF"), (bytes(8 * 2**20 + 1), "may have 8,388,608")):
+        with pytest.raises(InvalidRequest, match=why):
+            client.put_picture(wrong)
+
+
+async def test_a_client_puts_a_picture_where_a_loop_runs(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PICTURE_REDIS_MAX_KB", "0")
+    monkeypatch.setenv("PENSTOCK_BATCH_STORE", str(tmp_path))
+    with Client(redis=redis_url) as client:
+        assert (tmp_path / "pictures" / client.put_picture(PNG).digest).read_bytes() == PNG

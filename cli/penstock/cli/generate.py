@@ -49,6 +49,10 @@ def generate(
         typer.Option(exists=True, dir_okay=False, help="The answer follows the JSON schema in this file."),
     ] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's chat message.")] = False,
+    picture: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Ask in a chat about this picture; may be given several times."),
+    ] = None,
     batch: Annotated[bool, typer.Option(help="Class batch instead of interactive.")] = False,
     request_id: Annotated[
         str | None, typer.Option("--id", help="The request's id; one that was used before joins it.")
@@ -73,9 +77,10 @@ def generate(
         position = StreamPosition(request_id, resume or None)
         stack.enter_context(explain_waiting(position, addresses, priority_class, notes))
         if resume is None:
+            content = [*map(client.put_picture, picture), text] if picture else text
             client.submit(
-                prompt=None if chat else text,
-                messages=[{"role": "user", "content": text}] if chat else None,
+                prompt=None if chat or picture else text,
+                messages=[{"role": "user", "content": content}] if chat or picture else None,
                 id=request_id,
                 priority_class=priority_class,
                 max_tokens=max_tokens,

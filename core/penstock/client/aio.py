@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from itertools import chain
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -42,7 +43,7 @@ from penstock.client.core import (
     unpack_floats,
 )
 from penstock.errors import BusUnavailable, PenstockError, RequestLost
-from penstock.messages import EncodedRequest, Text, encode_request, now_s
+from penstock.messages import EncodedRequest, Picture, Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import AsyncMailbox, LiveFeed
@@ -208,6 +209,12 @@ class AsyncClient(BaseClient):
     async def score(self, query: str, texts: Sequence[str], timeout_s: float = 60.0) -> list[float]:
         """Return how well each text answers a query, as `Client.score`."""
         return [score for (score,) in await self._compute(texts, {"query": query}, timeout_s)]
+
+    async def put_picture(
+        self, file: bytes | str | PathLike[str], detail: Literal["low", "high"] | None = None
+    ) -> Picture:
+        """Store a picture as `Client.put_picture`."""
+        return await asyncio.to_thread(self._store_picture, file, detail)
 
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end. Returns False when it has ended already. Raises `BusUnavailable`."""

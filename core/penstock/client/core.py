@@ -9,9 +9,11 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from opentelemetry.trace import Span, SpanKind
@@ -20,9 +22,10 @@ from penstock import names
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.bus.placement import chain_prompt
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings, load_settings
+from penstock.config.settings import BatchSettings, BusSettings, PictureSettings, RecordSettings, load_settings
 from penstock.errors import (
     BusUnavailable,
+    DependencyMissing,
     IdConflict,
     InvalidName,
     InvalidRequest,
@@ -186,6 +189,29 @@ class BaseClient(ABC):
     def _is_gone(self, request_id: str) -> bool:
         place = self._places.get(request_id)
         return place is not None and bool(self._watch.find_gone([place]))
+
+    def _store_picture(self, file: bytes | str | PathLike[str], detail: Literal["low", "high"] | None) -> Picture:
+        """Store a picture's file, in a thread without an event loop; `Client.put_picture` explains it."""
+        try:
+            from penstock.objects import ObjectStorage  # its library is none of the base installation
+        except ImportError as error:
+            raise DependencyMissing(f"pictures need pip install 'penstock[images]' ({error})") from None
+        from penstock.pictures.decoding import measure_picture
+        from penstock.pictures.store import PictureStore
+
+        data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        settings = load_settings(PictureSettings)
+        if len(data) > settings.max_bytes:
+            raise InvalidRequest(
+                f"a picture of {len(data):,} bytes; a request's may have {settings.max_bytes:,} together"
+            )
+        width, height = measure_picture(data, settings.max_pixels, detail)
+        with (
+            closing(ObjectStorage.open(load_settings(BatchSettings).store_url)) as objects,
+            closing(PictureStore(self._addresses, objects, settings, self._record_settings)) as store,
+        ):
+            digest = store.put(data)
+        return Picture(digest=digest, num_bytes=len(data), width=width, height=height, detail=detail)
 
     @abstractmethod
     def _open_logs(self) -> None:

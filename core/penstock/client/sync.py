@@ -9,8 +9,10 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import chain
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -39,7 +41,7 @@ from penstock.client.core import (
     unpack_floats,
 )
 from penstock.errors import BusUnavailable, PenstockError
-from penstock.messages import Text, encode_request, now_s
+from penstock.messages import Picture, Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import LiveThread, Mailbox
@@ -127,6 +129,19 @@ class Client(BaseClient):
     def score(self, query: str, texts: Sequence[str], timeout_s: float = 60.0) -> list[float]:
         """Return how well each text answers a query, as the model's own scores. Raises as `embed`."""
         return [score for (score,) in self._compute(texts, {"query": query}, timeout_s)]
+
+    def put_picture(self, file: bytes | str | PathLike[str], detail: Literal["low", "high"] | None = None) -> Picture:
+        """Store a picture, given as its bytes or its path, and return what a turn has of it.
+
+            picture = client.put_picture("cat.png")
+            client.submit(messages=[{"role": "user", "content": ["What is this?", picture]}])
+
+        It needs `penstock[images]`. A picture lies in Redis, or if it is large in `PENSTOCK_BATCH_STORE`, for as long
+        as the record of a request that waits. Raises `InvalidRequest` for a file that is none, or is too large,
+        `BusUnavailable`, `StorageUnavailable` and `OSError`.
+        """
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop, as in a notebook
+            return thread.submit(self._store_picture, file, detail).result()
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end. Returns False when it has ended already. Raises `BusUnavailable`."""

@@ -13,7 +13,6 @@ from penstock.config.settings import PictureSettings
 from penstock.errors import InvalidRequest, PictureGone
 from penstock.messages import Detail, Job, JobPicture, Picture, Request
 from penstock.pictures.decoding import decode_picture
-from penstock.pictures.store import PictureStore
 from penstock.pictures.tokens import PictureTokens
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # workers without a model of their own do without its librari
     from penstock.engine.pictures.reader import PictureReader
     from penstock.engine.pictures.rows import Pictures
     from penstock.engine.pictures.vision import Pixels
+    from penstock.pictures.store import PictureStore
 
 
 class TaskPictures:
@@ -32,7 +32,7 @@ class TaskPictures:
         self,
         engine: "InferenceEngine",
         reader: "PictureReader",
-        store: PictureStore,
+        store: "PictureStore",
         settings: PictureSettings,
         rule: PictureTokens | None = None,
     ) -> None:

@@ -41,11 +41,9 @@ from penstock.engine.weights.files import check_model_here
 from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, SettingsError, choose_load_error
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import WHOLE_KINDS, Pipeline, WorkerKind, describe_kind, may_serve_together
-from penstock.objects import ObjectStorage
 from penstock.ops.access import check_access, check_redis_access
 from penstock.ops.eviction import watch_eviction
 from penstock.ops.status import read_worker_status
-from penstock.pictures.store import PictureStore
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
 from penstock.redis.servers import store_server_lists
@@ -182,12 +180,14 @@ class WorkerProcess:
         """Return what reads pictures for an engine; None where its model sees none here."""
         if (reader := engine.model.picture_reader) is None:
             return None
+        with require_libraries("images"):
+            from penstock.engine.pictures.token_rule import find_token_rule
+            from penstock.objects import ObjectStorage
+            from penstock.pictures.store import PictureStore
         settings, objects = self.settings, ObjectStorage.open(self.settings.batch.store_url)
         self.exits.callback(objects.close)
         store = PictureStore(self.addresses, objects, settings.picture, settings.record)
         self.exits.callback(store.close)
-        with require_libraries():
-            from penstock.engine.pictures.token_rule import find_token_rule
         return TaskPictures(engine, reader, store, settings.picture, find_token_rule(reader))
 
     def _fit_tiers(self) -> None:
