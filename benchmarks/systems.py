@@ -117,7 +117,7 @@ class CallingExecutor(Executor):
 
 def run_unthreaded(*arguments: str) -> None:
     """Run the `penstock` command with models that see in the thread of the steps."""
-    vision.ThreadPoolExecutor = CallingExecutor  # type: ignore[attr-defined]
+    vision.ThreadPoolExecutor = CallingExecutor  # type: ignore[attr-defined,assignment]
     run_penstock(*arguments)
 
 

@@ -18,7 +18,10 @@ from tests.engine.test_picture_reader import MISSING, PROCESSORS, save_processor
 KINDS = {
     "qwen2_vl": "grid", "qwen2_5_vl": "grid", "qwen3_vl": "grid", "llava": "fixed", "llava_next": "canvas",
     "llava_onevision": "canvas", "idefics3": "split", "smolvlm": "split", "mistral3": "edge", "internvl": "tiles",
+    "pixtral": "edge", "vipllava": "fixed", "deepseek_vl": "fixed", "qwen3_vl_moe": "grid",
 }  # fmt: skip
+UNTOLD = ("lighton_ocr", "paddleocr_vl")
+"""Their gateways count none of a picture's tokens."""
 EXTREME = ((1, 1), (2, 3), (3, 2), (1, 190), (190, 1), (3, 590), (590, 3), (7, 1390), (1390, 7), (1600, 1200))
 
 
@@ -64,7 +67,12 @@ def test_a_rule_counts_the_tokens_that_a_prompt_gets(kind: str, tmp_path: Path) 
     rule = tell(reader)
     assert rule.kind == KINDS[kind]
     compare(rule, reader, list_sizes(kind))
-    assert KINDS.keys() == PROCESSORS.keys()
+    assert {*KINDS, *UNTOLD} == {*PROCESSORS}
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_processor_that_no_rule_agrees_with_has_none(kind: str, tmp_path: Path) -> None:
+    assert find_token_rule(make_reader(kind, tmp_path, {})) is None
 
 
 OTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
