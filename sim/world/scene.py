@@ -279,7 +279,7 @@ class Rates:
             delete_s=chance.uniform(1.0, 10.0) if chance.random() < 0.3 else 0.0,
             forget_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0,
             poison=(poison := 0.05 if chance.random() < 0.2 else 0.0), attempts=POISON_ATTEMPTS if poison else 0,
-            texts=maybe(0.6), pictures=maybe(0.6), kv_loss=maybe(0.3),
+            texts=maybe(0.6), pictures=maybe(0.6), kv_loss=maybe(0.03),
             wipe_s=chance.uniform(1.0, 20.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
@@ -358,6 +358,8 @@ class Scene:
         self.picture_settings = PictureSettings(redis_max_kb=random.Random(f"{plan.seed}/files").choice([0, 64, 64]))
         """With 0 their files are in the object store."""
         self.files = StorageAtOnce(MemoryStore())
+        self.seeing: set[str] = set()
+        """The requests with pictures, whose files may be lost."""
 
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
@@ -558,10 +560,8 @@ class Scene:
         if kind == "auto":
             limits = StaySettings(max_prompt_tokens=chance.choice([20, 512]))
             stays = StayPolicy(limits, lambda: beat.kinds_decoding)
-            staying, job_role = (
-                StayingRole(self.pipeline, engine, stays, worker=name),
-                DecodeRole(self.pipeline, engine),
-            )
+            staying = StayingRole(self.pipeline, engine, stays, worker=name)
+            job_role = DecodeRole(self.pipeline, engine)
             staying.pictures = job_role.pictures = self._open_pictures(name, engine, settings)
             return staying, job_role
         role = PrefillRole(self.pipeline, engine)
@@ -801,7 +801,8 @@ class Scene:
         # So it cannot end with an error, and no endpoint answers it, in other pieces.
         if self.memory is None or self.rates.endpoint or self.rates.bug:
             return
-        sure = [one["id"] for one in self.history if one["what"] == "submitted" and not one["may"]]
+        told = [one for one in self.history if one["what"] == "submitted" and not one["may"]]
+        sure = [one["id"] for one in told if not (self.rates.wipe_s and one["id"] in self.seeing)]
         found = [(name, rec) for name in sure if (rec := self.memory.records.find(name)) and rec.tokens and not rec.end]
         for name, rec in self.chance.sample(found, min(1, len(found))):
             left = rec._replace(tokens=rec.tokens[: self.chance.randrange(len(rec.tokens))])
@@ -872,18 +873,17 @@ class Scene:
         chance = random.Random(f"{self.seed}/pictures/{request.id}")
         if request.texts is not None or chance.random() >= self.rates.pictures:
             return request
+        self.seeing.add(request.id)
         return request.model_copy(update={"token_ids": None, "messages": draw_chat(chance)})
 
     def _store_pictures(self, request: Request, who: str) -> None:
         """Store the pictures of a request that are not in its message."""
         digests = {one.digest for one in request.pictures if one.data is None}
         while digests:
-            with (
-                contextlib.suppress(BusUnavailable),
-                contextlib.closing(self._open_files(who, RecordSettings())) as files,
-            ):
+            store = self._open_files(who, RecordSettings())
+            with contextlib.suppress(BusUnavailable), contextlib.closing(store):
                 for digest in sorted(digests):
-                    files.put(draw_files()[digest])
+                    store.put(draw_files()[digest])
                 return
             self.world.sleep(POLL_S)
 

@@ -1,8 +1,8 @@
 """An engine that answers by a formula: any worker that continues a request gives the same tokens.
 
-It keeps the contract of `penstock.engine.contract.InferenceEngine`, and takes time for each step. Its blocks are numbers:
-where they are too few for all requests, the last ones wait. KV it has of prompts with pictures alone: what is seen in
-the place of each token of a block, which engines share by the block's hash.
+It keeps the contract of `penstock.engine.contract.InferenceEngine`, and takes time for each step. Its blocks are
+numbers: where they are too few for all requests, the last ones wait. Only of prompts with pictures it has KV: what is
+seen in the place of each token of a block, which engines share by the block's hash.
 """
 
 import hashlib

@@ -31,7 +31,7 @@ TEMPLATE = (
 
 @cache
 def load_seeing_tokenizer() -> Any:
-    """Return the tokenizer of the demo model, with a token for pictures, and a chat template that has places for them."""
+    """Return the demo model's tokenizer, with a token for pictures, and a chat template that has places for them."""
     tokenizer = AutoTokenizer.from_pretrained(str(DEMO_MODEL), extra_special_tokens={"image_token": PLACE})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
