@@ -45,7 +45,7 @@ from sim.zones import ZONE_DELAY_S
 
 ROOT = Path(__file__).parents[1]
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "vectors", "encoder", "endpoint")
+LOADS: tuple[Load, ...] = ("text", "tools", "agents", "states", "vectors", "encoder", "pictures", "endpoint")
 WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 """How many workers of prefill, of decode and of both there may be in a round with kills."""
 KILLS, MAX_KILLS_S = 60, 150.0
@@ -118,7 +118,9 @@ def _play_round(plan: ChaosRound, seed: int, directory: Path) -> Played:
 
 def make_kill_round(seed: int, bus: Bus, load: Load, *, is_replicated: bool = False) -> ChaosRound:
     """Return a round in which all workers are killed again and again, and the servers disturbed, as the seed says."""
-    prefill, decode, auto = random.Random(f"{seed}/{bus}").choice(WORKERS)
+    # Only a worker of kind `decode` has no pixels where KV is lost.
+    sizes = [one for one in WORKERS if load != "pictures" or one[1]]
+    prefill, decode, auto = random.Random(f"{seed}/{bus}").choice(sizes)
     return ChaosRound(
         seed, bus, MAX_KILLS_S, KILLS, prefill, decode, auto, is_replicated=is_replicated, with_system_faults=True,
         load=load,

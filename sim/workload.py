@@ -1,5 +1,8 @@
 """The requests of the equality tests, and the undivided model's answers to them."""
 
+import base64
+import hashlib
+import io
 import json
 import random
 import shutil
@@ -8,10 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import BertConfig, BertModel, Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    BertConfig,
+    BertModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
@@ -19,15 +31,18 @@ from penstock.engine.loading.loading import load_model, load_stage_models
 from penstock.engine.loading.vector_files import open_checkpoint
 from penstock.engine.model.accelerate import accelerate_model
 from penstock.engine.model.model import LoadedModel
+from penstock.engine.pictures.reader import PictureReader
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.vectors import Floats, normalize_vectors
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
-from penstock.messages import EmbedOptions, Request, Sampling, Text, Vectors
+from penstock.messages import ChatMessage, EmbedOptions, Picture, Request, Sampling, Text, Vectors
+from penstock.pictures.decoding import decode_picture
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
+from tools.seeing import save_seeing_model
 from tools.tiny import build_tiny_model
 
 if TYPE_CHECKING:
@@ -132,6 +147,58 @@ def write_modules(directory: Path, size: int, pooling: str, max_length: int) -> 
 def load_vector_model() -> LoadedModel:
     """Return the model that also computes vectors, loaded once."""
     return load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_vector_model())}))
+
+
+@cache
+def make_seeing_model() -> Path:
+    """Write a tiny random model that sees pictures; return its directory. Each process writes the same bytes."""
+    return save_seeing_model(Path(tempfile.mkdtemp(prefix="penstock-seeing-")))
+
+
+@cache
+def draw_pictures() -> list[bytes]:
+    """Return the files of a few pictures of few pixels, which differ in their colours alone."""
+    files = []
+    for seed in range(4):
+        file = io.BytesIO()
+        Image.frombytes("RGB", (40, 30), random.Random(seed).randbytes(3 * 40 * 30)).save(file, "PNG")
+        files.append(file.getvalue())
+    return files
+
+
+def make_seeing_requests(count: int, max_tokens: int) -> list[tuple[Request, "ExpectedAnswer"]]:
+    """Return chats with one picture or two, and what `generate()` of transformers answers; all greedy.
+
+    Every second has the files in its message. Those of the others have to be in the store.
+    """
+    model: Any = AutoModelForImageTextToText.from_pretrained(make_seeing_model(), dtype="float32")
+    processor = PictureReader(make_seeing_model(), model.config).processor
+    words, found = _make_text_tokens(random.Random(3), 400), list[tuple[Request, ExpectedAnswer]]()
+    for number in range(count):
+        chance = random.Random(number)
+        texts = [load_demo_model().tokenizer.decode(words[: chance.choice([3, 20, 200])]) for _ in range(2)]
+        files = chance.choices(draw_pictures(), k=1 + number % 2)
+        shown = [
+            Picture(
+                digest=hashlib.sha256(file).hexdigest(),
+                data=base64.b64encode(file).decode() if number % 4 < 2 else None,
+            )
+            for file in files
+        ]
+        sampling = Sampling(max_tokens=1 if number % 8 == 0 else max_tokens, temperature=0.0, ignore_eos=True)
+        content: list[str | Picture] = [texts[0], *shown, texts[1]]
+        chat = [ChatMessage(role="user", content=content)]
+        text = texts[0] + processor.image_token * len(files) + texts[1]
+        images = [decode_picture(file, 10_000, None) for file in files]
+        given = processor(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
+        answer = model.generate(**given, max_new_tokens=sampling.max_tokens, do_sample=False, eos_token_id=None)
+        tokens = list(map(int, answer[0, given["input_ids"].shape[1] :]))
+        state = Detokenizer(processor.tokenizer, sampling, frozenset(), sampling.max_tokens)
+        said = "".join(state.add_token(token)[0] for token in tokens)
+        found.append(
+            (Request(id=f"chaos-{number}", messages=chat, sampling=sampling), ExpectedAnswer(tokens, said, "length"))
+        )
+    return found
 
 
 ModelLoader = Callable[[], LoadedModel]

@@ -51,6 +51,7 @@ from sim.workload import (
     load_tool_model,
     load_vector_model,
     make_requests,
+    make_seeing_requests,
 )
 
 NUM_KNOWN_REQUESTS = 16
@@ -67,11 +68,12 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "agents", "forms", "states", "vectors", "encoder", "endpoint", "poison"]
+Load = Literal["text", "tools", "agents", "forms", "states", "vectors", "encoder", "pictures", "endpoint", "poison"]
 """What is asked: texts of the demo model, calls of the tool model, turns of agents that call tools, texts of the demo
 model that are computed with other weights than their prompts, texts of a model whose layers keep states, texts and
-vectors of texts of a model that gives both, vectors of texts of an encoder, numbers of servers that count, or texts of
-the demo model where a poisonous request stands in the middle of every second hundred.
+vectors of texts of a model that gives both, vectors of texts of an encoder, chats with pictures of a model that sees
+them, numbers of servers that count, or texts of the demo model where a poisonous request stands in the middle of every
+second hundred.
 """
 _MODELS: dict[str, ModelLoader] = {
     "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
@@ -95,6 +97,8 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
         return [_count_numbers(number, max_tokens) for number in range(NUM_KNOWN_REQUESTS)]
     if load == "encoder":
         return [_ask_for_vectors(number, encode_texts, is_rounded=True) for number in range(NUM_KNOWN_REQUESTS)]
+    if load == "pictures":
+        return make_seeing_requests(NUM_KNOWN_REQUESTS, max_tokens)
     work = (
         _make_tool_requests(max_tokens) if load == "tools" else make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
     )

@@ -99,7 +99,7 @@ class Fault:
     worker `start`, `stop` (SIGTERM) or `kill`; to all controllers or one `crash` (SIGKILL).
     """
     target: str
-    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client`, a stage, or a
+    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `kv`, `disk`, `all`, `client`, a stage, or a
     controller.
     """
     duration_s: float
@@ -130,6 +130,16 @@ def generate_faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             elif what == "clock":
                 whose, by_s = chance.choice(workers), chance.choice([-900.0, -60.0, 60.0, 900.0])
             yield Fault(at_s, what, whose, for_s, by_s)
+
+
+def generate_kv_faults(seed: int) -> Iterator[Fault]:
+    """Yield faults of the Redis for KV without end: it loses all, is away, or answers late, for seconds."""
+    chance, at_s = random.Random(f"{seed}/kv"), 2.0
+    while True:
+        what = chance.choice(["restart", "restart", "pause", "cut", "hang", "slow", "refuse"])
+        fault = Fault(at_s, what, "kv", chance.choice([0.0, 0.5, 2.0] if what == "restart" else [0.5, 2.0, 6.0]))
+        yield fault
+        at_s += fault.duration_s + chance.uniform(0.5, 4.0)
 
 
 def generate_clock_jumps(seed: int, workers: list[str]) -> Iterator[Fault]:

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from penstock.bus.connect import connect_bus
 from penstock.cli.up import build_endpoint_environment
-from penstock.config.settings import BusSettings
+from penstock.config.settings import BusSettings, PictureSettings, RecordSettings
 from penstock.errors import BusUnavailable
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON_HEADER, Pipeline, WorkerKind
+from penstock.objects import ObjectStorage
+from penstock.pictures.store import PictureStore
 from sim.chaos import hazards
 from sim.chaos.checker import Finding, check_history, name_vectors
 from sim.chaos.clients import (
@@ -45,6 +47,7 @@ from sim.chaos.faults import (
     generate_clock_jumps,
     generate_controller_faults,
     generate_faults,
+    generate_kv_faults,
     generate_reply_faults,
     generate_starts_and_stops,
     generate_system_faults,
@@ -57,7 +60,15 @@ from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import RETENTION_S, TESTING, ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.kafka_server import SHORT_TIMEOUTS
-from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_encoder, make_state_model, make_vector_model
+from sim.workload import (
+    SPLIT_FORMS,
+    TOOL_MODEL,
+    draw_pictures,
+    make_encoder,
+    make_seeing_model,
+    make_state_model,
+    make_vector_model,
+)
 from sim.zones import ZONES, ZonedServers
 
 POLL_S = 0.05
@@ -77,6 +88,11 @@ SMALL_TIERS = {
     "PENSTOCK_KV_STORE_REDIS_MB": "16",
 }  # fmt: skip
 """The blocks of all agents do not fit into the first tier, and those of bursts into none."""
+LOST_KV = {
+    "PENSTOCK_KV_STORE_SHARED_MB": "0", "PENSTOCK_KV_STORE_DISK_MB": "0", "PENSTOCK_KV_STORE_REDIS_MB": "16",
+    "PENSTOCK_ENGINE_POOL_MB": "4",
+}  # fmt: skip
+"""All KV that workers share is in a Redis of its own, which loses it, and pools are small."""
 BURST_REQUESTS = 300
 """Requests in a burst: more than the prefill workers fetch."""
 BURST_PATIENCE_S = 150.0
@@ -85,7 +101,7 @@ of which workers that are killed all the time answer two a second on a busy mach
 """
 _MODELS: Mapping[Load, Callable[[], Path]] = {
     "tools": lambda: TOOL_MODEL, "agents": lambda: TOOL_MODEL, "states": make_state_model, "vectors": make_vector_model,
-    "encoder": make_encoder, "poison": make_poisoned_model,
+    "encoder": make_encoder, "pictures": make_seeing_model, "poison": make_poisoned_model,
 }  # fmt: skip
 """What returns the directory of the workers' model, where that is not the demo model."""
 WriteLine = Callable[[str], None]
@@ -170,6 +186,8 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
             proxy.delay_replies(plan.delays_s.get("redis", 0.0))
         if servers.kafka_proxy is not None:
             servers.kafka_proxy.delay_replies(plan.delays_s.get("kafka", 0.0))
+        if plan.load == "pictures":
+            _store_pictures(stack)
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
         has_bursts = plan.with_system_faults or (plan.is_replicated and plan.kills > 0)
         patience_s = plan.patience_s + BURST_PATIENCE_S * has_bursts
@@ -192,10 +210,21 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
     return Outcome(found, stack.counts, len(clients.accepted_ids), path)
 
 
+def _store_pictures(stack: Stack) -> None:
+    """Store the files of pictures, as gateways do. Redis keeps them when it is killed."""
+    objects = ObjectStorage.open(str(stack.directory / "pictures"))
+    store = PictureStore(stack.addresses, objects, PictureSettings(), RecordSettings())
+    with contextlib.closing(store), contextlib.closing(objects):
+        for file in draw_pictures():
+            store.put(file)
+
+
 def _make_servers(plan: ChaosRound, directory: Path, timeouts: Mapping[str, str]) -> Servers:
     if plan.zone_delay_s:
         return ZonedServers(directory, timeouts, plan.zone_delay_s)
-    return ReplicatedServers(directory, timeouts) if plan.is_replicated else Servers(directory, plan.bus, timeouts)
+    if plan.is_replicated:
+        return ReplicatedServers(directory, timeouts)
+    return Servers(directory, plan.bus, timeouts, has_kv=plan.load == "pictures")
 
 
 def make_stack(
@@ -212,6 +241,8 @@ def make_stack(
     settings = SETTINGS | {"PENSTOCK_KV_STORE_DISK_MB": "64", "PENSTOCK_KV_STORE_DISK_DIR": str(directory / "blocks")}
     if plan.load == "agents":
         settings |= SMALL_TIERS
+    if plan.load == "pictures":
+        settings |= LOST_KV
     if plan.load in _MODELS:
         settings["PENSTOCK_ENGINE_MODEL"] = str(_MODELS[plan.load]())
     if plan.load == "forms":
@@ -281,6 +312,8 @@ def _plan_faults(plan: ChaosRound, stack: ChaosStack, num_endpoints: int) -> Ite
     names = [worker.name for worker in stack.workers]
     kinds = sorted({worker.stage for worker in stack.workers})
     plans = [iter([Fault(math.inf, "", "", 0.0)])]
+    if plan.load == "pictures":
+        plans.append(generate_kv_faults(plan.seed))
     if plan.with_clock_jumps:
         plans.append(generate_clock_jumps(plan.seed, names))
     if plan.kills and not plan.is_replicated:
@@ -482,7 +515,8 @@ class FaultInjector:
         self._history.add_entry("kill", worker=f"zone-{zone}", step=ANY_TIME)
 
     def _disturb_connections(self, fault: Fault) -> None:
-        proxy = self._servers.kafka_proxy if fault.target == "kafka" else self._stack.proxies[fault.target]
+        own = {"kafka": self._servers.kafka_proxy, "kv": self._servers.kv_proxy}
+        proxy = own[fault.target] if fault.target in own else self._stack.proxies[fault.target]
         assert proxy is not None
         match fault.what:
             case "cut":
@@ -490,14 +524,14 @@ class FaultInjector:
             case "hang":
                 proxy.stop_forwarding()
             case "slow":
-                proxy.delay_forwarding(0.02)
+                proxy.delay_forwarding(0.5 if fault.target == "kv" else 0.02)
             case "refuse":
                 proxy.refuse_connections()
         self._over.wait(fault.duration_s)
         proxy.forward_normally()
 
     def _disturb_server(self, fault: Fault) -> None:
-        kind = "valkey" if fault.target == "redis" else "kafka"
+        kind = "valkey" if fault.target == "redis" else fault.target
         if fault.what == "stall":
             self._servers.pause_server(fault.target, fault.duration_s)
         elif fault.what == "pause":

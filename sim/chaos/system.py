@@ -95,12 +95,19 @@ def ignore_line(line: str) -> None:
 
 
 class Servers:
-    """Redis and, where it is the bus, Kafka behind a proxy. Each can be killed and started again."""
+    """Redis and, where it is the bus, Kafka behind a proxy. Each can be killed and started again. There may be a Redis
+    for KV, which forgets all then.
+    """
 
     is_replicated = False
+    kv: ValkeyServer | None = None
+    kv_proxy: Proxy | None = None
 
-    def __init__(self, directory: Path, bus: Bus, timeouts: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, bus: Bus, timeouts: Mapping[str, str], *, has_kv: bool = False) -> None:
         self.redis = ValkeyServer(directory / "redis")
+        if has_kv:
+            self.kv = ValkeyServer(directory / "kv", appendonly=False)
+            self.kv_proxy = Proxy(self.kv.port)
         self.kafka: KafkaServer | None = None
         self.kafka_proxy: Proxy | None = None
         self.bootstrap = ""
@@ -117,24 +124,27 @@ class Servers:
 
     def build_environment(self, worker: str) -> dict[str, str]:
         """Return the settings of a worker that follow from where it is."""
-        return {}
+        return {} if self.kv_proxy is None else {"PENSTOCK_KV_URL": f"redis://127.0.0.1:{self.kv_proxy.port}/0"}
+
+    def _find_server(self, whose: str) -> ValkeyServer | KafkaServer:
+        server = {"redis": self.redis, "kafka": self.kafka, "kv": self.kv}[whose]
+        assert server is not None
+        return server
 
     def fail_over(self, whose: str, down_s: float) -> None:
         """Kill the leading server. Raises `NotImplementedError`: these servers have no replicas."""
         raise NotImplementedError
 
     def restart_server(self, whose: str, down_s: float) -> None:
-        """Kill a server, wait for `down_s`, and start it again with its data."""
-        server = self.redis if whose == "redis" else self.kafka
-        assert server is not None
+        """Kill a server, wait for `down_s`, and start it again; with its data, if that is not KV."""
+        server = self._find_server(whose)
         server.kill()
         time.sleep(down_s)
         server.start()
 
     def pause_server(self, whose: str, for_s: float) -> None:
         """Stop a server with SIGSTOP for `for_s`, then continue it."""
-        server = self.redis if whose == "redis" else self.kafka
-        assert server is not None
+        server = self._find_server(whose)
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
         time.sleep(for_s)
@@ -142,12 +152,15 @@ class Servers:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to all servers."""
-        for server in (self.redis, self.kafka):
+        for server in (self.redis, self.kafka, self.kv):
             if server is not None and server.pid is not None:
                 os.kill(server.pid, number)
 
     def __enter__(self) -> Self:
         self.redis.start()
+        if self.kv is not None and self.kv_proxy is not None:
+            self.kv_proxy.__enter__()
+            self.kv.start()
         if self.kafka is not None and self.kafka_proxy is not None:
             self.kafka_proxy.__enter__()
             self.kafka.start()
@@ -157,6 +170,9 @@ class Servers:
         if self.kafka is not None and self.kafka_proxy is not None:
             self.kafka.stop()
             self.kafka_proxy.__exit__(None, None, None)
+        if self.kv is not None and self.kv_proxy is not None:
+            self.kv.stop()
+            self.kv_proxy.__exit__(None, None, None)
         self.redis.stop()
 
 
@@ -250,7 +266,8 @@ class ChaosStack(Stack):
             disk_dir=given["PENSTOCK_KV_STORE_DISK_DIR"], redis_mb=int(given["PENSTOCK_KV_STORE_REDIS_MB"]),
         )  # fmt: skip
         with contextlib.ExitStack() as exits:
-            tiers = open_tiers(settings, [self._servers.stream_url], exits, None, ignore_line)
+            kv = self._servers.kv
+            tiers = open_tiers(settings, [kv.url if kv else self._servers.stream_url], exits, None, ignore_line)
             counts = [(tier.name, tier.read_usage().retained) for tier in tiers]
         return [*told, *(f"the tier {name} retains {count} blocks" for name, count in counts if count)]
 
