@@ -16,7 +16,7 @@ from penstock.engine.loading.loading import load_model
 from penstock.engine.memory import memory
 from penstock.engine.pictures.reader import FAMILIES, PicturePrompt, PictureReader
 from penstock.engine.pictures.rows import Pictures
-from penstock.engine.pictures.vision import KEPT_BYTES
+from penstock.engine.pictures.vision import KEPT_BYTES, Pixels
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.engine.weights.module import build_skeleton, count_bytes
 from penstock.errors import InvalidRequest, ModelLoadError, ModelUnavailable, PromptTooLong
@@ -133,7 +133,8 @@ def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) 
     pictures = [draw_picture(1, 130, 70), draw_picture(2, 60, 90)][: 1 if kind == "llava_onevision" else 2]
     text = f"In the beginning{token}God{token}created" if len(pictures) == 2 else f"In the beginning{token}created"
     ids = reader.processor.tokenizer(text)["input_ids"]
-    prompt = reader.read_chat(ids, list(zip([b"1" * 32, b"2" * 32], pictures, strict=False)))
+    given = list(zip([b"1" * 32, b"2" * 32], pictures, strict=False))
+    prompt = reader.read_chat(ids, given)
     right = reader.processor(
         images=[pictures] if kind in ("idefics3", "smolvlm") else pictures, text=[text], return_tensors="pt"
     )
@@ -146,6 +147,11 @@ def test_a_prompt_is_that_of_the_processors_own_call(kind: str, tmp_path: Path) 
     stock = reader.processor(images=[pictures[0]], text=[token], return_tensors="pt")
     assert all(torch.equal(stock[name], x) for name, x in alone.items())
     assert all((picture.grid is not None) == (kind in HAS_AXES) for picture in prompt.pictures)
+    assert reader.read_chat(ids, given) == (prompt.token_ids, prompt.pictures, {}), "pixels are not made again"
+    for (digest, picture), told in zip(given, prompt.pictures, strict=True):
+        again = reader.read_again(digest, picture, told.name)
+        assert again.keys() == prompt.pixels[told.name].keys()
+        assert all(torch.equal(x, again[key]) for key, x in prompt.pixels[told.name].items())
 
 
 @pytest.mark.parametrize("kind", PROCESSORS)
@@ -165,13 +171,16 @@ def test_files_and_texts_give_the_tokens_of_generate(kind: str, tmp_path: Path) 
     right = model.module.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
     engine = Engine(model, settings)
     prompt = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"", picture)])
-    other = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"1", draw_picture(2, 130, 70))])
+    second = draw_picture(2, 130, 70)
+    other = reader.read_chat(reader.processor.tokenizer(text)["input_ids"], [(b"1", second)])
 
     def see(one: PicturePrompt) -> Pictures:
         (found,) = one.pictures
-        return Pictures(
-            one.token_ids, one.pictures, lambda name: vision.see(name, lambda: one.pixels[name], found.num_rows)
-        )
+
+        def read() -> Pixels:
+            return one.pixels[found.name] if one is prompt else reader.read_again(b"1", second, found.name)
+
+        return Pictures(one.token_ids, one.pictures, lambda name: vision.see(name, read, found.num_rows))
 
     seqs = [
         sequence(one.token_ids, 8, name=name, block_keys=(), pictures=see(one))
@@ -204,7 +213,7 @@ def test_names_tell_pictures_sizes_and_settings_apart(tmp_path: Path) -> None:
         reader = PictureReader(directory, config)
         for digest, height in [(b"1", 60), (b"2", 60), (b"1", 61)]:
             prompt = reader.read_chat([config.image_token_id], [(digest, draw_picture(1, 60, height))])
-            names |= set(prompt.pixels)
+            names |= {picture.name for picture in prompt.pictures}
     assert len(names) == 6
 
 
@@ -215,7 +224,7 @@ def test_a_picture_of_low_detail_has_its_own_name_where_it_is_seen_otherwise(tmp
         data, names = save(draw_picture(1, width, 40), "PNG"), set[bytes]()
         for detail in DETAILS:
             picture = decode_picture(data, 10**6, detail)
-            names |= set(reader.read_chat([config.image_token_id], [(b"1", picture)]).pixels)
+            names |= {one.name for one in reader.read_chat([config.image_token_id], [(b"1", picture)]).pictures}
         assert len(names) == num_names
 
 

@@ -120,6 +120,28 @@ def test_the_answer_is_that_of_generate_and_a_second_question_finds_the_kv(site:
     assert results["d"].usage.cached_tokens >= 16
 
 
+def test_pixels_of_a_size_that_was_read_before_are_made_only_to_be_seen(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, made = site.model.picture_reader, list[tuple[int, int]]()
+    assert reader is not None
+    prepare = reader._prepare
+
+    def note(number: int, picture: Any, num_pictures: int) -> Any:
+        made.append(picture.size)
+        return prepare(number, picture, num_pictures)
+
+    monkeypatch.setattr(reader, "_prepare", note)
+    first, second = draw_png(4, 100, 80), draw_png(5, 100, 80)
+    right = {"a": site.generate("See: ", first, " Now."), "b": site.generate("See: ", second, " Now.")}
+    assert site.answer(ask("a", "See: ", site.put(first), " Now."))["a"] == right["a"]
+    assert made == [(100, 80)]
+    site.answer(ask("again", "See: ", site.put(first), " And now?"))
+    assert made == [(100, 80)], "nothing is to be seen again"
+    assert site.answer(ask("b", "See: ", site.put(second), " Now."))["b"] == right["b"]
+    assert made == [(100, 80)] * 2
+
+
 def test_pixels_stay_where_they_are(site: Site) -> None:
     site.line.send_requests(ask("a", "Look: ", site.put(draw_png(1))))
     site.line.run_prefill(1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # workers without a model of their own do without its librari
 
     from penstock.engine.contract import InferenceEngine
     from penstock.engine.pictures.reader import PictureReader
-    from penstock.engine.pictures.rows import Pictures
+    from penstock.engine.pictures.rows import Pictures, PromptPicture
     from penstock.engine.pictures.vision import Pixels
     from penstock.pictures.store import PictureStore
 
@@ -57,10 +57,16 @@ class TaskPictures:
                     raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes")
         seen = ((bytes.fromhex(one.digest), self._decode(files[one.digest], one.detail)) for one in given)
         prompt = self._reader.read_chat(token_ids, seen, self._engine.limits.max_length)
-        pictures = self._engine.make_pictures(
-            request.tenant, prompt.token_ids, prompt.pictures, lambda one: prompt.pixels[one.name]
-        )
-        return prompt.token_ids, pictures
+        by_name = {told.name: picture for told, picture in zip(prompt.pictures, given, strict=True)}
+
+        def read(told: "PromptPicture") -> "Pixels":
+            if (pixels := prompt.pixels.pop(told.name, None)) is not None:  # they are large, and seen once
+                return pixels
+            picture = by_name[told.name]
+            image = self._decode(files[picture.digest], picture.detail)
+            return self._reader.read_again(bytes.fromhex(picture.digest), image, told.name)
+
+        return prompt.token_ids, self._engine.make_pictures(request.tenant, prompt.token_ids, prompt.pictures, read)
 
     def _read_file(self, picture: Picture) -> bytes:
         """Return a picture's file. One that is in the message is stored: whoever reads it again finds it there."""

@@ -33,6 +33,8 @@ LARGE_EDGE = 4096
 """A square of so many pixels is divided as often as any, or made smaller."""
 LAYER_VALUES = 16
 """How many values of a patch a layer of a vision part has in memory at a time, by value of its input."""
+MAX_KNOWN_SIZES = 256
+"""Of how many sizes the tokens are kept."""
 
 
 class PicturePrompt(NamedTuple):
@@ -41,7 +43,7 @@ class PicturePrompt(NamedTuple):
     token_ids: list[int]
     pictures: list[PromptPicture]
     pixels: dict[bytes, Pixels]
-    """By name of a picture."""
+    """By name of a picture. `read_again` makes those of a size that was read before: KV may be found in their place."""
 
 
 class PictureReader:
@@ -68,6 +70,8 @@ class PictureReader:
         images = self.processor.image_processor
         settings = json.dumps(images.to_dict(), sort_keys=True, default=str)
         self._settings = f"{type(images).__name__} {settings}".encode()
+        self._known: dict[tuple[tuple[int, int], bool], tuple[list[int], Grid | None]] = {}
+        """By a picture's size, and whether it is alone: the tokens in its place, and its grid."""
 
     def read_chat(
         self, token_ids: Sequence[int], pictures: Iterable[tuple[bytes, Any]], max_tokens: int = sys.maxsize
@@ -78,7 +82,7 @@ class PictureReader:
         may be large. Raises `InvalidRequest`, and `PromptTooLong` once it has more than `max_tokens` tokens.
         """
         num_pictures, left = token_ids.count(self.row_id), iter(pictures)
-        ids, found, read = list[int](), list[PromptPicture](), dict[bytes, tuple[list[int], Pixels]]()
+        ids, found, pixels = list[int](), list[PromptPicture](), dict[bytes, Pixels]()
         for token_id in token_ids:
             if token_id != self.row_id:
                 ids.append(token_id)
@@ -86,12 +90,16 @@ class PictureReader:
             digest, picture = next(left, (b"", None))
             if picture is None:
                 raise InvalidRequest(f"the chat has {len(found)} pictures, and its template has {num_pictures} places")
-            name = self.name_picture(digest, picture)
-            if name not in read:
-                read[name] = self._prepare(len(found) + 1, picture, num_pictures)
-            replacement, pixels = read[name]
+            name, kind = self.name_picture(digest, picture), (picture.size, num_pictures == 1)
+            if (known := self._known.get(kind)) is None:
+                replacement, pixels[name] = self._prepare(len(found) + 1, picture, num_pictures)
+                known = replacement, self._find_grid(pixels[name]) if self._has_axes else None
+                if len(self._known) >= MAX_KNOWN_SIZES:
+                    self._known.clear()
+                self._known[kind] = known
+            replacement, grid = known
             first, num_rows = len(ids) + replacement.index(self.row_id), replacement.count(self.row_id)
-            found.append(PromptPicture(name, first, num_rows, self._find_grid(pixels) if self._has_axes else None))
+            found.append(PromptPicture(name, first, num_rows, grid))
             ids += replacement
             if len(ids) > max_tokens:
                 raise PromptTooLong(
@@ -100,7 +108,7 @@ class PictureReader:
                 )
         if next(left, None) is not None:
             raise InvalidRequest(f"the chat has more than the {num_pictures} pictures that its template has places for")
-        return PicturePrompt(ids, found, {name: pixels for name, (_, pixels) in read.items()})
+        return PicturePrompt(ids, found, pixels)
 
     def name_picture(self, digest: bytes, picture: Any) -> bytes:
         """Return the digest of all that the rows of a picture follow from."""
