@@ -38,7 +38,7 @@ UNBOUNDED = {BOUND_VARIABLE: "1000", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "64"}
 """A step has at most four times as many tokens, whatever the bound."""
 LOADS = {"half": 0.5, "full": 1.0}
 """The share of one worker's time that the long prompts take."""
-SETTLE_S = 1.0
+_SETTLE_S = 1.0
 """How long streams run before gaps count; no longer than the window."""
 chance = random.Random(20)
 
@@ -50,16 +50,16 @@ def compute_percentile_ms(gaps_s: list[float], percent: float) -> float:
 
 def measure_stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, streams: int) -> list[float]:
     """Return the gaps between tokens of some streams at once in so many seconds, after they have settled."""
-    begin_s = time.perf_counter() + min(SETTLE_S, seconds)
-    return collect_stream_gaps(answer, streams, begin_s, lambda: time.perf_counter() >= begin_s + seconds)
+    begin_s = time.perf_counter() + min(_SETTLE_S, seconds)
+    return collect_stream_gaps(answer, streams, lambda: begin_s, lambda: time.perf_counter() >= begin_s + seconds)
 
 
 def collect_stream_gaps(
-    answer: Callable[[], Iterator[object]], streams: int, begin_s: float, is_over: Callable[[], bool]
+    answer: Callable[[], Iterator[object]], streams: int, find_begin_s: Callable[[], float], is_over: Callable[[], bool]
 ) -> list[float]:
     """Return the gaps between tokens of some streams at once, at least one. Each reads one answer after the other.
 
-    Those count that begin after a time of the performance counter, and end before it is over.
+    Those count that begin after a time of the performance counter, and end before all is over.
     """
     gaps_s: list[float] = []
 
@@ -71,7 +71,7 @@ def collect_stream_gaps(
                     now_s = time.perf_counter()
                     if is_over() and gaps_s:
                         return
-                    if last_s >= begin_s:
+                    if last_s >= find_begin_s():
                         gaps_s.append(now_s - last_s)
                     last_s = now_s
 
@@ -83,6 +83,9 @@ def collect_stream_gaps(
 
 class StackSide:
     """A pipeline with streams, and long prompts at regular times."""
+
+    stream_tokens = STREAM_NEW
+    """The tokens of a stream's answer."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -124,7 +127,7 @@ class StackSide:
 
     def stream_answer(self) -> Iterator[object]:
         """Yield the tokens of an answer to a short prompt, which is cancelled if it is not read to its end."""
-        request_id = self._submit_request(PROMPT_TOKENS, STREAM_NEW)
+        request_id = self._submit_request(PROMPT_TOKENS, self.stream_tokens)
         try:
             for event in self._client.stream(request_id, timeout_s=TIMEOUT_S):
                 if isinstance(event, TokenEvent):

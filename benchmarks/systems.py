@@ -11,6 +11,7 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -117,8 +118,8 @@ class CallingExecutor(Executor):
 
 def run_unthreaded(*arguments: str) -> None:
     """Run the `penstock` command with models that see in the thread of the steps."""
-    vision.ThreadPoolExecutor = CallingExecutor  # type: ignore[attr-defined,assignment]
-    run_penstock(*arguments)
+    with mock.patch.object(vision, "ThreadPoolExecutor", CallingExecutor):
+        run_penstock(*arguments)
 
 
 class UnthreadedStack(ForkedStack):
