@@ -1,6 +1,7 @@
 """Prompts with pictures get the tokens of `generate()`, in chunks, in batches, and where only their KV is known."""
 
 import hashlib
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ from penstock.engine.weights.weights import MappedWeights
 from penstock.errors import InvalidRequest, ModelError, PicturesNeeded, SequenceFailed
 from penstock.kvstore.block import BlockHasher, Span
 from penstock.kvstore.store import KVStore, StoreLayout
-from tests.engine.helpers import BLOCK, GREEDY, run_sequences, sequence
+from tests.engine.helpers import BLOCK, GREEDY, GivenDrafts, run_sequences, sequence
 from tests.engine.test_seeing import IMAGE_TOKEN, SEEING, TEXT, save_seeing
 from tools.handover import export_blocks, import_blocks
 
@@ -94,10 +95,13 @@ class Case:
         self.num_rows = self._count_rows(model)
         self.prompts = self._make_prompts()
         self.expected = [self._generate(model, prompt) for prompt in self.prompts]
+        self.second_turn = self._make_second_turn(self.prompts[1], self.expected[1])
+        self.expected_second = self._generate(model, self.second_turn)
         self.has_right_positions = all(self._has_right_positions(model, prompt) for prompt in self.prompts)
         self.model = prove_model(model, self.settings)
         self.blind = open_model(self.settings, sees=False)
-        self.pixels = {self._name(one): one for prompt in self.prompts for one in prompt.pixels}
+        pixels = [one for prompt in [*self.prompts, self.second_turn] for one in prompt.pixels]
+        self.pixels = {self._name(one): one for one in pixels}
 
     def _count_rows(self, model: LoadedModel) -> int:
         with torch.inference_mode():
@@ -108,18 +112,18 @@ class Case:
         return int(sum(one.numel() for one in found)) // int(TEXT["hidden_size"])
 
     def _make_prompts(self) -> list[Prompt]:
-        """Two with a picture, one with two side by side, one with a picture twice, the first's ids with another
-        picture, one behind long text, and a text.
+        """Two with a picture, one with two side by side, one with a picture twice, a text, one of pictures alone, and
+        the first's ids with another picture.
         """
         chance = torch.Generator().manual_seed(5)
 
         def draw(num: int) -> list[int]:
             return torch.randint(20, 900, (num,), generator=chance).tolist()
 
-        prompts = [
-            self._make_prompt(draw(before), seeds, draw(after))
-            for before, seeds, after in [(7, [1], 9), (40, [2], 21), (3, [3, 4], 5), (20, [1, 1], 7), (45, [], 0)]
-        ]
+        lengths = [(7, [1], 9), (40, [2], 21), (3, [3, 4], 5), (20, [1, 1], 7), (45, [], 0)]
+        prompts = [self._make_prompt(draw(before), seeds, draw(after)) for before, seeds, after in lengths]
+        # On three axes generate() goes on behind the last row, and the model behind the picture.
+        prompts.append(self._make_prompt([], [5, 8], [1003] if self.name in HAS_AXES else []))
         first = prompts[0]
         at = first.spans[0].first
         return [*prompts, self._make_prompt(first.token_ids[:at], [6], first.token_ids[first.spans[-1].end :])]
@@ -137,6 +141,11 @@ class Case:
             prompt.pixels.append(pixels)
         prompt.token_ids += after
         return prompt
+
+    def _make_second_turn(self, first: Prompt, answer: list[int]) -> Prompt:
+        """Return a turn with a picture of its own behind another turn and its answer."""
+        prompt = self._make_prompt([*first.token_ids, *answer, 30, 31], [9], [32])
+        return Prompt(prompt.token_ids, first.pictures + prompt.pictures, first.pixels + prompt.pixels)
 
     @staticmethod
     def _name(pixels: dict[str, Tensor]) -> bytes:
@@ -173,13 +182,15 @@ class Case:
         """See a picture with the model's own vision part."""
         return self.vision.see(name, lambda: self.pixels[name], self.num_rows)
 
-    def make_sequence(self, number: int, *, with_pixels: bool = True, given: Sequence[int] = ()) -> EngineSequence:
-        """Return a prompt's sequence, with names of its blocks."""
-        prompt = self.prompts[number]
+    def make_sequence(
+        self, number: int, *, with_pixels: bool = True, given: Sequence[int] = (), see: See | None = None
+    ) -> EngineSequence:
+        """Return a prompt's sequence, with names of its blocks; behind the prompts comes the second turn."""
+        prompt = [*self.prompts, self.second_turn][number]
         hasher = BlockHasher(bytes(32), bytes(16), BLOCK, spans=prompt.spans)
         pictures = None
         if prompt.spans:
-            pictures = Pictures(prompt.token_ids, prompt.pictures, self.see if with_pixels else None)
+            pictures = Pictures(prompt.token_ids, prompt.pictures, (see or self.see) if with_pixels else None)
         keys = [key.hash for key in hasher.hash_full_blocks(prompt.token_ids)]
         return sequence(
             prompt.token_ids, NEW, name=f"p{number}", block_keys=keys, pictures=pictures, output_token_ids=given
@@ -216,7 +227,7 @@ def test_an_engine_without_pixels_goes_on_from_kv_and_positions(case: Case) -> N
 
 
 def test_a_model_that_need_not_see_has_decoder_and_head_alone(case: Case) -> None:
-    """Its KV is that of the whole model, and a packed file serves both."""
+    """Its KV is that of the whole model."""
     whole = load_model(case.settings)
     weights, has_vision = MappedWeights(find_weight_files(Path(case.settings.model))), count_bytes(whole.module)
     skeleton = build_skeleton(whole.config, torch.float32, sees=False)
@@ -228,12 +239,20 @@ def test_a_model_that_need_not_see_has_decoder_and_head_alone(case: Case) -> Non
     assert 0 < weights._num_bytes_read < weights.num_bytes
     assert case.blind.fingerprint == case.model.fingerprint == whole.fingerprint
     assert case.blind.vision is None
-    settings = case.settings.model_copy(update={"packed": str(pack_model(case.settings).path)})
-    models = [open_model(settings, sees=sees) for sees in (False, True)]
-    assert count_bytes(models[1].module) - count_bytes(models[0].module) == has_vision - count_bytes(module)
-    for model in models:
-        assert model.fingerprint == whole.fingerprint
-        assert run_sequences(Engine(model, case.settings), [case.make_sequence(4)]) == [case.expected[4]]
+
+
+def test_a_second_turn_goes_on_from_the_kv_of_the_first(case: Case) -> None:
+    engine, asked = Engine(case.model, case.settings), set[bytes]()
+    assert run_sequences(engine, [case.make_sequence(1)]) == [case.expected[1]]
+
+    def see(name: bytes) -> Future[SeenPicture]:
+        asked.add(name)
+        return case.see(name)
+
+    turn = case.make_sequence(len(case.prompts), see=see)
+    assert run_sequences(engine, [turn]) == [case.expected_second]
+    assert turn.num_cached_tokens > case.prompts[1].spans[-1].end
+    assert asked == {case.second_turn.pictures[1].name}
 
 
 def test_an_engine_without_pixels_says_whose_are_needed(case: Case) -> None:
@@ -277,10 +296,12 @@ def open_servers(case: Case, directory: Path, num: int) -> Iterator[list[Serving
     store.close()
 
 
-def add_prompt(server: ServingEngine, case: Case, number: int, see: See | None) -> EngineSequence:
+def add_prompt(
+    server: ServingEngine, case: Case, number: int, see: See | None, *, tenant: str = "tenant"
+) -> EngineSequence:
     """Add a prompt as a request; `see` sees its pictures."""
     prompt = case.prompts[number]
-    blocks = server.hash_prompt("tenant", prompt.token_ids, prompt.spans)
+    blocks = server.hash_prompt(tenant, prompt.token_ids, prompt.spans)
     pictures = Pictures(prompt.token_ids, prompt.pictures, see) if prompt.pictures else None
     seq = EngineSequence(
         f"p{number}", prompt.token_ids, sampling=GREEDY, seed=7, max_new_tokens=NEW, blocks=blocks, pictures=pictures
@@ -385,8 +406,16 @@ def test_penalties_and_drafts_leave_rows_of_pictures_out(llava: Case) -> None:
     assert plain.drafter.propose_tokens(plain.token_ids, None, 4)[0] == [IMAGE_TOKEN] * 4
 
 
-def test_after_a_preemption_rows_are_computed_again(llava: Case) -> None:
-    engine, seq = Engine(llava.model, llava.settings), llava.make_sequence(2)
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_after_a_preemption_rows_are_computed_again_and_not_seen_again(name: str, tmp_path: Path) -> None:
+    """They stay with their request, whatever the vision part keeps."""
+    case, asked = Case(name, tmp_path), list[bytes]()
+
+    def see(name: bytes) -> Future[SeenPicture]:
+        asked.append(name)
+        return case.see(name)
+
+    engine, seq = Engine(case.model, case.settings), case.make_sequence(2, see=see)
     seq.block_keys = []  # nothing of it is found in the pool
     engine.add_sequence(seq)
     while seq.num_output_tokens < 3:
@@ -394,7 +423,57 @@ def test_after_a_preemption_rows_are_computed_again(llava: Case) -> None:
     engine.scheduler.preempt_sequence(seq)
     while engine.has_work():
         engine.step()
-    assert (seq.num_preemptions, seq.output_token_ids) == (1, llava.expected[2])
+    assert (seq.num_preemptions, seq.output_token_ids) == (1, case.expected[2])
+    assert asked == [picture.name for picture in case.prompts[2].pictures]
+    case.vision.close()
+
+
+def test_no_step_waits_for_a_picture(llava: Case) -> None:
+    """As of a request whose blocks were found, and are gone when it begins."""
+    unseen: Future[SeenPicture] = Future()
+    engine, text = Engine(llava.model, llava.settings), llava.make_sequence(4)
+    seq = llava.make_sequence(0, see=lambda _: unseen)
+    engine.add_sequence(seq)
+    assert not engine.begin_step()
+    engine.add_sequence(text)
+    while text.num_output_tokens < NEW:
+        engine.step()
+    assert (text.output_token_ids, seq.num_computed_tokens) == (llava.expected[4], 0)
+    engine.remove_sequence(text)
+    unseen.set_result(llava.see(llava.prompts[0].spans[0].name).result())
+    while engine.has_work():
+        engine.step()
+    assert seq.output_token_ids == llava.expected[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_drafts_behind_pictures_change_no_token(name: str, tmp_path: Path) -> None:
+    case = Case(name, tmp_path)
+    engine, seqs = Engine(case.model, case.settings), [case.make_sequence(at) for at in range(len(case.prompts))]
+    for seq, answer in zip(seqs, case.expected, strict=True):
+        seq.drafter = GivenDrafts(seq.num_prompt_tokens, answer, random.Random(3))
+    assert run_sequences(engine, seqs) == case.expected
+    assert 0 < engine.num_accepted_tokens < engine.num_drafted_tokens
+    case.vision.close()
+
+
+def test_another_tenant_finds_nothing_of_a_picture(llava: Case, tmp_path: Path) -> None:
+    with open_servers(llava, tmp_path, 1) as (server,):
+        for tenant, num_cached in (("tenant", 0), ("other", 0), ("other", BLOCK)):
+            seq = add_prompt(server, llava, 1, llava.see, tenant=tenant)
+            assert serve_until(server, seq) == llava.expected[1]
+            assert bool(seq.num_cached_tokens) == bool(num_cached)
+
+
+def test_a_packed_file_serves_a_model_with_and_without_its_vision_part(llava: Case) -> None:
+    settings = llava.settings.model_copy(update={"packed": str(pack_model(llava.settings).path)})
+    sizes = []
+    for sees in (True, False):
+        model = open_model(settings, sees=sees)
+        sizes.append(count_bytes(model.module))
+        assert model.fingerprint == llava.model.fingerprint
+        assert run_sequences(Engine(model, settings), [llava.make_sequence(4)]) == [llava.expected[4]]
+    assert sizes[1] < sizes[0]
 
 
 def test_a_packed_file_has_the_part_that_sees(llava: Case) -> None:

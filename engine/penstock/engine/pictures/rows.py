@@ -72,6 +72,8 @@ class Pictures:
         grids = [(picture.first, picture.grid) for picture in pictures if picture.grid is not None]
         positions = find_axis_positions(len(token_ids), grids) if grids else None
         self._positions, self._see = positions, see
+        self._asked: dict[bytes, Future[SeenPicture]] = {}
+        """By name. They stay, so that no step waits for what was seen before, and are small beside their KV."""
         self.has_axes = positions is not None
         """Whether positions have three axes."""
         self.delta = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
@@ -97,12 +99,20 @@ class Pictures:
                 if self._see is None:
                     raise PicturesNeeded(f"token {first:,} of the prompt is of a picture, whose pixels are not here")
                 shift = span.row - span.first
-                yield first, self._see(span.name).result().cut(first + shift, last + shift)
+                yield first, self._ask(span.name).result().cut(first + shift, last + shift)
+
+    def has_seen_behind(self, start: int) -> bool:
+        """Return whether all is seen that is needed to compute the prompt from a token on. If not, it now will be."""
+        return all(seen.done() for seen in self.see_behind(start))
 
     def see_behind(self, start: int) -> "list[Future[SeenPicture]]":
         """Have the model see what is needed to compute the prompt from a token on."""
         names = dict.fromkeys(span.name for span in self.spans if span.end > start)
-        return [] if self._see is None else [self._see(name) for name in names]
+        return [] if self._see is None else [self._ask(name) for name in names]
+
+    def _ask(self, name: bytes) -> "Future[SeenPicture]":
+        assert self._see is not None
+        return self._asked.get(name) or self._asked.setdefault(name, self._see(name))
 
     def leave_out_rows(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens of the prompt that stand for themselves."""

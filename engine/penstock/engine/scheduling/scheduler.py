@@ -513,7 +513,7 @@ class Scheduler:
                 passed_tenant = seq.tenant
             elif passed_tenant is not None and (seq.tenant != passed_tenant or len(self.running) + 1 >= max_batch):
                 return  # it is not this tenant's turn, or there is no place beside the longer one's
-            elif self._tables.is_being_computed(seq):
+            elif self._tables.is_being_computed(seq) or not self._has_seen(seq):
                 passed.append(seq)
             elif self._try_make_room(seq, step, max_batch, is_backfill=is_head_blocked):
                 queue.remove(seq)
@@ -523,6 +523,12 @@ class Scheduler:
             else:
                 passed.append(seq)
                 is_head_blocked = True
+
+    def _has_seen(self, seq: Sequence) -> bool:
+        """Return whether the model has seen the pictures of which a waiting sequence misses KV. If not, it now will."""
+        if seq.pictures is None:
+            return True
+        return seq.pictures.has_seen_behind(len(seq.token_ids) - self._tables.count_tokens_to_compute(seq))
 
     def _accept_backfilled(self, priority: int, is_head_blocked: bool) -> None:
         """Let backfilled sequences stay if no sequence of their class waits for blocks any more."""
