@@ -215,6 +215,8 @@ class StoreUnreachable(RequestError):
     """The request's stored data cannot be read or written."""
 
     code = "store_unreachable"
+    is_outage = False
+    """Whether a server is away, so that the request waits for it, as for the bus."""
 
 
 class ModelError(RequestError):

@@ -8,6 +8,7 @@ import base64
 import codecs
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -540,6 +541,9 @@ class Timings(Wire):
     finished: float = 0.0
 
 
+Side = Annotated[int, Field(ge=1, lt=2**31)]
+
+
 class JobPicture(Wire):
     """A picture in the prompt of a job: what a worker has to know to go on with the prompt's KV."""
 
@@ -548,11 +552,17 @@ class JobPicture(Wire):
     detail: Detail | None = None
     name: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     """The digest of all that the picture's rows follow from, in hex."""
-    first: int = Field(ge=0)
+    first: int = Field(ge=0, lt=2**31)
     """Index of its first row among the prompt's tokens."""
-    num_rows: int = Field(ge=1)
-    grid: tuple[int, int, int] | None = None
+    num_rows: int = Field(ge=1, lt=2**31)
+    grid: tuple[Side, Side, Side] | None = None
     """How many rows it has in time, in height and in width, where positions have three axes."""
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> Self:
+        if self.grid is not None and math.prod(self.grid) != self.num_rows:
+            raise ValueError(f"a grid of {self.grid} has not {self.num_rows} rows")
+        return self
 
 
 class Job(Wire):

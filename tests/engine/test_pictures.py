@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -160,7 +161,7 @@ class Case:
             ids, given["mm_token_type_ids"], given["image_grid_thw"], attention_mask=torch.ones_like(ids)
         )
         length = len(prompt.token_ids)
-        found = Pictures(prompt.token_ids, prompt.pictures).find_positions(0, length + 2)
+        found = np.array(Pictures(prompt.token_ids, prompt.pictures).find_positions(0, length + 2))
         behind = found[:, length:] == [length + int(delta), length + int(delta) + 1]
         return bool((right[:, 0].numpy() == found[:, :length]).all() and behind.all())
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.config.settings import EngineSettings, PictureSettings, RecordSett
 from penstock.engine.loading.loading import open_model
 from penstock.engine.model.model import LoadedModel
 from penstock.engine.serving import ServingEngine
-from penstock.errors import PicturesNeeded
+from penstock.errors import BusUnavailable, PicturesNeeded, StorageUnavailable
 from penstock.messages import ChatMessage, Job, Picture, Request, Sampling, decode_message
 from penstock.names import kv_key, picture_key
 from penstock.objects import ObjectStorage
@@ -271,6 +272,58 @@ def test_a_picture_that_is_gone_where_it_is_to_be_seen_again(site: Site) -> None
     (result,) = site.line.read_results()
     assert result.error is not None
     assert result.error.code == "picture_gone"
+
+
+@pytest.mark.parametrize("error", [BusUnavailable("away"), StorageUnavailable("away")], ids=["redis", "objects"])
+@pytest.mark.parametrize("where", ["prefill", "again"])
+def test_a_request_waits_while_the_store_of_pictures_is_away(
+    site: Site, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    """More often than it may fail; others are answered meanwhile."""
+    monkeypatch.setattr("penstock.worker.failure.OUTAGE_DEFERRAL_S", 0.01)
+    data, line, get, left = draw_png(1), site.line, PictureStore.get, [2 * site.line.record_settings.fail_attempts]
+    picture = site.put(data)
+
+    def fail(store: PictureStore, digest: str) -> bytes:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return get(store, digest)
+
+    if where == "again":
+        (job,) = hand_off(site, ask("a", "Look: ", picture, " well"))
+        lose_kv(site, job)
+        line.prefill.close()
+        line.add_prefill("prefill-1")  # one that has not seen it
+    else:
+        line.send_requests(ask("a", "Look: ", picture, " well"))
+    monkeypatch.setattr(PictureStore, "get", fail)
+    line.send_requests(ask("b", "no picture"))
+    run_in_turn(site, lambda: len(line.read_results()) == 2)
+    results = {one.id: one for one in line.read_results()}
+    assert (left, results["b"].error) == ([0], None)
+    assert results["a"].token_ids == site.generate("Look: ", data, " well")
+
+
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        ([{"first": 3, "num_rows": 1000}], "the prompt has"),
+        ([{"first": 3, "num_rows": 2}, {"first": 4, "num_rows": 2}], "the prompt has"),
+        ([{"first": 2**30, "num_rows": 1}], "the prompt has"),
+        ([{"first": 3, "num_rows": 4, "grid": [1, 6000, 6000]}], "has not 4 rows"),
+        ([{"first": 0, "num_rows": 1, "grid": [1, 0, 1]}], "greater than or equal to 1"),
+    ],
+)
+def test_a_job_with_pictures_that_cannot_be_ends_at_once(
+    site: Site, pictures: list[dict[str, Any]], message: str
+) -> None:
+    named = [{"digest": "ab" * 32, "name": "cd" * 32, **one} for one in pictures]
+    body = {"v": 1, "id": "a", "job": "j", "token_ids": [5] * 20, "pictures": named}
+    site.line.publish_bytes(json.dumps(body).encode(), "a", site.line.pipeline.job_topic("interactive"))
+    (result,) = site.line.run_until_results(1)
+    assert result.error is not None
+    assert message in result.error.message
 
 
 @pytest.mark.parametrize("name", HOSTILE)

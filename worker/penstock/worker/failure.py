@@ -55,6 +55,8 @@ MAX_ATTEMPTS_BEFORE_SUSPECT = 2
 """How many claims in vain count as bad luck. After them a request is a suspect."""
 SUSPECT_DEFERRAL_S = 0.25
 """How long a suspect is deferred that has to wait for others."""
+OUTAGE_DEFERRAL_S, MAX_OUTAGE_S = 2.0, 900.0
+"""How long a request waits whose data cannot be read as a server is away, and how old it may be for that."""
 UNWRITABLE = "what the request came to cannot be written; the worker's log says why"
 
 
@@ -66,7 +68,15 @@ class RetryPolicy:
         self._record, self._queue, self._retried = record, queue, retried
 
     def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
-        """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end."""
+        """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end.
+
+        While a server is away that has its data attempts do not count, for a while.
+        """
+        if isinstance(error, StoreUnreachable) and error.is_outage and now_s() < delivery.timestamp_s + MAX_OUTAGE_S:
+            self._record.release_claim(claim, delivered=delivery.is_held, wait_s=OUTAGE_DEFERRAL_S)
+            self._queue.defer(delivery, OUTAGE_DEFERRAL_S)
+            self._retried(error.code)
+            return True
         tries = claim.attempts_in_vain
         if tries >= self._record.settings.fail_attempts:
             return False
@@ -175,7 +185,7 @@ def try_for_request(task: Task, work: Callable[[], bool]) -> bool:
     try:
         return work()
     except RequestError as error:
-        task.outcome = Outcome.of_error(error)
+        task.outcome = Outcome.of_error(error, is_final=not isinstance(error, StoreUnreachable))
     except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
         if not is_failure(error):
             raise

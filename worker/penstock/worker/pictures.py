@@ -5,12 +5,13 @@ one only where KV of its rows is to be computed again.
 """
 
 import base64
-import binascii
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from penstock.config.settings import PictureSettings
-from penstock.errors import InvalidRequest, PictureGone
+from penstock.errors import BusUnavailable, InvalidRequest, PictureGone, StorageUnavailable, StoreUnreachable
 from penstock.messages import Detail, Job, JobPicture, Picture, Request
 from penstock.pictures.decoding import decode_picture
 from penstock.pictures.tokens import PictureTokens
@@ -45,16 +46,13 @@ class TaskPictures:
 
         Raises `InvalidRequest`, `PictureGone`, and what the store raises.
         """
-        given = request.pictures
+        given, files = request.pictures, dict[str, bytes]()
         if len(given) > self._settings.max_count:
             raise InvalidRequest(f"{len(given)} pictures; a request may have {self._settings.max_count}")
-        left, files = self._settings.max_bytes, dict[str, bytes]()
-        for picture in given:
+        for picture in sorted(given, key=lambda one: one.data is None):  # one with its file may be named again
             if picture.digest not in files:
-                data = files[picture.digest] = self._read_file(picture)
-                left -= len(data)
-                if left < 0:
-                    raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes")
+                left = self._settings.max_bytes - sum(map(len, files.values()))
+                files[picture.digest] = self._read_file(picture, left)
         seen = ((bytes.fromhex(one.digest), self._decode(files[one.digest], one.detail)) for one in given)
         prompt = self._reader.read_chat(token_ids, seen, self._engine.limits.max_length)
         by_name = {told.name: picture for told, picture in zip(prompt.pictures, given, strict=True)}
@@ -62,34 +60,49 @@ class TaskPictures:
         def read(told: "PromptPicture") -> "Pixels":
             if (pixels := prompt.pixels.pop(told.name, None)) is not None:  # they are large, and seen once
                 return pixels
-            picture = by_name[told.name]
-            image = self._decode(files[picture.digest], picture.detail)
-            return self._reader.read_again(bytes.fromhex(picture.digest), image, told.name)
+            return self.read_again(by_name[told.name], told.name)
 
         return prompt.token_ids, self._engine.make_pictures(request.tenant, prompt.token_ids, prompt.pictures, read)
 
-    def _read_file(self, picture: Picture) -> bytes:
+    def _read_file(self, picture: Picture, max_bytes: int) -> bytes:
         """Return a picture's file. One that is in the message is stored: whoever reads it again finds it there."""
-        if picture.data is None:
-            return self._store.get(picture.digest)
         try:
-            data = base64.b64decode(picture.data, validate=True)
-        except binascii.Error as error:
+            data = None if picture.data is None else base64.b64decode(picture.data, validate=True)
+        except ValueError as error:
             raise InvalidRequest(f"the data of a picture is no base64: {error}") from None
-        if self._store.put(data) != picture.digest:
+        if data is not None and hashlib.sha256(data).hexdigest() != picture.digest:
             raise InvalidRequest(f"the data of the picture {picture.digest[:12]}… has another digest")
-        return data
+        with _wait_for_store():
+            found = self._store.get(picture.digest) if data is None else data
+            if len(found) > max_bytes:
+                raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes together")
+            if data is not None:
+                self._store.put(data)
+        return found
 
     def _decode(self, data: bytes, detail: Detail | None) -> "Image":
         return decode_picture(data, self._settings.max_pixels, detail)
 
-    def read_again(self, picture: JobPicture) -> "Pixels":
-        """Return the pixels of a picture that another worker has read."""
+    def read_again(self, picture: Picture | JobPicture, name: bytes) -> "Pixels":
+        """Return the pixels of a picture that was read before, here or by another worker."""
+        with _wait_for_store():
+            data = self._store.get(picture.digest)
         try:
-            image = self._decode(self._store.get(picture.digest), picture.detail)
+            image = self._decode(data, picture.detail)
         except InvalidRequest as error:  # the worker that read it may have allowed more
             raise PictureGone(f"the picture {picture.digest[:12]}… cannot be read again: {error}") from None
-        return self._reader.read_again(bytes.fromhex(picture.digest), image, bytes.fromhex(picture.name))
+        return self._reader.read_again(bytes.fromhex(picture.digest), image, name)
+
+
+@contextmanager
+def _wait_for_store() -> Iterator[None]:
+    """A block in which an outage of the store lets the request wait, and nobody else."""
+    try:
+        yield
+    except (BusUnavailable, StorageUnavailable) as error:
+        away = StoreUnreachable(f"its pictures cannot be read or stored now: {error}")
+        away.is_outage = True
+        raise away from error
 
 
 def find_pictures(engine: "InferenceEngine", job: Job, files: TaskPictures | None) -> "Pictures | None":
@@ -103,7 +116,7 @@ def find_pictures(engine: "InferenceEngine", job: Job, files: TaskPictures | Non
 
     def read(picture: PromptPicture) -> "Pixels":
         assert files is not None, "only an engine that sees asks for pixels"
-        return files.read_again(by_name[picture.name])
+        return files.read_again(by_name[picture.name], picture.name)
 
     return engine.make_pictures(job.tenant, job.token_ids, told, read)
 

@@ -184,11 +184,16 @@ class WorkerProcess:
             from penstock.engine.pictures.token_rule import find_token_rule
             from penstock.objects import ObjectStorage
             from penstock.pictures.store import PictureStore
-        settings, objects = self.settings, ObjectStorage.open(self.settings.batch.store_url)
+        settings = self.settings
+        try:
+            objects, rule = ObjectStorage.open(settings.batch.store_url), find_token_rule(reader)
+        except (ModelLoadError, OSError) as error:
+            log.warning("%s reads texts alone: %s", self.name, error)
+            return None
         self.exits.callback(objects.close)
         store = PictureStore(self.addresses, objects, settings.picture, settings.record)
         self.exits.callback(store.close)
-        return TaskPictures(engine, reader, store, settings.picture, find_token_rule(reader))
+        return TaskPictures(engine, reader, store, settings.picture, rule)
 
     def _fit_tiers(self) -> None:
         """Fit the KV store's tiers to this host. Raise `KVStoreError` for what was asked for and cannot be."""

@@ -6,7 +6,6 @@ what the model reads in its place was computed from pixels. Behind the first lay
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -64,9 +63,11 @@ class Pictures:
     """
 
     def __init__(self, token_ids: Sequence[int], pictures: Sequence[PromptPicture], see: See | None = None) -> None:
-        """Raises `InvalidRequest` where the prompt has not all of their rows."""
-        self.spans = [span for picture in pictures for span in find_spans(token_ids, picture)]
+        """Raises `InvalidRequest` where the prompt has not all of their rows, one picture behind the other."""
+        self.spans: list[Span] = []
         """Their rows, those of a picture in one span or in several."""
+        for picture in pictures:
+            self.spans += find_spans(token_ids, picture, self.end)
         self.pictures = pictures
         """What any worker has to know of them."""
         grids = [(picture.first, picture.grid) for picture in pictures if picture.grid is not None]
@@ -79,14 +80,20 @@ class Pictures:
         self.delta = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
         """What is added to the place of a token behind the prompt to get its position."""
 
-    def find_positions(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return the positions of the tokens from `start` to before `end`, behind the prompt too: [3, tokens]."""
-        places = np.arange(start, end)
-        if self._positions is None:
-            return np.broadcast_to(places, (3, end - start))
-        num_prompt = self._positions.shape[1]
-        behind = np.broadcast_to(places[places >= num_prompt] + self.delta, (3, max(0, end - max(start, num_prompt))))
-        return np.concatenate([self._positions[:, start:end], behind], 1)
+    @property
+    def end(self) -> int:
+        """The index behind the last row; 0 without any."""
+        return self.spans[-1].end if self.spans else 0
+
+    def find_positions(self, start: int, end: int) -> Sequence[Sequence[int]]:
+        """Return the positions of the tokens from `start` to before `end`, behind the prompt too, on each of three
+        axes.
+        """
+        num_prompt = 0 if self._positions is None else self._positions.shape[1]
+        behind = range(max(start, num_prompt) + self.delta, max(end, num_prompt) + self.delta)
+        if self._positions is None or start >= num_prompt:  # each step of an answer
+            return [behind] * 3
+        return [[*axis, *behind] for axis in self._positions[:, start:end].tolist()]
 
     def find_seen(self, start: int, end: int) -> Iterator[tuple[int, SeenPicture]]:
         """Yield what the model sees in the rows from `start` to before `end`: where each part begins, and the part.
@@ -121,17 +128,20 @@ class Pictures:
         return [token_id for first, end in pairs for token_id in token_ids[first:end]]
 
 
-def find_spans(token_ids: Sequence[int], picture: PromptPicture) -> list[Span]:
-    """Return where a picture's rows are among the prompt's tokens. Raises `InvalidRequest` if not all of them are."""
+def find_spans(token_ids: Sequence[int], picture: PromptPicture, start: int = 0) -> list[Span]:
+    """Return where a picture's rows are among the prompt's tokens. Raises `InvalidRequest` if not all of them are there
+    from `start` on.
+    """
     spans, place, row = list[Span](), picture.first, 0
-    for token_id, group in groupby(token_ids[place:]):
-        num = len(list(group))
-        if token_id == token_ids[picture.first]:
-            spans.append(Span(place, min(num, picture.num_rows - row), picture.name, row))
-            row += spans[-1].num_tokens
-            if row == picture.num_rows:
-                return spans
-        place += num
+    while start <= place < len(token_ids) and row < picture.num_rows:
+        end, most = place, min(len(token_ids), place + picture.num_rows - row)
+        while end < most and token_ids[end] == token_ids[picture.first]:
+            end += 1
+        if end > place:
+            spans.append(Span(place, end - place, picture.name, row))
+        row, place = row + end - place, max(end, place + 1)
+    if row == picture.num_rows:
+        return spans
     raise InvalidRequest(f"the prompt has {row} of the {picture.num_rows} rows of the picture at token {picture.first}")
 
 

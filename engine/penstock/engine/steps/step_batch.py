@@ -8,9 +8,7 @@ from array import array
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.device import to_device
@@ -90,30 +88,30 @@ class StepBatch:
 
     def _collect_pictures(self) -> None:
         """Find the positions of all tokens, and what the model sees in the rows of pictures among them."""
-        row, at, parts, found = 0, list[int](), list[SeenPicture](), list[NDArray[np.int64]]()
+        row, at, parts = 0, list[int](), list[SeenPicture]()
         has_axes = any(seq.pictures is not None and seq.pictures.has_axes for seq, _ in self.plan)
+        axes: list[list[int]] = [[] for _ in range(3 if has_axes else 1)]
         for seq, num in self.plan:
-            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
-            if seq.pictures is None:
-                found.append(np.broadcast_to(np.arange(start, end), (3, num)))
-            else:
-                found.append(seq.pictures.find_positions(start, end))
+            pictures, start, end = seq.pictures, seq.num_computed_tokens, seq.num_computed_tokens + num
+            found = [range(start, end)] * 3 if pictures is None else pictures.find_positions(start, end)
+            for axis, more in zip(axes, found, strict=False):
+                axis.extend(more)
+            if pictures is not None and start < pictures.end:
                 try:
-                    for first, seen in seq.pictures.find_seen(start, end):
+                    for first, seen in pictures.find_seen(start, end):
                         at += range(row + first - start, row + first - start + len(seen.rows))
                         parts.append(seen)
                 except RequestError as error:
                     raise SequenceFailed(seq, error) from error
             row += num
-        positions = np.concatenate(found, 1)
         if has_axes:
-            self._positions = positions[0].tolist()
+            self._positions = axes[0]
         if parts:
             seen = SeenPicture(
                 torch.cat([part.rows for part in parts]),
                 tuple(map(torch.cat, zip(*(part.added for part in parts), strict=True))),
             )
-            ids = self._to_tensor((positions if has_axes else positions[:1]).ravel().tolist())
+            ids = self._to_tensor([position for axis in axes for position in axis])
             self.seen_rows = SeenRows(self._to_tensor(at), seen, ids.view(3, 1, -1) if has_axes else ids[None])
 
     def _to_tensor(self, values: list[int]) -> Tensor:
