@@ -159,6 +159,13 @@ DEEP = {
     ),
     "in two steps, produced twice": Scenario(Budget(crashes=1, pauses=1), Rules(two_steps=True), requests=2),
     "Redis empty, with crash and pause": Scenario(Budget(losses=1, crashes=1, pauses=1)),
+    "given back, with crashes and a pause": Scenario(Budget(returns=2, crashes=2, pauses=1)),
+    "given back, with crash, pause and rebalance": Scenario(Budget(returns=1, crashes=1, pauses=1, moves=1), ONE_STAYS),
+    "given back, Redis falls back, with a crash": Scenario(Budget(returns=2, losses=1, syncs=1, crashes=1)),
+    "given back, Redis empty, with crash and pause": Scenario(Budget(returns=1, losses=1, crashes=1, pauses=1)),
+    "given back, in two steps, in doubt, with a pause": Scenario(
+        Budget(returns=1, pauses=1, doubts=1), Rules(two_steps=True)
+    ),
     "Redis falls back, with a crash": Scenario(Budget(losses=1, syncs=1, crashes=1)),
     "Redis falls back, with a pause": Scenario(Budget(losses=1, syncs=1, pauses=1)),
 }
