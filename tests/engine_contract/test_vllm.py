@@ -21,7 +21,7 @@ from penstock.engine.serving import ServingEngine
 from penstock.engine.weights.files import DEMO_MODEL
 from penstock.engine_vllm.blocks import RankKV, combine_ranks
 from penstock.engine_vllm.core import VllmCore
-from penstock.errors import ModelLoadError
+from penstock.errors import InvalidRequest, ModelLoadError
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
@@ -295,3 +295,10 @@ def test_engines_of_different_kinds_do_not_share_blocks(tmp_path: Path) -> None:
         fingerprint = under_test.engine.model.fingerprint
     own = load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK}))
     assert fingerprint != own.fingerprint
+
+
+def test_pictures_are_refused() -> None:
+    """Whoever asks: a job may come from workers with this project's engine."""
+    seen = SimpleNamespace(pictures=SimpleNamespace())
+    with pytest.raises(InvalidRequest, match="no pictures here"):
+        VllmCore.check_sequence(SimpleNamespace(), seen)  # type: ignore[arg-type]

@@ -100,4 +100,6 @@ def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline
         store.set_compute_speed(core.prefill_tokens_per_s)
         yield ServingEngine(core, store)
     finally:
+        if core.model.vision is not None:
+            core.model.vision.close()
         store.close()

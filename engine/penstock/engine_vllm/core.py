@@ -25,7 +25,7 @@ from penstock.engine.sampling.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.scheduling.cost import PrefillRate, measure_prefill_rate, share_step
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
-from penstock.errors import ModelError, SequenceFailed, is_failure
+from penstock.errors import InvalidRequest, ModelError, SequenceFailed, is_failure
 from penstock.messages import Logprobs, Sampling, TokenLogprob
 from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.worker_speed import WorkerSpeed
@@ -201,7 +201,9 @@ class VllmCore:
     # Sequences
 
     def check_sequence(self, seq: Sequence, max_new_tokens: int = 0) -> None:
-        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids."""
+        """Raise `PromptTooLong` for one that can never run, `InvalidRequest` for unknown token ids and pictures."""
+        if seq.pictures is not None:
+            raise InvalidRequest("vLLM is given no pictures here: workers with Penstock's engine see them")
         check_sequence(seq, self.model, self.model.layout, self.num_blocks, max_new_tokens)
 
     def add_sequence(self, seq: Sequence) -> None:
