@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,22 +299,21 @@ def open_servers(case: Case, directory: Path, num: int) -> Iterator[list[Serving
 
 
 def add_prompt(
-    server: ServingEngine, case: Case, number: int, see: See | None, *, tenant: str = "tenant"
+    server: ServingEngine, case: Case, number: int, see: See | None, *, tenant: str = "tenant", **given: Any
 ) -> EngineSequence:
     """Add a prompt as a request; `see` sees its pictures."""
     prompt = case.prompts[number]
     blocks = server.hash_prompt(tenant, prompt.token_ids, prompt.spans)
     pictures = Pictures(prompt.token_ids, prompt.pictures, see) if prompt.pictures else None
-    seq = EngineSequence(
-        f"p{number}", prompt.token_ids, sampling=GREEDY, seed=7, max_new_tokens=NEW, blocks=blocks, pictures=pictures
-    )
+    values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "max_new_tokens": NEW, **given}
+    seq = EngineSequence(f"p{number}", prompt.token_ids, blocks=blocks, pictures=pictures, **values)
     server.add_request(seq)
     return seq
 
 
-def serve_until(server: ServingEngine, seq: EngineSequence) -> list[int]:
+def serve_until(server: ServingEngine, seq: EngineSequence, num_new: int = NEW) -> list[int]:
     """Serve until a request is through, and store what it has."""
-    while seq.num_output_tokens < NEW:
+    while seq.num_output_tokens < num_new:
         list(server.collect_events())
         if server.begin_step():
             server.finish_step()
@@ -361,6 +361,24 @@ def test_a_picture_whose_kv_is_found_is_not_seen_again(llava: Case, tmp_path: Pa
         assert serve_until(second, other) == llava.expected[-1]
         assert other.num_cached_tokens == 0
         assert set(asked) == {llava.prompts[number].spans[0].name for number in (0, -1)}
+
+
+def test_a_job_whose_last_block_is_in_a_picture_needs_no_pixels(llava: Case, tmp_path: Path) -> None:
+    """The partial block comes with it: an engine that could see has nothing to."""
+    asked: list[bytes] = []
+
+    def see(name: bytes) -> Future[SeenPicture]:
+        asked.append(name)
+        return llava.see(name)
+
+    prompt, answer = llava.prompts[2], llava.expected[2]
+    assert len(prompt.token_ids) // BLOCK * BLOCK < prompt.spans[-1].end < len(prompt.token_ids)
+    with open_servers(llava, tmp_path, 2) as (first, second):
+        seq = add_prompt(first, llava, 2, llava.see, lease_owner="job", max_new_tokens=1, was_handed_off=False)
+        assert serve_until(first, seq, 1) == answer[:1]
+        job = add_prompt(second, llava, 2, see, output_token_ids=answer[:1])
+        assert serve_until(second, job) == answer
+    assert not asked
 
 
 def test_what_cannot_be_seen_fails_its_request_alone(llava: Case, tmp_path: Path) -> None:

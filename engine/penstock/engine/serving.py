@@ -496,7 +496,8 @@ class ServingEngine:
                 case LoadOperation():
                     loaded = self._finish_load(seq, operation)
                     if self._seqs.get(seq.id) is seq:
-                        self._see_pictures(seq, len(operation.missing_tiers) * self.store.layout.block_size)
+                        num_found = len(operation.missing_tiers) * self.store.layout.block_size
+                        self._see_pictures(seq, seq.num_prompt_tokens if seq.tail_payload is not None else num_found)
                         yield loaded
                 case StoreOperation() if operation.lease_owner and operation.blocks:
                     num_blocks = len(operation.blocks)

@@ -125,7 +125,7 @@ class BlockTables:
         Drops a tail payload that is of no use. One that remains is to be copied to its block.
         """
         keys = self._shareable_keys(seq) if self._states is None else self._cached_keys(seq)
-        num_start = self._find_start(seq)
+        num_start = self.find_start(seq)
         seq.block_table = self.pool.pin_cached_prefix(keys, counted=not seq.num_preemptions)
         num_cached = len(seq.block_table)
         seq.block_table += self.pool.allocate_blocks(self.count_blocks_at_admission(seq) - num_cached)
@@ -200,11 +200,11 @@ class BlockTables:
         num_cached = (
             self.pool.count_cached_prefix(keys)
             if self._states is None
-            else (self._find_start(seq) // self.pool.block_size)
+            else (self.find_start(seq) // self.pool.block_size)
         )
         return keys[:num_cached]
 
-    def _find_start(self, seq: Sequence) -> int:
+    def find_start(self, seq: Sequence) -> int:
         """Return how many leading tokens of a waiting sequence need not be computed."""
         num_cached = self.pool.count_cached_prefix(self._shareable_keys(seq))
         num_tokens = num_cached * self.pool.block_size

@@ -526,9 +526,7 @@ class Scheduler:
 
     def _has_seen(self, seq: Sequence) -> bool:
         """Return whether the model has seen the pictures of which a waiting sequence misses KV. If not, it now will."""
-        if seq.pictures is None:
-            return True
-        return seq.pictures.has_seen_behind(len(seq.token_ids) - self._tables.count_tokens_to_compute(seq))
+        return seq.pictures is None or seq.pictures.has_seen_behind(self._tables.find_start(seq))
 
     def _accept_backfilled(self, priority: int, is_head_blocked: bool) -> None:
         """Let backfilled sequences stay if no sequence of their class waits for blocks any more."""
