@@ -44,7 +44,10 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
     """Return the gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
     gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = gateway.keyring.is_open
-    routers = [*(part.router for part in PARTS), make_router(is_open=is_open)]
+    # As base64, and beside the rest of a chat.
+    max_image_bytes = min(settings.picture.max_bytes, round(settings.guard.max_body_mb * 0.7 * 2**20))
+    page = make_router(is_open=is_open, max_images=settings.picture.max_count, max_image_bytes=max_image_bytes)
+    routers = [*(part.router for part in PARTS), page]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from penstock.ingest.errors import ApiError
 
 CONTENT_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS: Mapping[str, str] = {
@@ -29,7 +29,6 @@ CONTENT_TYPES: Mapping[str, str] = {
     "md": "text/plain; charset=utf-8",
 }
 """The files that are served, by how their names end."""
-_KEYS_NEEDED, _KEYS_OPEN = b'data-keys="needed"', b'data-keys="open"'
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,19 @@ def read_page_files(folder: Traversable) -> dict[str, PageFile]:
 
 PAGE_FILES = read_page_files(files("penstock.ingest.http").joinpath("page"))
 """All files, by name."""
-OPEN_PAGE = PageFile.from_body(PAGE_FILES["index.html"].body.replace(_KEYS_NEEDED, _KEYS_OPEN), "index.html")
-"""The page of a gateway that asks for no key."""
 
 
-def make_router(*, is_open: bool) -> APIRouter:
+def make_router(*, is_open: bool, max_images: int, max_image_bytes: int) -> APIRouter:
     """Return the routes of the page. `is_open`: the gateway asks for no key, and so does its page."""
     router = APIRouter(include_in_schema=False)
+    told = {"keys": "open" if is_open else "needed", "images": max_images, "image-bytes": max_image_bytes}
+    attributes = " ".join(f'data-{name}="{value}"' for name, value in told.items())
+    index = PAGE_FILES["index.html"].body.replace(b"data-settings", attributes.encode())
+    index_page = PageFile.from_body(index, "index.html")
 
     @router.get("/")
     async def page(request: Request) -> Response:
-        return _make_response(request, OPEN_PAGE if is_open else PAGE_FILES["index.html"])
+        return _make_response(request, index_page)
 
     @router.get("/page/{name}")
     async def file(request: Request, name: str) -> Response:

@@ -2,6 +2,7 @@
 
 import { askJson } from "./api.js";
 import { byId, count, make, rate, say, seconds } from "./draw.js";
+import { contentOf, drawn, Images } from "./images.js";
 import { Stream } from "./stream.js";
 import { runTool, TOOLS } from "./tools.js";
 
@@ -17,6 +18,7 @@ export class Playground {
     this._messages = [];
     this._stream = null;
     this._models = ""; // as they are listed
+    this._images = new Images(() => canDo("sees"));
     byId("prompt-form").addEventListener("submit", (event) => { event.preventDefault(); this._send(); });
     byId("prompt").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -25,7 +27,7 @@ export class Playground {
     });
     byId("stop").addEventListener("click", () => this._stop());
     byId("clear").addEventListener("click", () => this._clear());
-    for (const id of ["model", "tools"]) byId(id).addEventListener("change", showTools);
+    for (const id of ["model", "tools"]) byId(id).addEventListener("change", () => this._showSkills());
     for (const example of document.querySelectorAll("[data-example]")) {
       example.addEventListener("click", () => { byId("prompt").value = example.textContent; byId("prompt").focus(); });
     }
@@ -40,7 +42,7 @@ export class Playground {
     const none = others.length ? "No worker of this pipeline serves a model yet; one of another pipeline may be chosen."
       : "No worker serves a model yet. A prompt can be sent as soon as one is ready.";
     say(byId("no-model"), own.length ? "" : none);
-    const found = JSON.stringify(data.map(({ id, own: isOwn, supports_tools: can }) => [id, isOwn, can]));
+    const found = JSON.stringify(data.map(({ id, own: isOwn, supports_tools: can, sees }) => [id, isOwn, can, sees]));
     if (found === this._models) return own.length; // a list that somebody may have open
     this._models = found;
     const list = byId("model");
@@ -52,7 +54,7 @@ export class Playground {
       list.append(group);
     }
     if (data.some(({ id }) => id === chosen)) list.value = chosen;
-    showTools();
+    this._showSkills();
     this._enable();
     return own.length;
   }
@@ -65,12 +67,15 @@ export class Playground {
   async _send() {
     if (byId("send").disabled) return; // the Enter key asks as well
     const prompt = byId("prompt").value;
-    const turn = new Turn(prompt);
+    const images = this._images.take();
+    const turn = new Turn(prompt, images);
     growChat(() => byId("chat").append(turn.element), true);
     byId("prompt").value = "";
-    const messages = [...this._messages, { role: "user", content: prompt }];
+    const messages = [...this._messages];
     const given = parameters();
+    byId("send").disabled = byId("clear").disabled = true;
     try {
+      messages.push({ role: "user", content: await contentOf(prompt, images) });
       for (let rounds = 0; !(await this._read(turn, { ...given, messages })); rounds += 1) {
         if (rounds === MAX_ROUNDS) throw new Error(`the model called tools ${MAX_ROUNDS + 1} times and did not answer.`);
         messages.push(...turn.answerCalls(this._stream.calls));
@@ -81,6 +86,7 @@ export class Playground {
     } catch (error) {
       turn.failed(error);
       byId("prompt").value ||= prompt;
+      this._images.putBack(images);
       if (error.code === TOO_LONG && this._messages.length) turn.offerNewChat(() => this._clear());
     } finally {
       this._stream = null;
@@ -102,6 +108,13 @@ export class Playground {
     return this._stream.isStopped || this._stream.finishReason !== "tool_calls";
   }
 
+  /** What the model can do: a switch for tools, with what is offered where it is on, and images. */
+  _showSkills() {
+    byId("tools").closest("label").hidden = !canDo("tools");
+    byId("offered").hidden = !canDo("tools") || !byId("tools").checked;
+    this._images.show();
+  }
+
   /** The buttons that make sense now. */
   _enable() {
     const isAsking = this._stream !== null;
@@ -118,25 +131,20 @@ export class Playground {
   _clear() {
     if (this._stream !== null) return;
     this._messages = [];
+    this._images.forget();
     byId("chat").replaceChildren();
     state("idle", "Nothing asked yet.");
     byId("prompt").focus();
   }
 }
 
-function option({ id, supports_tools: can }) {
+function option({ id, supports_tools: tools, sees }) {
   const made = new Option(id, id);
-  made.dataset.tools = can;
+  Object.assign(made.dataset, { tools, sees });
   return made;
 }
 
-const canCall = () => byId("model").selectedOptions[0]?.dataset.tools === "true";
-
-/** The switch, where the model can call tools; and what is offered, where it is on. */
-function showTools() {
-  byId("tools").closest("label").hidden = !canCall();
-  byId("offered").hidden = !canCall() || !byId("tools").checked;
-}
+const canDo = (skill) => byId("model").selectedOptions[0]?.dataset[skill] === "true";
 
 function parameters() {
   const optional = (id, name) => (byId(id).value === "" ? {} : { [name]: Number(byId(id).value) });
@@ -180,7 +188,7 @@ function growChat(change, isAsked = false) {
 
 /** A prompt and its answer, as they are shown. */
 class Turn {
-  constructor(prompt) {
+  constructor(prompt, images) {
     this.latencyS = null;
     this._numCalls = 0;
     this._begin();
@@ -188,7 +196,7 @@ class Turn {
     this._piece = make("span", "piece");
     this._answer = make("div", "answer", this._piece);
     this._outcome = make("p", "outcome");
-    this.element = make("article", "turn", ...clamped(prompt), this._answer, this._outcome, make("p", "foot", this._id));
+    this.element = make("article", "turn", ...clamped(prompt), ...images.map(drawn), this._answer, this._outcome, make("p", "foot", this._id));
     byId("spoken").replaceChildren();
     for (const id of ["ttft", "tokens", "speed"]) say(byId(id), "–");
     state("waiting", "Sent; waiting for the first token.");
