@@ -50,6 +50,9 @@ LEAVES = (
 )  # fmt: skip
 """Workers leave again and again, and nothing else costs a request an attempt."""
 
+SEES = ("pictures=0.8", "texts=0", "kv_loss=0.02", "autos=0.5", *FEWER)
+"""Prompts have pictures, and KV of them is lost."""
+
 FLAWS = (
     Flaw(
         "a refused token counts as written", f"{WORKER}/worker.py", "if AppendOutcome.FENCED in found:", "if False:",
@@ -387,6 +390,23 @@ FLAWS = (
         "a record with vectors is gone before they are read", "core/penstock/record/record.py",
         "keep_ms = min(self._keep_ms, KEEP_VECTORS_MS) if is_short", "keep_ms = 1 if is_short",
         rates=("texts=0.7", "endpoint=0"),
+    ),
+    Flaw(
+        "the names of blocks leave out pictures", "kvstore/penstock/kvstore/block.py",
+        'b"picture" + span.name + place', 'b"picture" + place', rates=SEES,
+    ),
+    Flaw(
+        "a row of a picture that is not here is computed from its token", "engine/penstock/engine/pictures/rows.py",
+        "if self._see is None:\n                    raise", "if self._see is None:\n                    continue\n"
+        "                if False:\n                    raise", rates=SEES,
+    ),
+    Flaw(
+        "decode ends what it lacks KV of", "decode_worker/penstock/decode_worker/role.py",
+        "return task.claim.num_returns < MAX_RETURNS", "return False", rates=SEES,
+    ),
+    Flaw(
+        "a request that is given back is not free", f"{RECORD}/lua/handed.lua",
+        "redis.call('ZADD', was == 'decode' and KEYS[2] or KEYS[3], now, ARGV[1])", "", "streams", SEES,
     ),
     Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
