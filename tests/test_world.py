@@ -51,6 +51,7 @@ def test_nothing_is_lost_doubled_or_wrong(run_world: RunWorld) -> None:
         pytest.param(3, ["gateways=0", "endpoint=0", "bug=0.002", "hostile_s=1", "full_s=10", "slow=0.02"], id="bugs"),
         pytest.param(4, ["gateways=0", "endpoint=0", "wedge=0.002", "stall=0", "deadlines=0.5"], id="endless steps"),
         pytest.param(5, ["resize_s=0.5"], id="starts and stops"),
+        pytest.param(6, ["pictures=0.8", "kv_loss=0.02", "wipe_s=10", "gateways=0", "endpoint=0"], id="pictures"),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, rates: list[str]) -> None:
@@ -127,6 +128,13 @@ def test_nothing_is_lost_or_seen_otherwise_when_a_region_dies_and_is_adopted(run
     events = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     assert [one["how"] for one in events if one["what"] == "region lost"][:1] == ["dies"]
     assert [one["order"] for one in events if one["what"] == "order done"][:1] == ["adopt"]
+
+
+def test_a_picture_is_gone_where_its_region_is_adopted_and_right_else(run_world: RunWorld) -> None:
+    told = run_world(
+        "--seed", "4", "--seeds", "2", "--level", "regions", "--rate", "gateways=0", "--rate", "pictures=1"
+    )
+    assert ", 0 findings," in told, told
 
 
 def test_nothing_is_found_over_redis_streams(run_world: RunWorld) -> None:

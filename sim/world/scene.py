@@ -585,7 +585,11 @@ class Scene:
 
     def _open_files(self, who: str, settings: RecordSettings) -> PictureStore:
         """Return somebody's way to the files of pictures."""
-        return PictureStore(self.servers.find_addresses(who), self.files, self.picture_settings, settings)
+        return PictureStore(self.servers.find_addresses(who), self._find_objects(who), self.picture_settings, settings)
+
+    def _find_objects(self, who: str) -> ObjectStorage:
+        """Return the object store that somebody uses."""
+        return self.files
 
     def _tokenize(self, place: Place, read: Callable[..., list[int]], request: Request, **how: Any) -> list[int]:
         """Tokenize a prompt, which may take long, and kills the worker or never ends where it is poison."""
@@ -876,8 +880,13 @@ class Scene:
         self.seeing.add(request.id)
         return request.model_copy(update={"token_ids": None, "messages": draw_chat(chance)})
 
-    def _store_pictures(self, request: Request, who: str) -> None:
+    def _name_client(self, request: Request) -> str:
+        """Return the name by which the client of a request asks servers."""
+        return "client"
+
+    def _store_pictures(self, request: Request) -> None:
         """Store the pictures of a request that are not in its message."""
+        who = self._name_client(request)
         digests = {one.digest for one in request.pictures if one.data is None}
         while digests:
             store = self._open_files(who, RecordSettings())
@@ -936,7 +945,7 @@ class Scene:
             self.poison.add(request.id)
             may = [*may, "attempts_exhausted"]
         self._note_submitted(request, may)
-        self._store_pictures(request, "client")
+        self._store_pictures(request)
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request)
         self._note_accepted(request.id)

@@ -20,7 +20,7 @@ import redis
 from penstock.bus.contract import Publisher
 from penstock.client.core import StreamReader, prepare_message
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.errors import AdoptionRefused, BusUnavailable, StreamDiverged
+from penstock.errors import AdoptionRefused, BusUnavailable, PictureGone, StreamDiverged
 from penstock.ingest.regions.adopting import AdoptionSettings, adopt_region, give_back, read_marks
 from penstock.ingest.regions.returning import JOINED_LASTS_S, LOOK_S
 from penstock.messages import (
@@ -32,12 +32,13 @@ from penstock.messages import (
     encode_request,
     extract_request_id,
 )
-from penstock.names import CLASSES, FINGERPRINTS_KEY, REGION_JOINED_KEY, STAGES, WorkerKind, copy_topic
+from penstock.names import CLASSES, FINGERPRINTS_KEY, REASON_HEADER, REGION_JOINED_KEY, STAGES, WorkerKind, copy_topic
 from penstock.objects import ObjectStorage
 from penstock.redis.client import redis_client
 from penstock.regions import add_home, find_home
 from penstock.worker.joining import wait_until_joined
 from sim.chaos.checker import Entry, Finding, check_history, name_vectors
+from sim.world.pictures import StorageAtOnce
 from sim.world.regions.gateways import RegionGateways, make_settings
 from sim.world.regions.mirror import Mirror
 from sim.world.regions.servers import HOME, PEER, REGIONS, RegionServers, RegionWays, find_region
@@ -73,7 +74,7 @@ def draw_plan(seed: int, requests: int, level: str) -> Plan:
         cut_s=4 * drawn.cut_s, pause_s=4 * drawn.pause_s, leave_s=4 * drawn.leave_s, rebalance_s=4 * drawn.rebalance_s,
         kill_s=10 * drawn.kill_s, freeze_s=4 * drawn.freeze_s, slow=drawn.slow / 4, autos=chance.choice([0.0, 1.0]),
         bug=0, wedge=0, hostile_s=0, full_s=0, endpoint=0, poison=0, attempts=0, away_s=0, delete_s=0, forget_s=0,
-        batches=0, gateways=chance.choice([0.0, 0.5, 0.8]), stays=chance.choice([0.0, 0.2]),
+        batches=0, wipe_s=0, gateways=chance.choice([0.0, 0.5, 0.8]), stays=chance.choice([0.0, 0.2]),
         region_s=chance.uniform(5.0, 30.0), copy_s=chance.choice([0.1, 0.1, 1.0, 5.0]), task_s=maybe(20.0, 60.0),
     )  # fmt: skip
     return replace(plan, rates=rates, span_s=SPAN_S * requests)
@@ -277,6 +278,12 @@ class RegionScene(Scene):
         made = super()._make_request(number, chance)
         return made.model_copy(update={"id": add_home(made.id, HOME if chance.random() < 0.75 else PEER)})
 
+    def _name_client(self, request: Request) -> str:
+        return f"{find_home(request.id, REGIONS)}-client"
+
+    def _find_objects(self, who: str) -> ObjectStorage:
+        return StorageAtOnce(self.servers.of(who).objects)
+
     def _send(self, request: Request) -> None:
         home = find_home(request.id, REGIONS)
         name = f"{home}-{PRODUCERS[zlib.crc32(request.id.encode()) % len(PRODUCERS)]}"
@@ -392,7 +399,12 @@ class RegionScene(Scene):
                 self._note({"what": "result", "id": result.id, "region": region, **told})
             for message in part.bus.read_all(self.pipeline.dead_letter_topic):
                 self._note(
-                    {"what": "dead", "id": message.key or "", "region": region, "reason": message.headers["reason"]}
+                    {
+                        "what": "dead",
+                        "id": message.key or "",
+                        "region": region,
+                        "reason": message.headers.get(REASON_HEADER, ""),
+                    }
                 )
         made = {one["id"] for one in self.history if one["what"] == "result"} - self.accepted
         if len(made) > sum(client.num_lost for client in self.clients):
@@ -430,7 +442,10 @@ class RegionScene(Scene):
     def _allow(self, submitted: Entry, where: str, adopted: dict[str, float]) -> Entry:
         """Return what a client sent, with the errors that may end it in a region, or for its readers."""
         may_move = submitted["id"] in adopted and (where != PEER or not all(one.is_same for one in self.adoptions))
-        return {**submitted, "may": [*submitted["may"], *(["answer_interrupted"] if may_move else [])]}
+        may = [*submitted["may"], *(["answer_interrupted"] if may_move else [])]
+        # Files of pictures are not copied.
+        is_unseen = submitted["id"] in adopted and submitted["id"] in self.seeing and where != HOME
+        return {**submitted, "may": [*may, *([PictureGone.code] if is_unseen else [])]}
 
     def _find_published(self) -> dict[str, float]:
         """Return the requests of `eu` that `us` has published for itself, and when it did first."""

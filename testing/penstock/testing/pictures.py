@@ -49,7 +49,7 @@ class ColourReader(PictureReader):
     def __init__(self) -> None:
         """Read pictures for the tokenizer of `load_seeing_tokenizer`."""
         self.row_id = load_seeing_tokenizer().convert_tokens_to_ids(PLACE)
-        self._has_axes, self._settings = False, b"colours"
+        self._has_axes, self._settings, self._known = False, b"colours", {}
 
     def _prepare(self, number: int, picture: Any, num_pictures: int) -> tuple[list[int], Pixels]:
         width, height = picture.size
