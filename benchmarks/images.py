@@ -208,6 +208,8 @@ def compare_gaps(sides: Mapping[str, SeeingSide], rounds: int, seconds: float) -
     gaps_ms = {name: compute_p99(gaps) for name, gaps in found.items()}
     by_round = {name: [compute_percentile_ms(gaps_s, 99) for gaps_s in gaps] for name, gaps in found.items()}
     longest = {name: [1000 * max(gaps_s) for gaps_s in gaps] for name, gaps in found.items()}
+    medians = {name: [compute_percentile_ms(gaps_s, 50) for gaps_s in gaps] for name, gaps in found.items()}
+    print_table(medians, "ms between tokens (p50); much less than a step's: whoever reads them waits for a core")
     print_table(by_round, "ms between tokens (p99) beside a picture")
     print_table({name: [s for _, s in windows] for name, windows in seen.items()}, "s to a picture's first token")
     return {
