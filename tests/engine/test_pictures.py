@@ -395,6 +395,19 @@ def test_what_cannot_be_seen_fails_its_request_alone(llava: Case, tmp_path: Path
         llava.vision.see(b"three", lambda: draw_pixels("llava", 1), 3).result()
 
 
+def test_a_picture_that_cannot_be_read_is_read_once(llava: Case) -> None:
+    reads: list[bytes] = []
+
+    def read() -> dict[str, Tensor]:
+        reads.append(b"")
+        raise ModelError("its file is gone")
+
+    seq = llava.make_sequence(0, see=lambda name: llava.vision.see(b"gone" + name, read, llava.num_rows))
+    with pytest.raises(SequenceFailed, match="its file is gone"):
+        run_sequences(Engine(llava.model, llava.settings), [seq])
+    assert len(reads) == 1
+
+
 def test_what_was_seen_is_kept_within_its_bound(llava: Case) -> None:
     pixels = [draw_pixels("llava", seed) for seed in range(3)]
     size = llava.see(llava.prompts[0].spans[0].name).result().num_bytes
