@@ -405,10 +405,6 @@ FLAWS = (
         "return task.claim.num_returns < MAX_RETURNS", "return False", rates=SEES,
     ),
     Flaw(
-        "a request that is given back is not free", f"{RECORD}/lua/handed.lua",
-        "redis.call('ZADD', was == 'decode' and KEYS[2] or KEYS[3], now, ARGV[1])", "", "streams", SEES,
-    ),
-    Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
         "if seq.num_made > seq.most_pieces:", "if True:",
     ),
