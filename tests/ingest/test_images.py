@@ -450,6 +450,23 @@ def test_nobody_asks_for_a_picture_by_its_digest(gateway: httpx2.Client, scripte
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": named}]}]}),
     ):
         assert "has the form" in post(gateway, scripted, path, body).json()["error"]["message"]
+    parts = [
+        {"type": kind, "text": "hi", "image_url": address}
+        for kind in ("input_text", "input_image")
+        for address in (named, {"url": named})
+    ]
+    call = {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}}
+    for items in (
+        [{"role": "user", "content": parts[:1]}],
+        [{"role": "user", "content": parts[1:2]}],
+        *([call, {"type": "shell_call_output", "call_id": "c1", "output": [part]}] for part in parts),
+        [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": parts}],
+    ):
+        answer = gateway.post("/v1/responses", json={"model": scripted.model, "background": True, "input": items})
+        if answer.status_code == 200:  # what is no picture is kept, and shown, as it was given
+            shown = gateway.get(f"/v1/responses/{answer.json()['id']}/input_items").text
+            assert named in shown
+            assert base64.b64encode(PNG).decode() not in shown
 
 
 # The number of a prompt's tokens.

@@ -23,6 +23,7 @@ from penstock.ingest.fetching import PictureFetcher
 from penstock.ingest.openai.body import invalid_value
 from penstock.ingest.openai.endpoint import SubmitArgs
 from penstock.ingest.openai.picture_parts import (
+    DATA_URL_FORM,
     GivenPicture,
     KeptPicture,
     change_addresses,
@@ -156,7 +157,7 @@ class PictureDesk:
             async with self._fetches:
                 return await self._fetcher.fetch_picture(given.url, max_bytes)
         if not comma or not head.lower().endswith(";base64"):
-            raise ValueError("a data URL has the form data:image/png;base64,…")
+            raise ValueError(DATA_URL_FORM)
         try:
             return base64.b64decode(body, validate=True)
         except binascii.Error:

@@ -17,7 +17,7 @@ from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.openai.body import unsupported_value
 from penstock.ingest.openai.endpoint import EarlierTurns
-from penstock.ingest.openai.picture_parts import KeptPicture, change_addresses
+from penstock.ingest.openai.picture_parts import KeptPicture, change_addresses, refuse_kept_addresses
 from penstock.ingest.openai.response_items import find_response_id
 from penstock.ingest.openai.responses import (
     Response,
@@ -182,6 +182,8 @@ async def prepare_response(
     for param in ("store", "background"):
         if getattr(body, param) and not is_on:
             raise unsupported_value(param, "this server keeps no responses.")
+    if is_on and body.store is not False:
+        refuse_kept_addresses(body.make_items())
     if not isinstance(body.input, str) and (references := body.references):
         body = body.replace_references(await _read_named_items(gateway, tenant, references))
     input_items = body.make_items() if is_on and body.store is not False else None

@@ -5,11 +5,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.body import invalid_value, unsupported_value
 from penstock.messages import Detail
 
 PICTURE_TYPES = ("image_url", "input_image")
 """Parts with a picture, in chats and in responses."""
+DATA_URL_FORM = "a data URL has the form data:image/png;base64,…"
 _KEPT = re.compile(r"data:[^,]{0,99};digest,[0-9a-f]{64}")
 
 
@@ -57,6 +59,8 @@ def change_addresses(items: Sequence[dict[str, Any]], change: Callable[[str], st
 
     def change_part(part: Any) -> Any:
         match part:
+            case {"type": kind} if kind not in PICTURE_TYPES:
+                return part
             case {"image_url": str(address)}:
                 return part | {"image_url": change(address)}
             case {"image_url": {"url": str(address)}}:
@@ -67,6 +71,17 @@ def change_addresses(items: Sequence[dict[str, Any]], change: Callable[[str], st
         item | {name: [*map(change_part, item[name])] for name in ("content", "output") if type(item.get(name)) is list}
         for item in items
     ]
+
+
+def refuse_kept_addresses(items: Sequence[dict[str, Any]]) -> None:
+    """Raise `ApiError` 400 for what a client gives in the form of what gateways keep: it would be read back."""
+
+    def refuse(address: str) -> str:
+        if isinstance(KeptPicture.of_kept(address), KeptPicture):
+            raise ApiError(400, f"Invalid value for 'input': {DATA_URL_FORM}", param="input", code="invalid_image")
+        return address
+
+    change_addresses(items, refuse)
 
 
 GivenContent = str | list[str | GivenPicture]
@@ -93,6 +108,8 @@ def read_content(
         field = "refusal" if part["type"] == "refusal" else "text"
         if not isinstance(part.get(field), str):
             raise unsupported_value(f"{param}.{index}.{field}", f"a part of a message has its text in '{field}'.")
+        if part.get("image_url") is not None:
+            raise unsupported_value(f"{param}.{index}.image_url", "a part with a text has no image.")
         parts.append(part[field])
     return join_texts(parts)
 
