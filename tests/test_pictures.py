@@ -21,7 +21,7 @@ from PIL import Image
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import PictureSettings, RecordSettings
-from penstock.errors import InvalidRequest, PictureGone
+from penstock.errors import InvalidRequest, PictureGone, StorageUnavailable
 from penstock.messages import Detail
 from penstock.names import picture_key
 from penstock.objects import ObjectStorage
@@ -38,6 +38,7 @@ from penstock.pictures.tokens import (
     TileTokens,
     count_picture_tokens,
 )
+from tests.silent_store import serve_silence
 
 MAX_PIXELS = 2_000_000
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -386,6 +387,17 @@ def test_other_files_lie_in_the_object_store_until_their_time_is_over(
         assert not server.exists(picture_key(digest))
     assert (tmp_path / "objects" / FOLDER / digest).read_bytes() == data
     assert pictures.get(digest) == data
+
+
+def test_an_object_store_that_is_silent_is_left_in_time(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_OBJECT_S", 0.1)
+    with serve_silence(monkeypatch) as (_, is_over):
+        objects, settings = ObjectStorage.open("s3://bucket"), PictureSettings(redis_max_kb=0)
+        with closing(objects), closing(PictureStore(addresses, objects, settings, RecordSettings())) as pictures:
+            for call in (lambda: pictures.put(PNG), lambda: pictures.get("0" * 64)):
+                with pytest.raises(StorageUnavailable, match=r"did not answer for 0\.1 seconds"):
+                    call()
+            is_over.set()
 
 
 async def test_files_are_swept_when_no_request_that_waits_can_name_them(objects: ObjectStorage) -> None:

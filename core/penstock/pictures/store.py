@@ -15,14 +15,15 @@ Nobody asks for a digest over HTTP: who does not have a picture's file cannot na
 import asyncio
 import hashlib
 import time
+from collections.abc import Awaitable
 
 import redis
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import PictureSettings, RecordSettings
-from penstock.errors import PictureGone
+from penstock.errors import PictureGone, StorageUnavailable
 from penstock.names import picture_key
-from penstock.objects import ObjectStorage
+from penstock.objects import ObjectStorage, T
 from penstock.ops.eviction import measure_share
 from penstock.redis.client import redis_client, translate_outages
 from penstock.redis.servers import Sharded
@@ -30,6 +31,8 @@ from penstock.redis.servers import Sharded
 FOLDER = "pictures"
 MAX_REDIS_SHARE = 0.5
 """Where more of a stream server's memory is in use, pictures go to the object store: records and logs come first."""
+MAX_OBJECT_S = 10.0
+"""How long the object store may take for one file: a worker's thread that is silent for a minute ends its process."""
 
 
 class PictureStore:
@@ -53,7 +56,7 @@ class PictureStore:
             if len(data) <= self._max_redis_bytes and (measure_share(server) or 0.0) < MAX_REDIS_SHARE:
                 server.set(picture_key(digest), data, ex=self._keep_s)
                 return digest
-        asyncio.run(self._objects.put(f"{FOLDER}/{digest}", data))
+        asyncio.run(limit_time(self._objects.put(f"{FOLDER}/{digest}", data), MAX_OBJECT_S))
         return digest
 
     def get(self, digest: str) -> bytes:
@@ -61,7 +64,7 @@ class PictureStore:
         with translate_outages():
             data = self._servers[digest].getex(picture_key(digest), ex=self._keep_s)
         if not isinstance(data, bytes):
-            data = asyncio.run(self._objects.get(f"{FOLDER}/{digest}"))
+            data = asyncio.run(limit_time(self._objects.get(f"{FOLDER}/{digest}"), MAX_OBJECT_S))
         if data is None or hashlib.sha256(data).hexdigest() != digest:
             raise PictureGone(f"the picture {digest[:12]}… is not in the store any more: send it again")
         return data
@@ -70,6 +73,15 @@ class PictureStore:
         """Close the connections. The object store is its owner's."""
         for server in self._servers.parts:
             server.close()
+
+
+async def limit_time(call: Awaitable[T], max_s: float) -> T:
+    """Return what a store answers. Raises `StorageUnavailable` if it takes longer."""
+    try:
+        async with asyncio.timeout(max_s):
+            return await call
+    except TimeoutError:
+        raise StorageUnavailable(f"the file store did not answer for {max_s:g} seconds") from None
 
 
 async def delete_old_pictures(objects: ObjectStorage, record: RecordSettings) -> int:
