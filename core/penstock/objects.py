@@ -53,6 +53,13 @@ class ObjectStorage:
         except FileNotFoundError:
             return None
 
+    async def get_time(self, path: str) -> float | None:
+        """Return when an object was written, in seconds since the epoch, or None."""
+        try:
+            return (await self._run_blocking(obstore.head, self._store, path))["last_modified"].timestamp()
+        except FileNotFoundError:
+            return None
+
     async def put(self, path: str, value: bytes) -> None:
         """Write an object; one that exists is replaced."""
         await self._run_blocking(lambda: obstore.put(self._store, path, value))

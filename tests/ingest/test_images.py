@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,18 @@ from typing import Any
 import httpx2
 import pytest
 
+from penstock import objects
 from penstock.config.settings import GatewaySettings
 from penstock.engine.pictures.reader import PictureReader
 from penstock.engine.text.chat_template import ChatTokenizer
 from penstock.ingest import fetching
 from penstock.ingest.batch.lines import estimate_row_tokens, parse_row
 from penstock.ingest.fetching import PictureFetcher
+from penstock.ingest.gateway import pictures
 from penstock.ingest.hosts import is_public_address
 from penstock.messages import ChatMessage, Picture, Request
 from penstock.names import picture_key, stream_meta_key
+from penstock.pictures import store
 from penstock.pictures.decoding import decode_picture
 from penstock.pictures.tokens import FixedTokens, GridTokens, PictureTokens, TileTokens
 from tests.engine.test_picture_reader import save_processor
@@ -26,6 +31,7 @@ from tests.gateways import ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tests.ingest.picture_host import NAME, PictureHost, serve_picture
 from tests.record.play import end
+from tests.silent_store import serve_silence
 from tests.test_pictures import GIF, HOSTILE, JPEG, PICTURE, PNG, WEBP, save
 
 RULE = GridTokens(square=28, min_pixels=3136, max_pixels=1_000_000)
@@ -37,6 +43,7 @@ ADDRESSES: dict[str, list[str]] = {
     **{f"private{n}.pictures.test": [address] for n, address in enumerate((
         "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "127.0.0.2", "0.0.0.0", "224.0.0.1",
         "::1", "fd00::1", "fe80::1", "::ffff:10.0.0.1", "2002:a00:1::",
+        "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "::127.0.0.1", "fec0::1", "2002:7f00:1::", "2001:0:4136:e378::1",
     ))},
 }  # fmt: skip
 PRIVATE = [name for name in ADDRESSES if name.startswith("private")]
@@ -143,6 +150,12 @@ async def test_a_host_that_hangs_is_left(
     monkeypatch.setattr(fetching, "FETCH_S", 0.2)
     with pytest.raises(ValueError, match=r"was not there within 0\.2 seconds"):
         await fetcher.fetch_picture(f"{host.url}/hangs", len(PNG))
+
+
+def test_any_host_is_one_at_the_usual_port() -> None:
+    allowed = GatewaySettings(image_hosts="*, a.test:8443").allows_image_host
+    assert (allowed("b.test", 443), allowed("a.test", 8443), allowed("2606:4700::1111", 443)) == (True, True, True)
+    assert (allowed("b.test", 22), allowed("b.test", 8443), allowed("2606:4700::1111", 22)) == (False, False, False)
 
 
 # A gateway's requests.
@@ -334,6 +347,34 @@ def test_a_picture_that_is_gone_comes_back_with_the_same_post(
         assert scripted.server.get(key) == PNG
 
 
+def test_a_store_that_is_silent_holds_up_requests_with_pictures_alone(
+    scripted: ScriptedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them wait than the loop's own executor has threads."""
+    scripted.report(sees=True)
+    monkeypatch.setattr(objects, "NUM_STORE_THREADS", 32)  # the gateway's searches have some
+    for module, name in ((store, "MAX_OBJECT_S"), (pictures, "MAX_STORE_S")):
+        monkeypatch.setattr(module, name, 60.0)
+    body = {"model": scripted.model, **chat(data_url(PNG))}
+    with (
+        serve_silence(monkeypatch) as (asked, is_over),
+        scripted.open_gateway(batch={"store": "s3://bucket"}, picture={"redis_max_kb": 0}) as opened,
+        opened.client() as client,
+        ThreadPoolExecutor(12) as clients,
+    ):
+        waiting = [clients.submit(client.post, "/v1/chat/completions", json=body) for _ in range(12)]
+        try:
+            for _ in range(min(12, (os.cpu_count() or 1) + 4)):
+                assert asked.acquire(timeout=60)
+            assert client.get("/metrics").status_code == 200
+            monkeypatch.setattr(pictures, "MAX_STORE_S", 0.1)
+            answer = client.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        finally:
+            is_over.set()
+        assert {one.result().status_code for one in waiting} == {503}
+
+
 # Batches.
 
 
@@ -396,6 +437,16 @@ def test_a_tenants_limit_of_tokens_leaves_the_files_of_images_out() -> None:
     line = lines([{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}])
     row = parse_row(1, line, ("/v1/chat/completions",))
     assert 2005 < estimate_row_tokens(row, line) < 2200
+    body = {"max_tokens": 5, **chat('"url":"' + data_url(PNG * 999))}  # a text alone
+    line = lines([{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}])
+    assert estimate_row_tokens(parse_row(1, line, ("/v1/chat/completions",)), line) > len(PNG) * 999 // 4
+
+
+def test_a_file_for_batches_is_no_image(gateway: httpx2.Client, scripted: ScriptedPipeline) -> None:
+    uploaded = gateway.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jpg", JPEG)}).json()
+    said = [{"role": "user", "content": [{"type": "input_image", "file_id": uploaded["id"]}]}]
+    answer = gateway.post("/v1/chat/completions", json={"model": scripted.model, "messages": said})
+    assert (answer.status_code, "purpose 'batch'" in answer.text) == (400, True)
 
 
 # Responses that are kept.

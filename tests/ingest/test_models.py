@@ -51,6 +51,14 @@ async def test_a_model_sees_where_all_workers_that_read_requests_say_so(
         assert (await ServedModels(client, "").find_model(pipeline.name)).sees is expected
 
 
+async def test_a_rule_of_tokens_that_is_not_known_here_is_none(redis_url: str, pipeline: Pipeline) -> None:
+    """As that of a newer worker."""
+    beat(redis_url, pipeline, "p-0", "prefill", sees=True, picture_tokens={"kind": "spiral"})
+    async with async_redis_client(redis_url) as client:
+        served = await ServedModels(client, "").find_model(pipeline.name)
+    assert (served.sees, served.picture_tokens) == (True, None)
+
+
 async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(
     redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

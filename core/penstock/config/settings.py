@@ -434,11 +434,14 @@ class GatewaySettings(Settings):
     Empty: there are none."""
     image_hosts: str = ""
     """The hosts, separated by commas, from which a gateway fetches pictures that are named by an `https` address:
-    `images.example.com`, `*.example.com`, with a port where it is not 443; `*`: any public one. Empty: from none."""
+    `images.example.com`, `*.example.com`, with a port where it is not 443; `*`: any public one, at 443. Empty: from
+    none."""
 
-    def allows_image_host(self, place: str) -> bool:
-        """Return whether pictures are fetched from a host; `place` has its port too, where that is not 443."""
-        return any(fnmatchcase(place, one.strip().lower()) for one in self.image_hosts.split(",") if one.strip())
+    def allows_image_host(self, host: str, port: int) -> bool:
+        """Return whether pictures are fetched from a host, at this port."""
+        places = [one.strip().lower() for one in self.image_hosts.split(",")]
+        pairs = [one.split(":") if one.count(":") == 1 else [one, "443"] for one in places]  # several: an IPv6 address
+        return any(fnmatchcase(host, name) and str(port) == its_port for name, its_port in pairs)
 
     @property
     def takes_token_ids(self) -> bool:

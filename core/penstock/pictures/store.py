@@ -88,6 +88,10 @@ async def delete_old_pictures(objects: ObjectStorage, record: RecordSettings) ->
     """Delete the pictures of the object store whose time is over; return how many."""
     over_s = time.time() - record.pending_keep_s
     names = [name for stored_s, name in await objects.list_by_age(FOLDER) if stored_s < over_s]
-    for name in names:
-        await objects.delete(f"{FOLDER}/{name}")
-    return len(names)
+    num_deleted = 0
+    for path in (f"{FOLDER}/{name}" for name in names):
+        stored_s = await objects.get_time(path)  # it may have been stored again meanwhile
+        if stored_s is not None and stored_s < over_s:
+            await objects.delete(path)
+            num_deleted += 1
+    return num_deleted

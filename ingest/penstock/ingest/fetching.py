@@ -74,9 +74,10 @@ class PictureFetcher:
         if url.userinfo:
             raise ValueError("the address has a user or a password in it")
         port = _find_port(url)
-        place = url.raw_host.decode().lower() + (f":{port}" if port != _DEFAULT_PORT else "")
-        if not self._settings.allows_image_host(place):
-            raise ValueError(f"this server fetches nothing from {place[:256]}: send the file itself, as a data URL")
+        host = url.raw_host.decode().lower()
+        if not self._settings.allows_image_host(host, port):
+            place = host[:256] + (f":{port}" if port != _DEFAULT_PORT else "")
+            raise ValueError(f"this server fetches nothing from {place}: send the file itself, as a data URL")
         return url
 
     async def _ask(self, url: httpx2.URL, max_bytes: int) -> bytes | str:

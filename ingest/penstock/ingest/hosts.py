@@ -3,10 +3,12 @@
 import asyncio
 import socket
 from concurrent.futures import Executor
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv6Address, IPv6Network, ip_address
 
 LOOKUP_S = 5.0
 """How long a host's addresses may take to be found."""
+_INWARDS = [*map(IPv6Network, ("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "fec0::/10", "2001::/32", "2002::/16"))]
+"""Networks that Python finds global, whose addresses may lead to those of version 4 within, or to a site's own."""
 
 
 async def find_host_addresses(host: str, executor: Executor | None = None) -> list[str]:
@@ -25,7 +27,9 @@ def is_public_address(text: str) -> bool:
     """Return whether an address is one of the public internet."""
     address = ip_address(text)
     if isinstance(address, IPv6Address):
-        address = address.ipv4_mapped or address.sixtofour or address
+        if any(address in network for network in _INWARDS):
+            return False
+        address = address.ipv4_mapped or address
     return address.is_global and not address.is_multicast
 
 

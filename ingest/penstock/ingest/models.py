@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import redis.asyncio
+from pydantic import ValidationError
 
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError, unknown_model_error
 from penstock.ingest.openai.answer_parser import import_response_parser
 from penstock.ingest.openai.endpoint import Task
 from penstock.names import MODELS_KEY, WORKERS_KEY, pipeline_of_worker
+from penstock.pictures.tokens import PICTURE_TOKENS, PictureTokens
 from penstock.redis.client import translate_outages
 
 MODELS_TTL_S = 1.0
@@ -58,6 +60,13 @@ class ServedModel:
     def sees(self) -> bool:
         """Whether all its workers take pictures."""
         return bool(self.card.get("sees"))
+
+    @property
+    def picture_tokens(self) -> PictureTokens | None:
+        """The rule by which a picture's tokens are counted; None where its workers tell none that is known here."""
+        with suppress(ValidationError):  # a newer worker's
+            return PICTURE_TOKENS.validate_python(self.card.get("picture_tokens"))
+        return None
 
     def does_task(self, task: Task) -> bool:
         """Return whether it does what is asked of it: one that generates text may compute vectors as well."""

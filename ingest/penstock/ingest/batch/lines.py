@@ -19,7 +19,8 @@ MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_LISTED_ERRORS = 100
 TOKENS_PER_IMAGE = 1000
 """An estimate: models make a few hundred to a few thousand tokens of a photograph."""
-_DATA_URL = re.compile(rb"data:image/[^\"]*")
+_DATA_URL = re.compile(rb'(?<="image_url":)\s*"data:image/[^"]*"|(?<="url":)\s*"data:image/[^"]*"')
+"""The value of a part with an image. Within a text its key would have escaped quotes."""
 NO_USAGE = Usage()
 
 

@@ -182,7 +182,7 @@ async def accept_request(
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
     size = measure_prompts(submit_args)
-    num_tokens = size.num_tokens + len(submit_args) * pictures.count_tokens(served.card.get("picture_tokens"))
+    num_tokens = size.num_tokens + len(submit_args) * pictures.count_tokens(served.picture_tokens)
     ticket = await _admit_request(gateway, caller, meta, submit_args, num_tokens, headers)
     try:
         ignored = await check()

@@ -11,7 +11,8 @@ import asyncio
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, cast
 
@@ -31,31 +32,33 @@ from penstock.ingest.openai.picture_parts import (
     shorten_url,
 )
 from penstock.messages import Picture
+from penstock.objects import T
 from penstock.pictures.decoding import measure_picture
-from penstock.pictures.store import PictureStore
-from penstock.pictures.tokens import PICTURE_TOKENS, count_picture_tokens
+from penstock.pictures.store import PictureStore, limit_time
+from penstock.pictures.tokens import PictureTokens, count_picture_tokens
 
 MAX_FETCHES = 32
 """Pictures that are fetched at once. The others wait."""
+MAX_STORE_CALLS = 16
+"""Pictures that are stored and read at once: on threads of their own, as all else would wait for a store that hangs."""
+MAX_STORE_S = 15.0
+"""How long a request waits for one of them."""
 
 
 class ReadPictures:
     """The pictures of one HTTP request, which are not stored yet."""
 
-    def __init__(self, store: PictureStore) -> None:
-        self._store = store
+    def __init__(self, put: Callable[[bytes], Awaitable[str]]) -> None:
+        self._put = put
         self.files: dict[str, bytes] = {}
         """By digest."""
         self.pictures: list[Picture] = []
         self.short_urls: dict[str, str] = {}
         """What stands for data URLs in what is kept."""
 
-    def count_tokens(self, rule: Mapping[str, Any] | None) -> int:
+    def count_tokens(self, rule: PictureTokens | None) -> int:
         """Return how many tokens they are for a model; 0 where it does not say how they are counted."""
-        if rule is None or not self.pictures:
-            return 0
-        parsed = PICTURE_TOKENS.validate_python(rule)
-        return sum(count_picture_tokens(parsed, one.width, one.height) for one in self.pictures)
+        return 0 if rule is None else sum(count_picture_tokens(rule, one.width, one.height) for one in self.pictures)
 
     def shorten_items(self, items: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         """Return what a response was asked as it is kept: data URLs are named by the digests of their files."""
@@ -65,7 +68,7 @@ class ReadPictures:
         """Store all that are not stored yet. Raises `BusUnavailable` or `StorageUnavailable`."""
         while self.files:
             digest, data = next(iter(self.files.items()))
-            await asyncio.to_thread(self._store.put, data)
+            await self._put(data)
             self.files.pop(digest, None)
 
 
@@ -77,13 +80,18 @@ class PictureDesk:
     ) -> None:
         self._settings, self._fetcher, self._files, self._store = settings, fetcher, files, store
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        self._threads = ThreadPoolExecutor(MAX_STORE_CALLS, "picture-store")
+
+    def close(self) -> None:
+        """Wait for no call of the store any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read_pictures(self, tenant: str, requests: Sequence[SubmitArgs]) -> ReadPictures:
         """Put pictures in the place of those that clients gave, in the turns that all these requests share.
 
         Raises `ApiError` that names the picture.
         """
-        read = ReadPictures(self._store)
+        read = ReadPictures(lambda data: self._call_store(lambda: self._store.put(data)))
         shared: Any = requests[0].get("messages") or ()
         turns = [turn for turn in shared if not isinstance(turn["content"], str)]
         given = list_pictures(requests)
@@ -116,7 +124,11 @@ class PictureDesk:
                     return kept.write_url(self._store.get(kept.digest))
             return address
 
-        return await asyncio.to_thread(change_addresses, items, show)
+        return await self._call_store(lambda: change_addresses(items, show))
+
+    async def _call_store(self, call: Callable[[], T]) -> T:
+        """Raises `StorageUnavailable` also where other calls have all threads."""
+        return await limit_time(asyncio.get_running_loop().run_in_executor(self._threads, call), MAX_STORE_S)
 
     async def _read_picture(self, tenant: str, given: GivenPicture, read: ReadPictures) -> Picture:
         left = self._settings.max_bytes - sum(map(len, read.files.values()))
@@ -146,12 +158,10 @@ class PictureDesk:
     async def _read_file(self, tenant: str, given: GivenPicture, max_bytes: int) -> bytes:
         """Return a picture's file. Raises `ValueError` or `ApiError`."""
         if given.file_id:
-            file = await self._files.find_file(tenant, given.file_id)
-            if file.bytes > max_bytes:
-                raise ValueError(f"the file has {file.bytes:,} bytes; the images may have {max_bytes:,} more")
-            return b"".join([chunk async for chunk in self._files.read_content(tenant, file)])
+            return await limit_time(self._read_upload(tenant, given.file_id, max_bytes), MAX_STORE_S)
         if isinstance(given.url, KeptPicture):
-            return await asyncio.to_thread(self._store.get, given.url.digest)
+            digest = given.url.digest
+            return await self._call_store(lambda: self._store.get(digest))
         head, comma, body = given.url.partition(",")
         if given.url[:5].lower() != "data:":
             async with self._fetches:
@@ -162,3 +172,11 @@ class PictureDesk:
             return base64.b64decode(body, validate=True)
         except binascii.Error:
             raise ValueError("the data URL is not base64") from None
+
+    async def _read_upload(self, tenant: str, file_id: str, max_bytes: int) -> bytes:
+        file = await self._files.find_file(tenant, file_id)
+        if file.purpose != "vision":
+            raise ValueError(f"the file was uploaded with the purpose {file.purpose!r}; images have 'vision'")
+        if file.bytes > max_bytes:
+            raise ValueError(f"the file has {file.bytes:,} bytes; the images may have {max_bytes:,} more")
+        return b"".join([chunk async for chunk in self._files.read_content(tenant, file)])

@@ -147,6 +147,7 @@ class Gateway(Streams):
         await self.responses.close()
         await self.tokenizers.close()
         await self.batch_service.close()
+        self.pictures.close()
         await asyncio.to_thread(self._picture_store.close)
         self._fetcher.close()
         await self.webhooks.close()

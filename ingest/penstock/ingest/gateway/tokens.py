@@ -170,7 +170,7 @@ async def _count_tokens(gateway: Gateway, caller: Caller, endpoint: ApiEndpoint[
     served = await gateway.models.find_model(body.model)
     (args,) = endpoint.make_requests(body, "count", sees=served.sees)
     read = await gateway.pictures.read_pictures(caller.tenant, [args])
-    rule = served.card.get("picture_tokens")
+    rule = served.picture_tokens
     if read.pictures and rule is None:
         message = f"The workers of {served.name!r} do not say how many tokens an image becomes."
         raise ApiError(501, message, code="tokens_unknown", headers={"x-should-retry": "false"})
