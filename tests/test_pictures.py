@@ -194,7 +194,7 @@ LEGAL: dict[str, tuple[bytes, tuple[int, int], Any, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("name", LEGAL)
 def test_a_picture_is_seen_as_browsers_show_it(name: str) -> None:
     data, size, left, right = LEGAL[name]

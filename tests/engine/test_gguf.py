@@ -278,8 +278,8 @@ def test_values_that_are_not_finite_are_found_where_blocks_stay_in_the_file(plai
 def test_a_weight_that_is_copied_before_it_is_read_is_noticed(
     plain: Path, content: GgufContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_copies(*given: Any) -> Any:
-        module = load_module(*given)
+    def load_copies(*given: Any, **named: Any) -> Any:
+        module = load_module(*given, **named)
         module.lm_head.weight = nn.Parameter(module.lm_head.weight.clone(), requires_grad=False)
         return module
 
