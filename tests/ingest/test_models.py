@@ -51,6 +51,18 @@ async def test_a_model_sees_where_all_workers_that_read_requests_say_so(
         assert (await ServedModels(client, "").find_model(pipeline.name)).sees is expected
 
 
+async def test_a_model_sees_once_the_first_worker_that_reads_requests_says_so(
+    redis_url: str, pipeline: Pipeline
+) -> None:
+    """At a start decode workers may be ready first: the heartbeats are read again then, whenever they were before."""
+    beat(redis_url, pipeline)
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, "")
+        assert not (await models.find_model(pipeline.name)).sees
+        beat(redis_url, pipeline, "p-0", "prefill", sees=True)
+        assert (await models.find_model(pipeline.name)).sees
+
+
 async def test_a_rule_of_tokens_that_is_not_known_here_is_none(redis_url: str, pipeline: Pipeline) -> None:
     """As that of a newer worker."""
     beat(redis_url, pipeline, "p-0", "prefill", sees=True, picture_tokens={"kind": "spiral"})

@@ -50,6 +50,8 @@ class ServedModel:
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
     card: Beat = field(default_factory=dict)
     """What its workers say of the vectors or scores that it computes, and of pictures; empty where it has neither."""
+    is_read: bool = False
+    """Whether a worker that reads requests is known, which alone says whether the model sees."""
 
     @property
     def task(self) -> Task:
@@ -123,7 +125,7 @@ class ServedModels:
     async def find_model(self, name: str) -> ServedModel:
         """Return a model. Raises `ApiError`: 404 if no worker serves it, 503 while no worker serves any."""
         await self._refresh_models()
-        if name not in self._known:  # its first worker may have reported since
+        if name not in self._known or not self._known[name].is_read:  # its first worker may have reported since
             await self._refresh_models(max_age_s=0.0)
         if name in self._known:
             return self._known[name]
@@ -166,6 +168,7 @@ class ServedModels:
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
                     if beat.get("stage") != "decode":  # those read no requests; of the others any may
+                        served.is_read = True
                         blind |= set() if beat.get("sees") else {asked}
                         served.card |= {told: card[told] for told in ("sees", "picture_tokens") if told in card}
                     lengths = [
