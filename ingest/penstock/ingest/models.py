@@ -50,7 +50,7 @@ class ServedModel:
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
     card: Beat = field(default_factory=dict)
     """What its workers say of the vectors or scores that it computes, and of pictures; empty where it has neither."""
-    is_read: bool = False
+    is_read: bool = field(default=False, compare=False)
     """Whether a worker that reads requests is known, which alone says whether the model sees."""
 
     @property
