@@ -326,13 +326,16 @@ def test_a_job_with_pictures_that_cannot_be_ends_at_once(
     assert message in result.error.message
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_an_error_of_its_request(site: Site, name: str) -> None:
+def test_each_hostile_file_is_an_error_of_its_request(site: Site) -> None:
     """A worker does not trust who produced a message."""
-    data = HOSTILE[name]
-    given = Picture(digest=hashlib.sha256(data).hexdigest(), data=base64.b64encode(data).decode())
-    site.line.send_requests(ask("bad", "Look: ", given), ask("good", "Look: ", site.put(draw_png(1))))
-    results = {one.id: one for one in site.line.run_until_results(2)}
-    assert results["bad"].error is not None
-    assert results["bad"].error.code == "invalid_request"
+    given = [
+        (name, Picture(digest=hashlib.sha256(data).hexdigest(), data=base64.b64encode(data).decode()))
+        for name, data in HOSTILE.items()
+    ]
+    numbers = {f"bad-{number}": name for number, (name, _) in enumerate(given)}
+    bad = [ask(id_, "Look: ", picture) for id_, (_, picture) in zip(numbers, given, strict=True)]
+    site.line.send_requests(*bad, ask("good", "Look: ", site.put(draw_png(1))))
+    results = {one.id: one for one in site.line.run_until_results(len(bad) + 1)}
+    codes = {numbers[id_]: one.error and one.error.code for id_, one in results.items() if id_ != "good"}
+    assert codes == dict.fromkeys(HOSTILE, "invalid_request")
     assert results["good"].error is None
