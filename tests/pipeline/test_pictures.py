@@ -305,6 +305,36 @@ def test_a_request_waits_while_the_store_of_pictures_is_away(
     assert results["a"].token_ids == site.generate("Look: ", data, " well")
 
 
+def test_what_has_ended_is_no_dead_letter_where_its_pictures_cannot_be_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker died between the end of the log and the settlement, and the store is away for the next one."""
+    monkeypatch.setattr("penstock.worker.worker.OUTAGE_DEFERRAL_S", 0.01)
+    line, data = site.line, draw_png(1)
+    line.prefill.close()
+    line.prefill = line.make_auto("auto-0", StayPolicy(StaySettings(), frozenset))
+    line.send_requests(ask("a", "Look: ", site.put(data)))
+    with monkeypatch.context() as patched:
+        patched.setattr(line.prefill.settler, "settle", lambda *_, **__: None)
+        while (status := line.prefill.record.read_status("a")) is None or status.stage != "end":
+            line.prefill.run_once()
+    line.prefill.abandon()
+    get, left = PictureStore.get, [3]
+
+    def fail(store: PictureStore, digest: str) -> bytes:
+        if left[0]:
+            left[0] -= 1
+            raise BusUnavailable("away")
+        return get(store, digest)
+
+    monkeypatch.setattr(PictureStore, "get", fail)
+    line.add_prefill("prefill-1")
+    run_in_turn(site, line.read_results)
+    (result,) = line.read_results()
+    assert (result.token_ids, left) == (site.generate("Look: ", data), [0])
+    assert not line.read_dead_letters()
+
+
 @pytest.mark.parametrize(
     ("pictures", "message"),
     [

@@ -58,6 +58,7 @@ from penstock.errors import (
     PicturesNeeded,
     RequestError,
     SequenceFailed,
+    StoreUnreachable,
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
@@ -77,6 +78,7 @@ from penstock.telemetry.tracing import build_attributes
 from penstock.worker.delivery_queue import IDLE_POLL_S, deserialize_delivery
 from penstock.worker.failure import (
     MAX_ATTEMPTS_BEFORE_SUSPECT,
+    OUTAGE_DEFERRAL_S,
     UNWRITABLE,
     RetryPolicy,
     build_fixed_end,
@@ -338,6 +340,9 @@ class Worker:
                 tracing.record_span("preprocess", task.parent_context, task.started_s, task.read_s, bytes=bytes_read)
         if claim.is_ended:
             self.session.remove_claim(claim)
+            if isinstance(task.error, StoreUnreachable):  # only its message could not be read, and the log has its end
+                self.intake.queue.defer(task.delivery, OUTAGE_DEFERRAL_S)
+                return
             task.leaving_for = "ended" if claim.is_unbound else ""
             self._complete_task(task, now_s())
             return
