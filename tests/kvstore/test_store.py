@@ -201,6 +201,9 @@ def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     store.cost.tier_speed("disk").record_read(1, 1.0)
     assert read(store) == found(0)[:2]
     assert store.stats.not_worth == 3
+    wanted = [ReadRequest(name, memoryview(bytearray(LAYOUT.payload_bytes))) for name in names]
+    assert len(store.load_blocks(wanted, must_read=True)) == 5  # by who cannot compute them
+    assert [bytes(one.target) for one in wanted] == expected()
 
 
 def test_a_state_is_read_as_a_whole_or_not_at_all(store: KVStore) -> None:

@@ -26,7 +26,7 @@ from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
 
-MAX_RETURNS = 32
+MAX_RETURNS = 100
 """How often a request goes back to prefill, for KV inside its pictures. Then it ends with `pictures_needed`."""
 MAX_BATCH_ADMISSIONS = 3
 """Batch jobs admitted at once while interactive requests run. Each admission adds 1 to 2 ms to the turn."""
@@ -86,7 +86,10 @@ class DecodeRole(ModelRole):
 
     def gives_back(self, task: Task) -> bool:
         """Return whether a request goes back to prefill, as KV inside a picture is not there, and no pixels are."""
-        return task.claim.num_returns < MAX_RETURNS
+        num_returns = task.claim.num_returns
+        # A store that is away or slow would send it to and fro: from the second time on it waits before.
+        waits = num_returns > 0 and task.claim.attempts_in_vain < 2
+        return num_returns < MAX_RETURNS and not waits
 
     # 7. Append.
 

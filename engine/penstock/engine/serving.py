@@ -248,6 +248,7 @@ class ServingEngine:
         self._seqs[seq.id] = seq
         keys = blocks.hasher.keys[:num_loadable]
         load = LoadOperation(seq, keys, priority_class=seq.priority_class, lease_owner=seq.lease_owner)
+        load.must_read = seq.pictures is not None and not seq.pictures.can_see
         if seq.was_handed_off:
             load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
         if self.core.states is not None:

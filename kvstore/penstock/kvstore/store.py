@@ -229,8 +229,9 @@ class KVStore:
         with self._counting:
             tier.counters.misses += num_blocks
 
-    def load_blocks(self, requests: Sequence[ReadRequest]) -> list[int]:
-        """Read leading blocks as long as tiers have them and reading is worth it. Return the tier of each block read.
+    def load_blocks(self, requests: Sequence[ReadRequest], *, must_read: bool = False) -> list[int]:
+        """Read leading blocks as long as tiers have them, and reading is worth it or they `must_read`. Return the tier
+        of each block read.
 
         A damaged, foreign or vanished block is a miss of its tier, and the next tier is asked.
         """
@@ -241,7 +242,7 @@ class KVStore:
             self.count_misses(tier, sum(found > tier_index for found in tiers_of))
             indices = [index for index in range(end) if tiers_of[index] == tier_index]
             while indices:
-                count = self.cost.count_blocks_to_read(tier.name, len(indices))
+                count = len(indices) if must_read else self.cost.count_blocks_to_read(tier.name, len(indices))
                 if not count:
                     self.stats.not_worth += end - indices[0]
                     end = indices[0]

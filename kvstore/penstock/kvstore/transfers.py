@@ -95,6 +95,8 @@ class LoadOperation:
     tail_index: int = 0
     lease_owner: str = ""
     """The job for which blocks that are in the hand-off tier are leased; empty: no lease."""
+    must_read: bool = False
+    """Whether blocks are read though computing them would be faster: they cannot be computed here."""
     priority_class: PriorityClass = "interactive"
     states: StateSearch | None = None
     """The wanted recurrent state; None if the model has none."""
@@ -330,10 +332,12 @@ class Transfers:
             ReadRequest(key, view)
             for key, view in zip(load.keys[staged.num_cached : len(hashes)], staged.views, strict=False)
         ]
-        tiers = [*store.find_tiers(hashes[:num_cached]), *store.load_blocks(requests)]
+        tiers = [*store.find_tiers(hashes[:num_cached]), *store.load_blocks(requests, must_read=load.must_read)]
         if load.tail_key is not None and len(tiers) == load.tail_index:
             payload = memoryview(bytearray(store.layout.payload_bytes))
-            load.tail_payload = payload if store.load_blocks([ReadRequest(load.tail_key, payload)]) else None
+            load.tail_payload = (
+                payload if store.load_blocks([ReadRequest(load.tail_key, payload)], must_read=load.must_read) else None
+            )
         load.missing_tiers = store.find_missing_tiers(hashes[: len(tiers)], tiers, hand_off=bool(load.lease_owner))
         if load.lease_owner:
             pairs = zip(load.keys, load.missing_tiers, strict=False)

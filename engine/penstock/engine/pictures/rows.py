@@ -81,6 +81,11 @@ class Pictures:
         """What is added to the place of a token behind the prompt to get its position."""
 
     @property
+    def can_see(self) -> bool:
+        """Whether rows can be computed here."""
+        return self._see is not None
+
+    @property
     def end(self) -> int:
         """The index behind the last row; 0 without any."""
         return self.spans[-1].end if self.spans else 0
