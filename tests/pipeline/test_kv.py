@@ -152,12 +152,12 @@ def test_tenants_share_nothing(line: InProcessPipeline) -> None:
 def hold_up_reads(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Let reads of blocks wait. Return an event that is set when one has begun, and one that lets them go on."""
     begun, go_on = threading.Event(), threading.Event()
-    load: Callable[[Sequence[ReadRequest]], list[int]] = store.load_blocks
+    load: Callable[..., list[int]] = store.load_blocks
 
-    def slow(wanted: Sequence[ReadRequest]) -> list[int]:
+    def slow(wanted: Sequence[ReadRequest], *, must_read: bool = False) -> list[int]:
         begun.set()
         assert go_on.wait(PATIENCE_S)
-        return load(wanted)
+        return load(wanted, must_read=must_read)
 
     monkeypatch.setattr(store, "load_blocks", slow)
     return begun, go_on
