@@ -136,13 +136,15 @@ class ToolCall(Wire):
 
 
 Detail = Literal["low", "high"]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""In hex."""
 
 
 class Picture(Wire):
     """A picture in a turn. Its file lies in the store of pictures (`penstock.pictures.store`), under its digest."""
 
-    digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-    """The SHA-256 of the file, in hex."""
+    digest: Sha256
+    """Of the file."""
     num_bytes: int = Field(default=0, ge=0)
     """The length of the file; 0: not told, as of the next two."""
     width: int = Field(default=0, ge=0)
@@ -506,11 +508,12 @@ def _hash_body(request: Request, body: bytes | memoryview) -> str:
 
 def _name_pictures(turn: ChatMessage) -> ChatMessage:
     """Return a turn whose pictures have their digest and detail alone."""
+    if isinstance(turn.content, str):
+        return turn
     parts = [
-        Picture(digest=part.digest, detail=part.detail) if isinstance(part, Picture) else part
-        for part in _list_parts(turn.content)
+        Picture(digest=part.digest, detail=part.detail) if isinstance(part, Picture) else part for part in turn.content
     ]
-    return turn if isinstance(turn.content, str) else turn.model_copy(update={"content": parts})
+    return turn.model_copy(update={"content": parts})
 
 
 def _make_size_error(value: bytes) -> RequestTooLarge:
@@ -547,11 +550,11 @@ Side = Annotated[int, Field(ge=1, lt=2**31)]
 class JobPicture(Wire):
     """A picture in the prompt of a job: what a worker has to know to go on with the prompt's KV."""
 
-    digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-    """The SHA-256 of the file, in hex."""
+    digest: Sha256
+    """Of the file."""
     detail: Detail | None = None
-    name: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-    """The digest of all that the picture's rows follow from, in hex."""
+    name: Sha256
+    """The digest of all that the picture's rows follow from."""
     first: int = Field(ge=0, lt=2**31)
     """Index of its first row among the prompt's tokens."""
     num_rows: int = Field(ge=1, lt=2**31)

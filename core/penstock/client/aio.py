@@ -43,7 +43,7 @@ from penstock.client.core import (
     unpack_floats,
 )
 from penstock.errors import BusUnavailable, PenstockError, RequestLost
-from penstock.messages import EncodedRequest, Picture, Text, encode_request, now_s
+from penstock.messages import Detail, EncodedRequest, Picture, Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import AsyncMailbox, LiveFeed
@@ -210,9 +210,7 @@ class AsyncClient(BaseClient):
         """Return how well each text answers a query, as `Client.score`."""
         return [score for (score,) in await self._compute(texts, {"query": query}, timeout_s)]
 
-    async def put_picture(
-        self, file: bytes | str | PathLike[str], detail: Literal["low", "high"] | None = None
-    ) -> Picture:
+    async def put_picture(self, file: bytes | str | PathLike[str], detail: Detail | None = None) -> Picture:
         """Store a picture as `Client.put_picture`."""
         return await asyncio.to_thread(self._store_picture, file, detail)
 

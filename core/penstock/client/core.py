@@ -41,6 +41,7 @@ from penstock.grammar.spec import from_response_format
 from penstock.messages import (
     MAX_TEXTS,
     ChatMessage,
+    Detail,
     EmbedOptions,
     EncodedRequest,
     EndEvent,
@@ -190,7 +191,7 @@ class BaseClient(ABC):
         place = self._places.get(request_id)
         return place is not None and bool(self._watch.find_gone([place]))
 
-    def _store_picture(self, file: bytes | str | PathLike[str], detail: Literal["low", "high"] | None) -> Picture:
+    def _store_picture(self, file: bytes | str | PathLike[str], detail: Detail | None) -> Picture:
         """Store a picture's file, in a thread without an event loop; `Client.put_picture` explains it."""
         try:
             from penstock.objects import ObjectStorage  # its library is none of the base installation

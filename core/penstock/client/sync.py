@@ -41,7 +41,7 @@ from penstock.client.core import (
     unpack_floats,
 )
 from penstock.errors import BusUnavailable, PenstockError
-from penstock.messages import Picture, Text, encode_request, now_s
+from penstock.messages import Detail, Picture, Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import LiveThread, Mailbox
@@ -130,7 +130,7 @@ class Client(BaseClient):
         """Return how well each text answers a query, as the model's own scores. Raises as `embed`."""
         return [score for (score,) in self._compute(texts, {"query": query}, timeout_s)]
 
-    def put_picture(self, file: bytes | str | PathLike[str], detail: Literal["low", "high"] | None = None) -> Picture:
+    def put_picture(self, file: bytes | str | PathLike[str], detail: Detail | None = None) -> Picture:
         """Store a picture, given as its bytes or its path, and return what a turn has of it.
 
             picture = client.put_picture("cat.png")

@@ -18,7 +18,7 @@ MAX_SPLIT_EDGE = 4096
 
 
 class FixedTokens(Wire):
-    """All pictures become the same number (LLaVA), or it is only known that none becomes more."""
+    """All pictures become the same number (LLaVA)."""
 
     kind: Literal["fixed"] = "fixed"
     num_tokens: Count
