@@ -156,7 +156,7 @@ class Picture(Wire):
 
 
 Content = str | Annotated[list[str | Picture], Field(min_length=1, fail_fast=True)]
-"""What a turn says: a text, or texts and pictures in their order."""
+"""A turn's content is a text, or a list of texts and pictures in their order."""
 
 
 def join_contents(first: Content, second: Content) -> Content:

@@ -21,7 +21,7 @@ LOW_EDGE = 512
 _ORIENTATION = 0x0112
 _FLIPS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"}
 _TURNS = {5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
-"""What sets a picture upright, by the orientation that EXIF tells; these exchange width and height."""
+"""Pillow's transpositions that set a picture upright, by EXIF's orientation. These exchange width and height."""
 
 
 def measure_picture(data: bytes, max_pixels: int, detail: Detail | None) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def decode_picture(data: bytes, max_pixels: int, detail: Detail | None) -> "Pict
     except MemoryError:
         raise
     except Exception as error:  # decoders raise what they like for damaged files
-        raise _refuse(error) from None
+        raise _make_refusal(error) from None
 
 
 def _fit_detail(size: tuple[int, int], detail: Detail | None) -> tuple[int, int]:
@@ -84,11 +84,11 @@ def _open(data: bytes, max_pixels: int) -> tuple["Picture", str]:
     except (MemoryError, PenstockError):
         raise
     except Exception as error:
-        raise _refuse(error) from None
+        raise _make_refusal(error) from None
 
 
 def _find_turn(image: Any) -> str:
-    """Return how a picture is to be turned. What stands behind the pixels is not read, and damaged EXIF is none."""
+    """Return how a picture is to be turned. EXIF behind the pixels is not read, and damaged EXIF turns nothing."""
     from PIL import Image
 
     exif = Image.Exif()
@@ -98,6 +98,6 @@ def _find_turn(image: Any) -> str:
     return ""
 
 
-def _refuse(error: Exception) -> InvalidRequest:
+def _make_refusal(error: Exception) -> InvalidRequest:
     what = str(error).partition(": <")[0] if "BytesIO" in str(error) else str(error)
     return InvalidRequest(f"a picture must be a PNG, JPEG, WebP or GIF file that can be read ({what[:200]})")

@@ -154,13 +154,13 @@ def _count_split(rule: SplitTokens, width: int, height: int) -> int:
 
 
 def _count_canvas(rule: CanvasTokens, width: int, height: int) -> int:
-    def rate(canvas: list[int]) -> tuple[int, int]:
+    def measure_fit(canvas: list[int]) -> tuple[int, int]:
         """Return how many pixels of the picture a canvas shows, and then less for one that stays emptier."""
         scale = min(canvas[0] / width, canvas[1] / height)
         num_shown = min(int(width * scale) * int(height * scale), width * height)
         return num_shown, num_shown - canvas[0] * canvas[1]
 
-    columns, rows = (side // rule.tile_edge * rule.squares_per_edge for side in max(rule.canvases, key=rate))
+    columns, rows = (side // rule.tile_edge * rule.squares_per_edge for side in max(rule.canvases, key=measure_fit))
     # Margins without the picture have no tokens.
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
