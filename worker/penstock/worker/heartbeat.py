@@ -84,6 +84,8 @@ class Heartbeat:
         self._load: Callable[[], dict[str, object]] = dict
         self._account: SecondsAccount | None = None
         self._wake = threading.Event()
+        self._writing = threading.Lock()
+        """Held from when a beat's fields are read until it is written, so that no older beat follows a newer one."""
         self._due_s = 0.0
         """When the next beat is due, by the monotonic clock."""
         self._session: Session | None = None
@@ -231,9 +233,10 @@ class Heartbeat:
 
     def _try_name(self) -> "_Holder | None":
         """Write a beat, and return None; return the name's holder if that is another process."""
-        beat = self._build_beat()
-        beat.run(self._redis)
-        return self._read_holder(beat)
+        with self._writing:
+            beat = self._build_beat()
+            beat.run(self._redis)
+            return self._read_holder(beat)
 
     def _build_beat(self) -> ScriptCall:
         """Return the call that writes a beat. Raises `redis.RedisError` until Redis has been asked for its time."""
@@ -310,20 +313,25 @@ class Heartbeat:
 
     def _keep_alive(self, session: Session | None, *, is_beat_due: bool) -> None:
         """Renew the session, if one is given, and write a beat, if one is due: both in one round trip."""
+        if not is_beat_due or self._failure is not None:
+            if session is not None:
+                session.renew()
+            return
         beat: ScriptCall | None = None
-        if is_beat_due and self._failure is None:
+        with self._writing:
             self._due_s = time.monotonic() + self._interval_s  # before the state is read, which may be changed
             with self._handle_errors():
                 beat = self._build_beat()
-        if session is not None:
-            session.renew(beat)
-        if beat is not None:
+            if session is not None:
+                session.renew(beat)
+            if beat is None:
+                return
             with self._handle_errors():
                 if beat.reply is None:  # the session was not renewed: the loop stands still, or the server was away
                     beat.run(self._redis)
                 if (holder := self._read_holder(beat)) is not None:
                     raise self._build_name_error(holder)
-            self._write_account()
+        self._write_account()
 
     def _write_account(self, *, is_last: bool = False) -> None:
         """Write what the seconds were spent on. While Redis is away, it waits for the next time."""
