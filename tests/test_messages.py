@@ -136,7 +136,7 @@ def test_each_bad_input_has_its_typed_error(value: bytes, error: type[RequestErr
 @pytest.mark.parametrize(
     ("prefix", "words"),
     [
-        (b"\x00\x00\x00\x00\x07", "schema registry.*send plain JSON, without the 5 bytes"),
+        (b"\x00\x00\x00\x00\x07\x00", "Avro and Protobuf serializers of a schema registry.*send JSON"),
         (b"\xef\xbb\xbf", "byte order mark.*UTF-8 without it"),
         (b"\xff\xfe", "byte order mark"),
     ],
@@ -144,6 +144,14 @@ def test_each_bad_input_has_its_typed_error(value: bytes, error: type[RequestErr
 def test_bytes_before_the_json_are_named(prefix: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         decode_message(Request, prefix + body())
+
+
+def test_the_bytes_of_a_schema_registry_are_read_over() -> None:
+    value = b"\x00\x00\x00\x00\x07" + body()
+    request = decode_message(Request, value)
+    assert request == decode_message(Request, body())
+    assert extract_request_id(value, "another") == request.id
+    assert compute_body_hash(request, value, {FORM_HEADER: CANONICAL_FORM}) == compute_body_hash(request)
 
 
 @pytest.mark.proof

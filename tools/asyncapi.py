@@ -62,6 +62,15 @@ _HEADERS: dict[str, Json] = {
         "description": "Dead-letter topic: the message was cut to fit, and had this many bytes.",
         "pattern": "^[0-9]{1,15}$",
     },
+    **{
+        f"{names.CONNECT_PREFIX}{name}": {"description": f"Dead-letter topic: {words}, as Kafka Connect names it."}
+        for name, words in (
+            ("topic", "the topic it was in"),
+            ("partition", "its partition there"),
+            ("offset", "its offset there"),
+            ("exception.message", "why it is there"),
+        )
+    },
     "traceparent": {
         "description": "W3C trace context.",
         "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",

@@ -733,6 +733,7 @@ class EndEvent(Wire):
 
 
 M = TypeVar("M", bound=Wire)
+_JSON_STARTS = (b"{", b" ", b"\t", b"\n", b"\r")
 
 
 def decode_message(kind: type[M], value: bytes) -> M:
@@ -742,6 +743,7 @@ def decode_message(kind: type[M], value: bytes) -> M:
     """
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise _make_size_error(value)
+    value = drop_schema_prefix(value)
     _refuse_prefix(value)
     with translate_validation_errors():
         message = kind.model_validate_json(value, by_alias=True, by_name=False)
@@ -764,12 +766,20 @@ def translate_validation_errors() -> Iterator[None]:
         raise InvalidRequest("; ".join(map(_describe_validation_error, lines[:5]))) from None
 
 
+def drop_schema_prefix(value: bytes) -> bytes:
+    """Return a value without the bytes that a schema registry's JSON serializer puts in front, where it has them.
+
+    They are 0x00 and the schema's id of four bytes, in the wire format of Confluent's serializers.
+    """
+    return value[5:] if value.startswith(b"\x00") and value[5:6] in _JSON_STARTS else value
+
+
 def _refuse_prefix(value: bytes) -> None:
     """Raise `InvalidRequest` if serializers of other formats have put bytes in front of the JSON."""
     if value.startswith(b"\x00"):
         raise InvalidRequest(
-            "the value begins with byte 0x00, as a schema registry's serializer writes it: send plain JSON, without "
-            "the 5 bytes in front, with a string or byte serializer"
+            "the value begins with byte 0x00 and is no JSON, as the Avro and Protobuf serializers of a schema registry "
+            "write it: send JSON, with or without the 5 bytes of a registry's JSON serializer"
         )
     if value.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InvalidRequest("the value begins with a byte order mark: send JSON in UTF-8 without it")
@@ -803,13 +813,14 @@ class _MessageNames(BaseModel):
 def extract_job_name(value: bytes) -> str | None:
     """Return the `job` of a message that may otherwise be invalid; None without one."""
     try:
-        job = _MessageNames.model_validate_json(value).job
+        job = _MessageNames.model_validate_json(drop_schema_prefix(value)).job
     except ValidationError:
         return None
     return job if isinstance(job, str) else None
 
 
 def _parse_request_id(value: bytes) -> object:
+    value = drop_schema_prefix(value)
     try:
         return _MessageNames.model_validate_json(value).id  # creates no objects for the other fields
     except ValidationError:

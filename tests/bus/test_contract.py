@@ -20,7 +20,16 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, NameShared, RequestTooLarge
 from penstock.local.processes import Child
-from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, CLASSES, ORIGIN_HEADER, REASON_HEADER, Pipeline, WorkerKind
+from penstock.names import (
+    ATTEMPT_HEADER,
+    BURIED_HEADER,
+    CLASSES,
+    CONNECT_PREFIX,
+    ORIGIN_HEADER,
+    REASON_HEADER,
+    Pipeline,
+    WorkerKind,
+)
 from penstock.ops import lag
 from penstock.testing.bus import MemoryBus, MemoryMember
 from sim.forked import fork_process
@@ -221,11 +230,16 @@ def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline)
     assert (dead.value, dead.key) == (b"bad", "k")
     headers = dict(dead.headers)
     assert abs(int(headers.pop(BURIED_HEADER)) / 1000 - time.time()) < 60
+    partition, colon, offset = d.position.partition(":")
+    place = {CONNECT_PREFIX + "partition": partition, CONNECT_PREFIX + "offset": offset} if colon else {}
     assert headers == {
         "penstock-tenant": "t",
         REASON_HEADER: "cannot be read",
         ORIGIN_HEADER: d.topic,
         ATTEMPT_HEADER: "1",
+        CONNECT_PREFIX + "topic": d.topic,
+        CONNECT_PREFIX + "exception.message": "cannot be read",
+        **place,
     }
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"error"]
 

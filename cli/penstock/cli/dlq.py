@@ -20,6 +20,7 @@ from penstock.bus.contract import Bus, Publisher
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import DeadLetterError
+from penstock.messages import drop_schema_prefix
 from penstock.names import Pipeline, find_shared_topic
 from penstock.ops.dead_letters import DeadLetter, keep_newest, sort_by_age
 from penstock.redis.client import redis_client
@@ -177,13 +178,13 @@ def _print_letter(console: Console, letter: DeadLetter) -> None:
     lines = Table("", "", box=None, pad_edge=False, show_header=False)
     lines.add_row("dead since", _format_time(letter.dead_since_s))
     for name, text in sorted(letter.message.headers.items()):
-        if name not in (names.STACK_HEADER, names.BURIED_HEADER):
+        if name not in (names.STACK_HEADER, names.BURIED_HEADER) and not name.startswith(names.CONNECT_PREFIX):
             lines.add_row(name, _escape_unprintable(text))
     console.print(lines)
     if letter.get_header(names.STACK_HEADER):
         console.print(_escape_unprintable("\n" + letter.get_header(names.STACK_HEADER).rstrip()), soft_wrap=True)
     try:
-        message = json.dumps(json.loads(letter.message.value), indent=1, ensure_ascii=False)
+        message = json.dumps(json.loads(drop_schema_prefix(letter.message.value)), indent=1, ensure_ascii=False)
     except (ValueError, RecursionError):
         message = letter.message.value.decode(errors="backslashreplace")
     console.print(_escape_unprintable(f"\n{message}\n"), soft_wrap=True)

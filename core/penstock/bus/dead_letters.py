@@ -2,7 +2,8 @@
 
 A dead letter is the message as it came. Its headers name the topic that it came from (`ORIGIN_HEADER`), how often it
 was tried (`ATTEMPT_HEADER`), and the reason (`REASON_HEADER`). They also have the stack of the error (`STACK_HEADER`),
-and when it became a dead letter (`BURIED_HEADER`, milliseconds since the epoch).
+and when it became a dead letter (`BURIED_HEADER`, milliseconds since the epoch). Tools for the dead letters of Kafka
+Connect find topic, partition, offset and reason in the headers that Connect has for them (`CONNECT_PREFIX`).
 """
 
 import time
@@ -12,6 +13,7 @@ from penstock.messages import replace_surrogates
 from penstock.names import (
     ATTEMPT_HEADER,
     BURIED_HEADER,
+    CONNECT_PREFIX,
     ORIGIN_HEADER,
     REASON_HEADER,
     STACK_HEADER,
@@ -35,6 +37,11 @@ def build_dead_letter(
     headers[REASON_HEADER] = replace_surrogates(reason[:MAX_REASON_CHARS])
     headers[ATTEMPT_HEADER] = str(attempts)
     headers[BURIED_HEADER] = str(int(time.time() * 1000))
+    headers[f"{CONNECT_PREFIX}topic"] = delivery.topic
+    headers[f"{CONNECT_PREFIX}exception.message"] = headers[REASON_HEADER]
+    partition, colon, offset = delivery.position.partition(":")
+    if colon:  # Redis Streams have no partitions
+        headers |= {f"{CONNECT_PREFIX}partition": partition, f"{CONNECT_PREFIX}offset": offset}
     message = Outgoing(pipeline.dead_letter_topic, delivery.value, delivery.key, headers)
     return message if message.num_bytes <= MAX_MESSAGE_BYTES else shorten_dead_letter(message)
 

@@ -21,7 +21,7 @@ from typing import Any
 from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.errors import DeadLetterError, RequestError
-from penstock.messages import Job, Request, decode_message, extract_request_id, now_s
+from penstock.messages import Job, Request, decode_message, drop_schema_prefix, extract_request_id, now_s
 from penstock.names import MAX_ID_CHARS, STAGES, Pipeline, find_shared_topic
 
 _RETRY_ID = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
@@ -89,13 +89,17 @@ class DeadLetter:
         except RequestError as error:
             raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
         left_out = {*_OWN_HEADERS, *([] if "deadline" in body else [names.DEADLINE_HEADER])}
-        headers = {name: text for name, text in self.message.headers.items() if name not in left_out}
+        headers = {
+            name: text
+            for name, text in self.message.headers.items()
+            if name not in left_out and not name.startswith(names.CONNECT_PREFIX)
+        }
         return Outgoing(origin, value, body["id"], headers)
 
 
 def _parse_body(letter: DeadLetter) -> dict[str, Any]:
     try:
-        body = json.loads(letter.message.value)
+        body = json.loads(drop_schema_prefix(letter.message.value))
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or letter.id.startswith("#"):
