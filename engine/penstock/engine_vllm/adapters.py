@@ -103,7 +103,7 @@ def _read_adapter(directory: Path, skeleton: nn.Module) -> Adapter:
     rank = max([helper.r, *helper.rank_pattern.values()])
     if rank > RANKS[-1]:
         raise ModelLoadError(f"its rank is {rank}, and vLLM computes ranks up to {RANKS[-1]}")
-    helper.validate_legal(_Limit(rank))  # type: ignore[arg-type]
+    helper.validate_legal(_Limit(rank))
     _check_shapes(MappedWeights([directory / WEIGHTS]), skeleton, helper)
     return Adapter(directory, digest, rank)
 
