@@ -9,6 +9,7 @@ is a finding too, so that the mark is taken away with the mend.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -328,10 +329,34 @@ def _language(language: str, known: str = "") -> Scene:
     )  # fmt: skip
 
 
+VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
+ADAPTERS, NUM_ADAPTER_ANSWERS = "kills and reloads of adapters in vLLM", 2000
+
+
+def _play_adapters(seed: int, directory: Path) -> Played:
+    """Play workers with vLLM and adapters, in the environment of `make test-vllm` where this one has no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        if not VLLM_PYTHON.exists():
+            raise LeftOutError("vLLM is not installed (make test-vllm)")
+        command = [str(VLLM_PYTHON), "-m", "sim.scenes", ADAPTERS, "--seed", str(seed)]
+        told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT).stdout)
+        return Played(told["requests"], told["kills"], told["findings"], told["story"], told["starts_and_stops"])
+    from sim.adapters import KILLS, RELOADS, play_adapters  # needs what only that environment has
+
+    run = play_adapters(seed, directory, NUM_ADAPTER_ANSWERS)
+    story = directory / "answers"
+    story.write_text("\n".join(map(repr, run.answers)))
+    return Played(len(run.answers), KILLS, run.find_faults(), str(story), RELOADS)
+
+
 SCENES = (
     Scene("an agent's KV in small tiers", "tokens are those of `generate()`, with retention and without", _play_agents),
     *(_kill(bus, load) for load in LOADS for bus in BUSES),
     _kill("kafka", "text", is_replicated=True),
+    Scene(
+        ADAPTERS, "an answer is that of one version of its adapter, or ends where no worker has that one any more",
+        _play_adapters,
+    ),
     *(_start_and_stop(f", {bus}", bus) for bus in BUSES),
     _start_and_stop(" on slow servers", "kafka", kills=0, starts_and_stops=20, delays_s={"redis": 0.2, "kafka": 0.2}),
     Scene(

@@ -284,6 +284,19 @@ TOGETHER: dict[str, tuple[dict[str, str], str]] = {
         {"ENGINE_PREFILL_WEIGHTS": "int8", "ENGINE_KIND": "vllm"},
         "are for Penstock's own engine, and PENSTOCK_ENGINE_KIND is vllm",
     ),
+    "adapters": ({"ENGINE_ADAPTERS": "sql=/a, chat=/b", "ENGINE_KIND": "vllm"}, ""),
+    "adapters of the own engine": ({"ENGINE_ADAPTERS": "sql=/a"}, "needs PENSTOCK_ENGINE_KIND=vllm, and that is own"),
+    "adapters of endpoints": (
+        {"ENGINE_ADAPTERS": "sql=/a", "ENGINE_KIND": "openai"}, "needs PENSTOCK_ENGINE_KIND=vllm, and that is openai",
+    ),
+    "an adapter without a directory": (
+        {"ENGINE_ADAPTERS": "sql", "ENGINE_KIND": "vllm"}, "'sql' is not NAME=DIRECTORY",
+    ),
+    "an adapter without a name": ({"ENGINE_ADAPTERS": "=/a", "ENGINE_KIND": "vllm"}, "'=/a' is not NAME=DIRECTORY"),
+    "two adapters of a name": ({"ENGINE_ADAPTERS": "a=/a,a=/b", "ENGINE_KIND": "vllm"}, "the name 'a' stands twice"),
+    "an adapter with the model's name": (
+        {"ENGINE_ADAPTERS": "demo=/a", "ENGINE_KIND": "vllm"}, "'demo' is the name of the model itself",
+    ),
 }  # fmt: skip
 """By case what is given, and what is said of it; nothing where it is taken."""
 

@@ -176,7 +176,7 @@ def test_tenants_do_not_meet() -> None:
 
 
 def test_nothing_else_of_a_request_counts_but_its_class() -> None:
-    one = make_chain(prompt="x", id="a", max_tokens=3, model="m", deadline=9e9)
+    one = make_chain(prompt="x", id="a", max_tokens=3, deadline=9e9)
     assert one == make_chain(prompt="x", id="b", temperature=0.5)
     assert make_chain(prompt="x", priority_class="batch").priority_class == "batch"
 
@@ -246,6 +246,28 @@ def make_beat(
     tokens: dict[PriorityClass, int] = {"interactive": waiting, "batch": batch}
     read: dict[PriorityClass, Sequence[int]] = {"interactive": partitions, "batch": partitions}
     return WorkerBeat(worker, at_s, at_s + lasts_s, read, tokens, ratio, speed)
+
+
+def test_a_request_for_an_adapter_goes_to_a_worker_that_has_it() -> None:
+    """Whatever the others have left; where none tells it, to any. It shares no KV with the model's own prompts."""
+    placer = Placer()
+    placer.note_beats([make_beat("a", [0]), replace(make_beat("b", [1], waiting=10**6), adapters=["sql"])])
+    assert placer.choose_partition(make_chain(prompt="x" * 600), [0, 1], 1.0).worker == "a"
+    for _ in range(2):
+        chosen = placer.choose_partition(make_chain(prompt="x" * 600, model="sql"), [0, 1], 1.0)
+        assert (chosen.worker, chosen.partition, list(chosen.costs)) == ("b", 1, ["b"])
+    assert chosen.num_cached == 150
+    assert placer.choose_partition(make_chain(prompt="x" * 600, model="other"), [0, 1], 1.0).worker == "a"
+
+
+def test_a_worker_has_no_adapters_kv_for_another_one() -> None:
+    placer = Placer()
+    placer.note_beats([replace(make_beat("a", [0]), adapters=["sql", "chat"])])
+    found = [placer.choose_partition(make_chain(prompt="x" * 600, model=name), [0], 1.0).num_cached for name in MODELS]
+    assert found == [0, 0, 0, 150, 150, 150]
+
+
+MODELS = ("sql", "chat", "demo", "sql", "chat", "demo")
 
 
 def in_s(**tokens: int) -> Any:

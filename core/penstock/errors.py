@@ -13,7 +13,7 @@ PenstockError
 │   ├── Cancelled              a client cancelled it
 │   ├── UnsupportedSchema      a JSON schema asks for something that cannot be enforced exactly
 │   ├── GrammarFailed          an answer cannot go on in its grammar
-│   ├── AnswerInterrupted      an endpoint's answer was cut, and cannot be continued
+│   ├── AnswerInterrupted      an endpoint's or an adapter's answer was cut, and cannot be continued
 │   ├── PictureGone            a picture of it is not in the store any more
 │   ├── PicturesNeeded         a row of a picture is to be computed by a worker without its pixels
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
@@ -91,6 +91,8 @@ class RequestError(PenstockError):
     code: ClassVar[str] = "request_error"
     stack: str = ""
     """The traceback of the failure, for the dead letter."""
+    is_for_others = False
+    """Whether another worker that lives can compute the request: it goes there, and the attempt does not count."""
 
 
 class InvalidRequest(RequestError):
@@ -179,7 +181,9 @@ class GrammarFailed(RequestError):
 
 
 class AnswerInterrupted(RequestError):
-    """The answer of an endpoint was cut, as it or the worker was lost, and it cannot be, or is not to be, continued."""
+    """The answer was cut, and cannot be, or is not to be, continued: its endpoint or worker was lost, or no worker has
+    the version of the adapter that began it.
+    """
 
     code = "answer_interrupted"
 

@@ -568,6 +568,14 @@ class JobPicture(Wire):
         return self
 
 
+class Adapter(Wire):
+    """A LoRA adapter that computes an answer in the model's place, in one version."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    digest: Sha256
+    """Of its files."""
+
+
 class Job(Wire):
     """The job reference of a hand-off. It carries token ids and the last block's key, never tensors.
 
@@ -588,6 +596,8 @@ class Job(Wire):
     """How the request's texts are computed, and whether its result has the vectors."""
     pictures: list[JobPicture] | None = Field(default=None, fail_fast=True)
     """The pictures in the prompt, in order."""
+    adapter: Adapter | None = None
+    """The adapter whose KV was stored; no other version of it goes on with the answer."""
     sampling: Sampling = Sampling()
     seed: int = 0
     tenant: Tenant = "default"
@@ -680,6 +690,8 @@ class TokenEvent(Wire):
     """Present if the request asks for them."""
     prompt_tokens: list[PromptToken] | None = Field(default=None, fail_fast=True)
     """The tokens of the prompt, at the first token of a request that asks for their log probabilities."""
+    adapter: Sha256 | None = None
+    """The digest of the adapter that computes the answer, at the first token, if one does."""
 
     @classmethod
     def at_position(
@@ -693,7 +705,7 @@ class TokenEvent(Wire):
 
     def encode(self) -> bytes:
         """Return the JSON that goes on the wire."""
-        if self.logprobs is not None or self.prompt_tokens is not None:
+        if self.logprobs is not None or self.prompt_tokens is not None or self.adapter is not None:
             return super().encode()
         # What most events have is written by hand, in a third of pydantic's time.
         own_id, text = encode_basestring(self.id), encode_basestring(self.text)

@@ -118,9 +118,10 @@ class Caller:
     ) -> EngineSequence:
         """Add a request that goes on after the tokens `said`."""
         blocks = self.engine.hash_prompt(TENANT, prompt)
-        values: dict[str, Any] = {"seed": sampling.seed or 0, "max_new_tokens": sampling.max_tokens} | given
+        values: dict[str, Any] = {"seed": sampling.seed or 0, "max_new_tokens": sampling.max_tokens, "blocks": blocks}
+        values |= given
         request = EngineSequence(
-            name, list(prompt), blocks=blocks, sampling=sampling, output_token_ids=said, context=name, tenant=TENANT,
+            name, list(prompt), sampling=sampling, output_token_ids=said, context=name, tenant=TENANT,
             **values,
         )  # fmt: skip
         self.engine.add_request(request)

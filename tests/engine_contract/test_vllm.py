@@ -198,7 +198,7 @@ def test_a_form_that_is_not_known_is_refused(ranks: list[RankKV]) -> None:
     [
         ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
         ("--tensor-parallel-size two", "invalid int value: 'two'"),
-        ("--enable-lora", "--enable-lora: requests have no field for adapters"),
+        ("--enable-lora", "--enable-lora: set PENSTOCK_ENGINE_ADAPTERS"),
         ("--max-num-seqs 4", "--max-num-seqs: set PENSTOCK_ENGINE_MAX_BATCH"),
     ],
 )

@@ -91,6 +91,23 @@ async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(
         assert {name, f"/a/{name}", f"/b/{name}"} <= set(await models.read_names() or ())
 
 
+async def test_an_adapter_is_a_model_whose_tokenizer_is_that_of_its_parent(redis_url: str, pipeline: Pipeline) -> None:
+    """Also once none of its workers lives. Asked by its directory, the parent answers."""
+    name, told = pipeline.name, {f"{pipeline.name}-sql": "1" * 64, f"{pipeline.name}-chat": "2" * 64}
+    beat(redis_url, pipeline, "p-0", "prefill", model_source=f"/a/{name}", max_model_len=64, sees=True, adapters=told)
+    async with async_redis_client(redis_url) as client:
+        for is_gone in (False, True):
+            if is_gone:
+                await client.delete(pipeline.worker_key("prefill", "p-0"))
+            models = ServedModels(client, pipeline.name)
+            mine = [model.name for model in await models.list_models() if name in model.name]
+            assert mine == sorted([name, *told])
+            found = await models.find_model(f"{name}-sql")
+            assert (found.source, found.pipeline, found.max_model_len) == (f"/a/{name}", name, 64)
+            assert (found.card, found.task) == ({"parent": name}, "generate")
+            assert (await models.find_model(f"/a/{name}")).name == name
+
+
 def test_an_unknown_models_error_names_some_and_counts_the_rest() -> None:
     names = [f"m-{number:02}" for number in range(errors.MAX_NAMED + 3)]
     assert str(errors.unknown_model_error("x", names)).endswith(f"{names[errors.MAX_NAMED - 1]!r} and 3 more.")

@@ -150,14 +150,13 @@ def change_span(span: Span) -> Iterator[list[Span]]:
         yield [span._replace(num_tokens=1), Span(span.first + 1, 1, span.name, span.row)]
 
 
-def keys_of(tenant: str, secret: str, fingerprint: str, block_size: int = 4) -> set[bytes]:
+def keys_of(tenant: str, secret: str, fingerprint: str, block_size: int = 4, adapter: str = "") -> set[bytes]:
     layout = StoreLayout(fingerprint, block_size, 8, "float32")
-    chain = KVStore(layout, [], KVSettings(salt_secret=secret)).make_hasher(tenant)
-    chain.hash_full_blocks(range(12))
-    return {name.hash for name in chain.keys}
+    blocks = KVStore(layout, [], KVSettings(salt_secret=secret)).hash_prompt(tenant, range(13), adapter=adapter)
+    return {name.hash for name in blocks.prompt_keys()}
 
 
-def test_tenants_secrets_models_and_block_sizes_share_no_keys() -> None:
+def test_tenants_secrets_models_adapters_and_block_sizes_share_no_keys() -> None:
     """The fingerprint covers the block size; the keys of full blocks differ by it all the same."""
     found = [
         keys_of("default", "secret", FINGERPRINT),
@@ -165,6 +164,9 @@ def test_tenants_secrets_models_and_block_sizes_share_no_keys() -> None:
         keys_of("default", "other", FINGERPRINT),
         keys_of("default", "secret", "5b" * 32),
         keys_of("default", "secret", FINGERPRINT, block_size=3),
+        keys_of("default", "secret", FINGERPRINT, adapter="01" * 32),
+        keys_of("default", "secret", FINGERPRINT, adapter="02" * 32),
+        keys_of("other", "secret", FINGERPRINT, adapter="01" * 32),
     ]
     assert len(set.union(*found)) == sum(map(len, found))
 

@@ -17,6 +17,7 @@ from penstock.engine.contract import Outcome
 from penstock.errors import PicturesNeeded, SequenceFailed
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import CLASSES, REASON_HEADER, STAGES, Pipeline, Stage
+from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.stay import StayPolicy
 from penstock.record import AppendOutcome, Claim
 from penstock.telemetry import tracing
@@ -364,6 +365,15 @@ class Exits:
         self._send("decode", num_failed=2)
         with patch.object(decode.engine, "begin_step", return_value=False):
             self._check(decode, act=Worker.run_once)
+
+    def for_another_worker(self) -> None:
+        """It asks for an adapter that another worker has."""
+        prefill = self._send("prefill", model="sql")
+        assert isinstance(prefill.role, PrefillRole)
+        beat = {"stage": "auto", "state": "ready", "adapters": {"sql": "1" * 64}}
+        prefill.role.adapters.read_beats = lambda: [beat]
+        self._check(prefill, act=turn_until_deferred)
+        assert prefill.record.take_over_free("prefill", alive(prefill.record, "another"), 1) == []  # it waits a moment
 
     def tried_again(self) -> None:
         with patch.object(core_of(self._line.decode).runner, "run_step", side_effect=RuntimeError):

@@ -84,6 +84,7 @@ def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float
         _parse_jobs(told, load),
         _bound_mean(load["interactive"].get("mean_prompt_tokens")),
         told.get("state") == "ready" and _is_reading(worker, load["interactive"]),
+        frozenset(map(str, told.get("adapters") or ())),
     )
 
 

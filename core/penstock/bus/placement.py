@@ -78,6 +78,8 @@ class PromptChain:
     a session, as many of these may begin alike and would all be in one partition."""
     explain: Callable[[str], object] | None = field(default=None, compare=False)
     """Is called with the JSON of what was chosen."""
+    model: str = ""
+    """The model that is asked for. Where it is an adapter, only workers that have it are considered."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,15 @@ def chain_prompt(request: Request, explain: Callable[[str], object] | None = Non
     is_alone = request.session is None and request.messages is None
     hash_key = links[-1].digest if is_alone and links else b""
     return PromptChain(
-        request.priority_class or "interactive", home, tuple(links), length, is_tokens, hash_key, explain
-    )
+        request.priority_class or "interactive", home, tuple(links), length, is_tokens, hash_key, explain,
+        request.model or "",
+    )  # fmt: skip
+
+
+def _name_links(links: Sequence[Link], adapter: str) -> tuple[Link, ...]:
+    """Return the links of a prompt that an adapter computes: its KV is no other adapter's."""
+    opening = _open_part(adapter)
+    return tuple(Link(hashlib.sha256(opening + link.digest).digest()[:16], link.length) for link in links)
 
 
 def _begin_digest(tenant: str) -> Any:
@@ -179,6 +188,8 @@ class WorkerBeat:
     """Of its interactive requests; None before the first one."""
     takes_requests: bool = False
     """Whether it takes interactive requests now, or soon."""
+    adapters: Collection[str] = ()
+    """The names of the adapters that it has."""
 
 
 class JobLoad(NamedTuple):
@@ -384,7 +395,8 @@ class Placer:
     def choose_partition(self, chain: PromptChain, partitions: Sequence[int], now_s: float) -> Placement:
         """Choose one of `partitions`, which are those that can be written, and count the request as sent there.
 
-        A worker's cost is the seconds that it takes for a step with the answers that it decodes, for the work of this
+        A request for an adapter goes to a worker that has it, where one tells so, and shares no link with others. A
+        worker's cost is the seconds that it takes for a step with the answers that it decodes, for the work of this
         class and those above that it has left, and for the tokens of this prompt that it does not have. The home is
         chosen unless it costs more than another worker by more than the other one takes for `HOME_PROMPTS` such
         prompts; else the least cost, of equal ones the worker that the home's hash names first.
@@ -397,8 +409,12 @@ class Placer:
         }
         if not read:
             return Placement(choose_by_hash(chain.hash_key or chain.home, partitions))
+        links = chain.links
+        if having := [worker for worker in read if chain.model in self._beats[worker].adapters]:
+            read = {worker: read[worker] for worker in having}
+            links = _name_links(links, chain.model)
         ratio = 1.0 if chain.is_tokens else self._chars_per_token
-        hits = self._memory.find_hits(chain.links, read, now_s)
+        hits = self._memory.find_hits(links, read, now_s)
         classes = CLASSES[: CLASSES.index(chain.priority_class) + 1]
         costs = dict[str, float]()
         order = sorted(read, key=lambda worker: rank_worker(chain.home, worker, self._paces[worker].weight))
@@ -413,7 +429,7 @@ class Placer:
         chosen = home if costs[home] - limit_s <= costs[best] else best
         hit = hits.get(chosen, 0)
         self._sent[chosen].add_tokens(now_s, chain.priority_class, round((chain.length - hit) / ratio))
-        self._memory.note_sent(chain.links, chosen, self._beats, now_s)
+        self._memory.note_sent(links, chosen, self._beats, now_s)
         return Placement(choose_by_hash(chain.home, sorted(read[chosen])), chosen, home, costs, round(hit / ratio))
 
 

@@ -156,6 +156,9 @@ class KVSettings(Settings):
         return Path(self.disk_dir or "~/.cache/penstock/kv").expanduser()
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}")
+
+
 class EngineSettings(Settings):
     """The model, and how it is run."""
 
@@ -226,6 +229,10 @@ class EngineSettings(Settings):
     tokens are the same either way."""
     vllm_args: str = ""
     """With `vllm`: further arguments of `vllm serve`, as on its command line, such as `--tensor-parallel-size 2`."""
+    adapters: str = ""
+    """With `vllm`: LoRA adapters of the model, `NAME=DIRECTORY` with commas between them, each with PEFT's
+    `adapter_config.json` and `adapter_model.safetensors`. Callers ask for one by its name, as for a model. The files
+    are read at the start alone; the same names on all workers of a pipeline."""
     response_template: str = ""
     """A JSON file with the model's response template, which tells calls and reasoning from text: for a model that was
     published without one and is of no known family."""
@@ -238,6 +245,17 @@ class EngineSettings(Settings):
                 f"PENSTOCK_ENGINE_WEIGHTS, …_PREFILL_WEIGHTS, …_KV_DTYPE and …_ISA are for Penstock's own engine, and "
                 f"PENSTOCK_ENGINE_KIND is {self.kind}: leave them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        taken = {self.model, self.find_served_name()} & self.find_adapters().keys()
+        if self.adapters and self.kind != "vllm":
+            raise ValueError(
+                f"PENSTOCK_ENGINE_ADAPTERS needs PENSTOCK_ENGINE_KIND=vllm, and that is {self.kind}: leave it out"
+            )
+        if taken:
+            raise ValueError(f"PENSTOCK_ENGINE_ADAPTERS: {taken.pop()!r} is the name of the model itself")
         return self
 
     @model_validator(mode="after")
@@ -262,6 +280,18 @@ class EngineSettings(Settings):
         if self.served_name or self.model == "demo" or not is_directory:
             return self.served_name or self.model
         return Path(os.path.abspath(Path(self.model).expanduser())).name or self.model
+
+    def find_adapters(self) -> dict[str, Path]:
+        """Return the directories of the LoRA adapters by name. Raises `ValueError` for what names none."""
+        found = dict[str, Path]()
+        for one in filter(None, (part.strip() for part in self.adapters.split(","))):
+            name, _, directory = one.partition("=")
+            if _ADAPTER_NAME.fullmatch(name) is None or not directory:
+                raise ValueError(f"PENSTOCK_ENGINE_ADAPTERS: {one!r} is not NAME=DIRECTORY, as in sql=/models/sql-lora")
+            if name in found:
+                raise ValueError(f"PENSTOCK_ENGINE_ADAPTERS: the name {name!r} stands twice")
+            found[name] = Path(directory).expanduser()
+        return found
 
     def find_cache_directory(self) -> Path:
         """Return the directory of notes and packed weights, with the default and `~` resolved."""

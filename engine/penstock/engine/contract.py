@@ -14,7 +14,7 @@ engine's, which notes in it how far it is. It is named by its id; there is one o
 engine, if nothing else is said.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -57,6 +57,10 @@ class ModelCard(Protocol):
     @property
     def picture_reader(self) -> "PictureReader | None":
         """Reads pictures, if the model sees them, and this worker computes what it sees."""
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The digest of each LoRA adapter that computes answers in its place, by the name that requests have for it."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -307,8 +311,13 @@ class InferenceEngine(TokenSource, Protocol):
         At most `max_tokens` of each request count.
         """
 
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: "Sequence[Span]" = ()) -> "PromptBlocks":
-        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
+    def hash_prompt(
+        self, tenant: str, token_ids: Sequence[int], spans: "Sequence[Span]" = (), adapter: str = ""
+    ) -> "PromptBlocks":
+        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures.
+
+        `adapter` is the digest of the adapter that computes it; empty for the model alone.
+        """
 
     def make_pictures(
         self,

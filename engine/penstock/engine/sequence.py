@@ -67,6 +67,8 @@ class Sequence:
     An `is_pooled` sequence has no output: it is done once its prompt is computed, and `vector` is what the model's head
     would read at the last token.
 
+    With an `adapter` the LoRA adapter with this digest computes it.
+
     With `pictures` some tokens of the prompt stand for rows of pictures. Penalties do not count them, and no draft has
     them.
 
@@ -99,6 +101,7 @@ class Sequence:
         since_s: float = 0.0,
         is_pooled: bool = False,
         pictures: Pictures | None = None,
+        adapter: str = "",
         context: Any = None,
     ) -> None:
         self.id, self.priority_class, self.since_s = id, priority_class, since_s
@@ -106,7 +109,7 @@ class Sequence:
         self.tenant, self.weight = tenant, weight
         """The tenant's share of the tokens where tenants compete."""
         self.is_suspect, self.is_pooled = is_suspect, is_pooled
-        self.grammar, self.pictures = grammar, pictures
+        self.grammar, self.pictures, self.adapter = grammar, pictures, adapter
         self.num_prompt_logprobs = num_prompt_logprobs
         self._blocks, self.lease_owner, self.was_handed_off = blocks, lease_owner, was_handed_off and not lease_owner
         self.retain_s, self.context = retain_s, context

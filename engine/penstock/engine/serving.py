@@ -205,9 +205,11 @@ class ServingEngine:
 
     # Requests
 
-    def hash_prompt(self, tenant: str, token_ids: Items[int], spans: Items[Span] = ()) -> PromptBlocks:
+    def hash_prompt(
+        self, tenant: str, token_ids: Items[int], spans: Items[Span] = (), adapter: str = ""
+    ) -> PromptBlocks:
         """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
-        return self.store.hash_prompt(tenant, token_ids, spans)
+        return self.store.hash_prompt(tenant, token_ids, spans, adapter)
 
     def make_pictures(
         self,

@@ -10,8 +10,9 @@ A step that fails ends the worker, as vLLM cannot undo it.
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,8 @@ class VllmModel:
     arithmetic: str
     layout: VllmLayout
     is_batch_invariant: bool
+    adapters: Mapping[str, str]
+    """By name, the digest of each."""
     has_separate_answer_keys: bool = False
     """vLLM computes prompts and answers with the same weights."""
     text_reader: None = None
@@ -106,12 +109,19 @@ class VllmCore:
     num_drafted_tokens = num_accepted_tokens = 0
     slow_products: list[str] = []  # noqa: RUF012 - never changed
 
-    def __init__(self, model: VllmModel, settings: EngineSettings, core: Any, blocks: RankBlocks) -> None:
-        """`core` is vLLM's `EngineCore`."""
+    def __init__(
+        self,
+        model: VllmModel,
+        settings: EngineSettings,
+        core: Any,
+        blocks: RankBlocks,
+        adapters: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`core` is vLLM's `EngineCore`. `adapters`: by digest, how its requests name those that are loaded."""
         self.model, self.settings = model, settings
         self.states = None
         """None: its layers keep nothing but KV."""
-        self._core, self._blocks = core, blocks
+        self._core, self._blocks, self._adapters = core, blocks, adapters
         self._output_rank: int = getattr(core.model_executor, "output_rank", 0)  # in one process there is one rank
         self._manager = core.scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
@@ -228,6 +238,7 @@ class VllmCore:
             list(seq.token_ids),
             params,
             None,
+            lora_request=self._adapters[seq.adapter] if seq.adapter else None,
             priority=seq.priority,
             block_hasher=_make_block_hasher(seq, self.settings.block_size),
         )

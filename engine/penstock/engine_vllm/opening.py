@@ -33,6 +33,7 @@ from penstock.engine.weights.load_cache import LoadCache
 from penstock.engine.weights.module import build_skeleton, count_bytes, load_generation_config, load_module
 from penstock.engine.weights.quantized import take_quantization
 from penstock.engine.weights.weights import MappedWeights
+from penstock.engine_vllm.adapters import load_adapters, make_arguments, read_adapters
 from penstock.engine_vllm.blocks import RankBlocks, combine_ranks
 from penstock.errors import DependencyMissing, EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
@@ -60,11 +61,16 @@ OWN_ARGUMENTS = {
     "disable_hybrid_kv_cache_manager": "blocks of all layers have one name here",
     "disable_log_stats": "the workers' own metrics are exported",
     "dtype": "set PENSTOCK_ENGINE_DTYPE",
-    "enable_lora": "requests have no field for adapters",
+    "default_mm_loras": "set PENSTOCK_ENGINE_ADAPTERS",
+    "enable_lora": "set PENSTOCK_ENGINE_ADAPTERS",
     "enable_prefix_caching": "prefixes are found by the names of blocks",
     "kv_cache_memory_bytes": "set PENSTOCK_ENGINE_POOL_MB",
     "kv_transfer_config": "KV goes through the stores of this project",
+    "lora_target_modules": "an adapter is computed whole",
     "logits_processors": "tokens are drawn by this project's sampler",
+    "max_cpu_loras": "all of PENSTOCK_ENGINE_ADAPTERS are loaded at the start",
+    "max_lora_rank": "it follows from PENSTOCK_ENGINE_ADAPTERS",
+    "max_loras": "all of PENSTOCK_ENGINE_ADAPTERS are loaded at the start",
     "max_model_len": "a sequence may have the model's whole context",
     "max_num_batched_tokens": "set PENSTOCK_SLO_INTERACTIVE_GAP_S, or PENSTOCK_ENGINE_MAX_STEP_TOKENS",
     "max_num_seqs": "set PENSTOCK_ENGINE_MAX_BATCH",
@@ -166,6 +172,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     context_length = find_context_length(config, tokenizer)
     _check_rope(config, context_length)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
+    adapters = read_adapters(settings.find_adapters(), config)
     weights = MappedWeights(files)
     _check_sinks(weights, config)
     args = EngineArgs(
@@ -185,7 +192,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         scheduler_cls=PreemptingScheduler,
         worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
         seed=0,
-        **({"enforce_eager": True} if is_cpu else {}) | given,
+        **({"enforce_eager": True} if is_cpu else {}) | make_arguments(adapters, is_cpu=is_cpu) | given,
     )
     vllm_config = args.create_engine_config()
     core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
@@ -209,8 +216,10 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         " ".join([f"{args.dtype} in vLLM {version} on {device_name}", *(f"{name}={value}" for name, value in shaping)]),
         layout,
         is_batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        adapters={name: adapter.digest for name, adapter in adapters.items()},
     )
-    opened = VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))
+    ranks = RankBlocks(core.model_executor, layout, slices)
+    opened = VllmCore(model, settings, core, ranks, load_adapters(core, adapters))
     _prove_once(opened, config, weights, dtype, load_cache)
     return opened
 

@@ -26,10 +26,13 @@ from penstock.redis.client import translate_outages
 MODELS_TTL_S = 1.0
 """How long what was read is used."""
 CARD_FIELDS = (
+    "parent",
     *("task", "dimensions", "matryoshka", "pooling", "prompts", "default_prompt"),
     *("sees", "picture_tokens"),
 )
-"""What workers say of a model that computes vectors or scores, or sees pictures."""
+"""What workers say of a model that is an adapter of another, computes vectors or scores, or sees pictures."""
+ADAPTER_FIELDS = ("stage", "since", "model_source", "max_model_len", "response_template")
+"""What a worker says of its model that holds for the model's adapters, too: they generate text and see no pictures."""
 Beat = dict[str, Any]
 """A heartbeat, or the fields of one by which a model is noted."""
 
@@ -162,7 +165,7 @@ class ServedModels:
             name = beat["model"]
             noted = notes.get(_name_field(pipeline, name), beat)
             source, since_s = beat.get("model_source") or name, min(float(beat["since"]), float(noted["since"]))
-            for asked in {name, *({source} - names)}:
+            for asked in {name} if "parent" in beat else {name, *({source} - names)}:
                 card = {told: beat[told] for told in CARD_FIELDS if beat.get(told) is not None}
                 served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, card=card))
                 served.since_s = min(served.since_s, since_s)
@@ -214,7 +217,18 @@ class ServedModels:
         if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
             await cast(Any, self._client.srem(WORKERS_KEY, *gone))
         live = {key: json.loads(value) for key, value in beats.items() if value is not None}
-        return [(pipeline_of_worker(key.decode()), beat) for key, beat in live.items() if beat.get("model") is not None]
+        told = [(pipeline_of_worker(key.decode()), beat) for key, beat in live.items() if beat.get("model") is not None]
+        # An adapter is a model of its own, whose files besides its weights are those of the model.
+        adapters = [
+            (
+                pipeline,
+                {field: beat[field] for field in ADAPTER_FIELDS if field in beat}
+                | {"model": name, "parent": beat["model"]},
+            )
+            for pipeline, beat in told
+            for name in beat.get("adapters") or ()
+        ]
+        return [*told, *adapters]
 
 
 def _name_field(pipeline: str, name: str) -> str:

@@ -1,9 +1,10 @@
 """A stored KV block: its key, its header, its checksums.
 
 A block's hash is SHA-256 over its parent's hash and its token ids. The chain begins with the model's fingerprint and
-the tenant's salt: equal hashes mean the same model, the same tenant and the same tokens from the first on, in every
-process. The last block of a prompt may be partial; its hash covers the tokens it has. Where tokens stand for a picture
-(`Span`), the hash also covers which one, and which of its rows they are.
+the tenant's salt, and where an adapter of the model computes with that one's digest: equal hashes mean the same model,
+adapter and tenant, and the same tokens from the first on, in every process. The last block of a prompt may be partial;
+its hash covers the tokens it has. Where tokens stand for a picture (`Span`), the hash also covers which one, and which
+of its rows they are.
 
 Layout of a stored block, little endian; the content follows the header at once:
 
@@ -59,10 +60,16 @@ def hash_chain_root(fingerprint: str, salt: bytes) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def derive_tenant_root(secret: str, fingerprint: str, tenant: str) -> tuple[bytes, bytes]:
-    """Return the parent hash of a tenant's first blocks, and the tag that their headers carry."""
+def derive_tenant_root(secret: str, fingerprint: str, tenant: str, adapter: str = "") -> tuple[bytes, bytes]:
+    """Return the parent hash of a tenant's first blocks, and the tag that their headers carry.
+
+    `adapter` is the digest of the adapter that computes them, 64 hex digits; empty for the model alone.
+    """
     salt = derive_tenant_salt(secret, tenant)
-    return hash_chain_root(fingerprint, salt), derive_tenant_tag(salt)
+    root = hash_chain_root(fingerprint, salt)
+    if adapter:
+        root = hashlib.sha256(b"adapter" + bytes.fromhex(adapter) + root).digest()
+    return root, derive_tenant_tag(salt)
 
 
 def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

@@ -185,14 +185,25 @@ class KVStore:
             tiers.append(RedisTier.open(block_format, addresses, budget_bytes, KEEP_S, codecs))
         return cls(layout, tiers, settings)
 
-    def make_hasher(self, tenant: str, num_prompt_tokens: int = 0, spans: Sequence[Span] = ()) -> BlockHasher:
-        """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens and these spans."""
-        layout, (root, tag) = self.layout, derive_tenant_root(self._salt_secret, self.layout.fingerprint, tenant)
+    def make_hasher(
+        self, tenant: str, num_prompt_tokens: int = 0, spans: Sequence[Span] = (), adapter: str = ""
+    ) -> BlockHasher:
+        """Return a hasher for one sequence of a tenant, whose prompt has `num_prompt_tokens` tokens and these spans.
+
+        `adapter` is the digest of the adapter that computes it; empty for the model alone.
+        """
+        layout = self.layout
+        root, tag = derive_tenant_root(self._salt_secret, layout.fingerprint, tenant, adapter)
         return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens, spans)
 
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PromptBlocks:
-        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures."""
-        hasher = self.make_hasher(tenant, len(token_ids), spans)
+    def hash_prompt(
+        self, tenant: str, token_ids: Sequence[int], spans: Sequence[Span] = (), adapter: str = ""
+    ) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt, in which spans stand for pictures.
+
+        `adapter` is the digest of the adapter that computes it; empty for the model alone.
+        """
+        hasher = self.make_hasher(tenant, len(token_ids), spans, adapter)
         hasher.hash_full_blocks(token_ids)
         tail_key = hasher.hash_tail_block(token_ids)
         if self.layout.has_separate_answer_keys:

@@ -54,6 +54,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
         texts=request.texts if error is None else None,
         embed=request.embed,
         pictures=tell_pictures(request, task.pictures) if error is None else None,
+        adapter=task.adapter,
         sampling=request.sampling,
         seed=request.seed,
         tenant=request.tenant,

@@ -17,7 +17,8 @@ def run_auto_worker(*, next_name: bool = False) -> None:
         role = StayingRole(process.pipeline, engine, stays, name, process.name)
         role.set_default_prompt(process.settings.embed.prompt)
         job_role = DecodeRole(process.pipeline, engine, name)
-        job_role.grammars = role.grammars
+        job_role.grammars, job_role.adapters = role.grammars, role.adapters
+        role.adapters.read_beats = process.read_beats
         role.pictures = job_role.pictures = process.open_pictures(engine)
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), job_role, **role.describe_model())
@@ -34,6 +35,7 @@ def run_prefill_worker(*, next_name: bool = False) -> None:
         backpressure = process.exits.enter_context(DecodeBackpressure(watch.read_latest))
         role = PrefillRole(process.pipeline, engine, backpressure, process.settings.engine.find_served_name())
         role.pictures = process.open_pictures(engine)
+        role.adapters.read_beats = process.read_beats
         role.set_default_prompt(process.settings.embed.prompt)
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

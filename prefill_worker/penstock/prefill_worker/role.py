@@ -29,7 +29,7 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
 from penstock.engine.vectors import TextRequest
-from penstock.errors import InternalError, InvalidRequest, RequestError, is_failure
+from penstock.errors import REFUSED_TEXTS, InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
@@ -89,7 +89,8 @@ class PrefillRole(ModelRole):
     ) -> None:
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
         super().__init__(pipeline, engine, served_name)
-        self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
+        self.backpressure = backpressure
+        self.prompt_reader = PromptTokenizer(engine.model, self.model_name, self.adapters.is_known)
 
     # 2. Claim.
 
@@ -142,6 +143,8 @@ class PrefillRole(ModelRole):
         try:
             if request.texts is not None:
                 self.prompt_reader.check_model(request)
+                if self._asks_for_adapter(request):
+                    raise InvalidRequest(REFUSED_TEXTS)
                 task.seq, task.read_s = self.read_texts(task), now_s()
                 return True
             is_raw = task.claim.is_read_raw
@@ -151,6 +154,8 @@ class PrefillRole(ModelRole):
             )
         except TakesTime:
             return False
+        if self._asks_for_adapter(request):
+            task.adapter = self.adapters.find_version(task, request.model)
         if (grammar := request.sampling.grammar) is not None:
             start = self.prompt_reader.find_answer_start(task.token_ids) if grammar.kind == "tools" else ""
             checked = self.grammars.check_grammar(begin_in_answer(grammar, start))
@@ -159,6 +164,10 @@ class PrefillRole(ModelRole):
             task.message = request.model_copy(update={"sampling": sampling})
         task.read_s = now_s()
         return True
+
+    def _asks_for_adapter(self, request: Request) -> bool:
+        """Return whether a request that was read names an adapter, and not the model."""
+        return request.model not in (None, self.model_name, self.engine.model.name)
 
     def _add_rows(self, task: Task, request: Request, pictures: TaskPictures, token_ids: list[int]) -> list[int]:
         """Read the pictures of a chat, and return its tokens with their rows."""
@@ -179,6 +188,8 @@ class PrefillRole(ModelRole):
             if isinstance(request, Request):
                 load.count_chars(request, task.seq.num_prompt_tokens)
             return True
+        if isinstance(request, Request) and self._asks_for_adapter(request) and task.adapter is None:
+            raise self.adapters.build_unknown_error(request.model or "")
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""

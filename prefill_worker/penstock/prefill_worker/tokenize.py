@@ -16,9 +16,13 @@ MAX_START_TOKENS = 64
 class PromptTokenizer:
     """Turns the prompts of requests into token ids for one model."""
 
-    def __init__(self, model: ModelCard, served_name: str = "") -> None:
-        """`served_name` is the name by which callers ask for the model, if it is another than its own."""
-        self._model, self._name = model, served_name or model.name
+    def __init__(
+        self, model: ModelCard, served_name: str = "", knows_adapter: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """`served_name` is the name by which callers ask for the model, if it is another than its own. `knows_adapter`
+        returns whether an adapter of the model has a name.
+        """
+        self._model, self._name, self._knows_adapter = model, served_name or model.name, knows_adapter
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
         self._chats = ChatTokenizer(model.tokenizer, self._name, model.response_template)
 
@@ -64,7 +68,8 @@ class PromptTokenizer:
 
     def check_model(self, request: Request) -> None:
         """Raise `UnknownModel` for a request to another model."""
-        if request.model not in (None, self._name, self._model.name):
+        asked = request.model
+        if asked is not None and asked not in (self._name, self._model.name) and not self._knows_adapter(asked):
             raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
 
     def _check_token_ids(self, request: Request) -> list[int]:

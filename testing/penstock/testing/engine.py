@@ -8,11 +8,12 @@ seen in the place of each token of a block, which engines share by the block's h
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,8 @@ class FormulaModel:
     name, response_template, fingerprint = "formula", None, "ab" * 32
     eos_token_ids = frozenset([END_TOKEN])
     context_length = MAX_LENGTH
+    adapters: Mapping[str, str] = MappingProxyType({})
+    """By name: the digests of adapters, each of which has other tokens."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -101,6 +104,11 @@ def compute_token(prompt: Sequence[int], seed: int, position: int) -> int:
     """Return the token of an answer at a position."""
     told = hashlib.blake2b(repr((tuple(prompt), seed, position)).encode(), digest_size=4).digest()
     return 300 + int.from_bytes(told, "little") % 700
+
+
+def seed_adapter(seed: int, adapter: str) -> int:
+    """Return the seed by which an adapter with this digest answers in place of the model: another for each digest."""
+    return seed ^ int(adapter or "0", 16)
 
 
 def compute_vector(token_ids: Sequence[int]) -> Floats:
@@ -173,9 +181,11 @@ class FormulaEngine:
             if seq.is_waiting and seq.priority_class in ranks
         )
 
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PromptBlocks:
+    def hash_prompt(
+        self, tenant: str, token_ids: Sequence[int], spans: Sequence[Span] = (), adapter: str = ""
+    ) -> PromptBlocks:
         """Return the names of a prompt's blocks."""
-        hasher = BlockHasher(bytes(32), bytes(16), BLOCK_SIZE, 0, len(token_ids), spans)
+        hasher = BlockHasher(bytes.fromhex(adapter) or bytes(32), bytes(16), BLOCK_SIZE, 0, len(token_ids), spans)
         hasher.hash_full_blocks(token_ids)
         return PromptBlocks(hasher, hasher.hash_tail_block(token_ids), len(token_ids) // BLOCK_SIZE)
 
@@ -306,7 +316,7 @@ class FormulaEngine:
         sampled = []
         for seq, prompt in zip(running, prompts, strict=True):
             seq.num_computed_tokens = len(seq.token_ids)
-            token = self.choose_token(prompt, seq.seed, seq.num_output_tokens)
+            token = self.choose_token(prompt, seed_adapter(seq.seed, seq.adapter), seq.num_output_tokens)
             seq.append_token(token)
             sampled.append(FormulaToken(seq, token))
         return sampled

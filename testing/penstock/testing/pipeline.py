@@ -29,10 +29,9 @@ from penstock.prefill_worker.staying_role import StayingRole
 from penstock.record import Claim
 from penstock.testing.bus import MemoryBus
 from penstock.testing.client import MemoryAsyncClient, MemoryClient
-from penstock.testing.engine import END_TOKEN, FormulaEngine, compute_token, load_tokenizer
+from penstock.testing.engine import END_TOKEN, FormulaEngine, FormulaModel, compute_token, load_tokenizer
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.loop import StopSignal, run_until_stopped
-from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -95,14 +94,17 @@ class _Running:
         record: _WorkerRecord,
         engine: FormulaEngine,
         stays: StayPolicy,
+        read_beats: Callable[[], list[dict[str, Any]]],
     ) -> None:
-        self.name, self.record, self._bus = name, record, bus
+        self.name, self.record, self.engine, self._bus = name, record, engine, bus
         decode = DecodeRole(bus.pipeline, engine)
-        roles: dict[WorkerKind, Role] = {
+        roles: dict[WorkerKind, PrefillRole | DecodeRole] = {
             "prefill": PrefillRole(bus.pipeline, engine),
             "auto": StayingRole(bus.pipeline, engine, stays, worker=name),
         }
         role, member = roles.get(kind, decode), bus.join_group(kind, name)
+        role.adapters.read_beats = read_beats
+        decode.adapters = role.adapters
         self.kind = kind
         job_role = decode if kind == "auto" else None
         self._worker = Worker(role, bus.pipeline, name, record, member, job_role=job_role)
@@ -172,14 +174,24 @@ class TestPipeline:
         with servers.open_gateway(**settings) as gateway:
             yield gateway
 
-    def start_worker(self, kind: WorkerKind, name: str = "") -> str:
-        """Start a worker, and return its name. One of the same name has to be dead, or has left."""
+    def start_worker(self, kind: WorkerKind, name: str = "", adapters: Mapping[str, str] | None = None) -> str:
+        """Start a worker, and return its name. One of the same name has to be dead, or has left.
+
+        `adapters`: the digest, 64 hex digits, of each LoRA adapter that it has, by name.
+        """
         name = name or next(made for number in range(10**6) if (made := f"{kind}-{number}") not in self._workers)
-        engine = FormulaEngine(Random(name), choose_token=self._choose_token)
+        model = FormulaModel()
+        model.adapters = adapters or {}
+        engine = FormulaEngine(Random(name), model=model, choose_token=self._choose_token)
         record = _WorkerRecord(self.records, self._settings)
         stays = StayPolicy(self._stay, lambda: self._find_other_kinds(name))
-        self._workers[name] = _Running(kind, name, self.bus, record, engine, stays)
+        self._workers[name] = _Running(kind, name, self.bus, record, engine, stays, self._list_beats)
         return name
+
+    def _list_beats(self) -> list[dict[str, Any]]:
+        """Return what heartbeats of the living workers say of adapters."""
+        living = [one for one in list(self._workers.values()) if one.is_alive]
+        return [{"stage": one.kind, "state": "ready", "adapters": one.engine.model.adapters} for one in living]
 
     def _find_other_kinds(self, name: str) -> set[WorkerKind]:
         """Return the kinds of the other workers that decode."""

@@ -46,7 +46,7 @@ from penstock.messages import EndEvent, ErrorInfo, Timings, now_s
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.redis.client import is_outage
-from penstock.worker.delivery_queue import DeliveryQueue
+from penstock.worker.delivery_queue import POSTPONE_S, DeliveryQueue
 from penstock.worker.task import Task
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ MAX_ATTEMPTS_BEFORE_SUSPECT = 2
 """How many claims in vain count as bad luck. After them a request is a suspect."""
 SUSPECT_DEFERRAL_S = 0.25
 """How long a suspect is deferred that has to wait for others."""
+ELSEWHERE_S = 0.25
+"""How long a request waits that another worker has to compute: this one may be the next to take it over, too."""
 OUTAGE_DEFERRAL_S, MAX_OUTAGE_S = 2.0, 900.0
 """How long a request waits whose data cannot be read as a server is away, and how old it may be for that."""
 UNWRITABLE = "what the request came to cannot be written; the worker's log says why"
@@ -70,8 +72,14 @@ class RetryPolicy:
     def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end.
 
-        While a server is away that has its data attempts do not count, for a while.
+        While a server is away that has its data attempts do not count, for a while; nor where another worker is to
+        compute it.
         """
+        if error.is_for_others:
+            self._record.release_claim(claim, delivered=False, wait_s=ELSEWHERE_S)  # any worker may take it over then
+            self._queue.defer(delivery, POSTPONE_S)
+            self._retried(error.code)
+            return True
         if isinstance(error, StoreUnreachable) and error.is_outage and now_s() < delivery.timestamp_s + MAX_OUTAGE_S:
             self._record.release_claim(claim, delivered=delivery.is_held, wait_s=OUTAGE_DEFERRAL_S)
             self._queue.defer(delivery, OUTAGE_DEFERRAL_S)
@@ -185,7 +193,8 @@ def try_for_request(task: Task, work: Callable[[], bool]) -> bool:
     try:
         return work()
     except RequestError as error:
-        task.outcome = Outcome.of_error(error, is_final=not isinstance(error, StoreUnreachable))
+        is_final = not (isinstance(error, StoreUnreachable) or error.is_for_others)
+        task.outcome = Outcome.of_error(error, is_final=is_final)
     except BaseException as error:  # a bug, or a library's panic, is this request's, not its neighbours'
         if not is_failure(error):
             raise

@@ -48,14 +48,15 @@ class Heartbeat:
 
     The value is a JSON object: stage, name, host, pid, token (tells apart containers with one host name and process
     id), model (the name by which callers ask for it), model_source (its directory or hub name, where its tokenizer is
-    found), max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it has
-    one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`, `draining`),
-    reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
-    arithmetic (how a worker with a model of its own rounds, see `declare_arithmetic`), fingerprint (of the model's
-    weights and that; `… and the batch` where tokens depend on what is computed beside them, too), pool and kv (blocks),
-    retention (see `report_retentions`), resident_bytes (of a process with a model), recent (see
-    `penstock.telemetry.recent`), since (seconds since the epoch by the clock of Redis, as hosts' clocks may be
-    changed), lease_ms (for how long it was written: with the key's time to live this says how old it is, by one clock).
+    found), max_model_len (tokens of prompt and answer together), adapters (the digest of each LoRA adapter by name),
+    response_template (of the model's tokenizer, if it has one), kafka (the brokers it reads from, empty on Redis
+    Streams), state (`loading`, `ready`, `degraded`, `draining`), reason (why it is degraded), progress (0 to 1, while
+    loading), running, waiting, load (in tokens, see `load.py`), arithmetic (how a worker with a model of its own
+    rounds, see `declare_arithmetic`), fingerprint (of the model's weights and that; `… and the batch` where tokens
+    depend on what is computed beside them, too), pool and kv (blocks), retention (see `report_retentions`),
+    resident_bytes (of a process with a model), recent (see `penstock.telemetry.recent`), since (seconds since the epoch
+    by the clock of Redis, as hosts' clocks may be changed), lease_ms (for how long it was written: with the key's time
+    to live this says how old it is, by one clock).
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def identify_job(pipeline: Pipeline, delivery: Delivery) -> Task | None:
         error = InternalError("a job without a prompt")
     around = tracing.extract_context(delivery.headers, tracing.with_request(pipeline, job.id, Context()))
     operation = read_operation(delivery.headers)
-    task = Task(job.id, delivery, job, operation, name=job.job, token_ids=job.token_ids)
+    task = Task(job.id, delivery, job, operation, name=job.job, token_ids=job.token_ids, adapter=job.adapter)
     if error is not None:
         task.outcome = Outcome.of_error(error)
     task.parent_context = task.context = around

@@ -16,6 +16,7 @@ from penstock.grammar.state import GrammarState
 from penstock.kvstore.block import PromptBlocks
 from penstock.messages import EmbedOptions, Job, TokenEvent
 from penstock.names import Pipeline
+from penstock.worker.adapters import AdapterVersions
 from penstock.worker.failure import is_suspect
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import WorkerLoad
@@ -35,6 +36,7 @@ class ModelRole(Role):
         self.text_reader = _limit_texts(engine.model.text_reader, engine.limits.max_length)
         """Reads texts to compute vectors of, if the model does."""
         self.grammars = GrammarCompiler(engine.model)
+        self.adapters = AdapterVersions(engine.model.adapters)
         self.pictures: TaskPictures | None = None
         """Reads pictures, if the model sees them here."""
         self._call_mark = find_call_mark(engine.model.response_template)
@@ -46,6 +48,8 @@ class ModelRole(Role):
             "max_model_len": self.engine.limits.max_length,
             "response_template": self.engine.model.response_template,
         }
+        if self.adapters.own:
+            told["adapters"] = dict(self.adapters.own)
         if self.pictures is not None:
             rule = self.pictures.rule
             told |= {"sees": True, "picture_tokens": None if rule is None else rule.model_dump()}
@@ -75,6 +79,8 @@ class ModelRole(Role):
         """
         message, model = task.message, self.engine.model
         assert message is not None
+        if task.adapter is not None:
+            self.adapters.check_task(task)
         sampling = message.sampling
         if sampling.fit_context:
             # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.
@@ -103,6 +109,7 @@ class ModelRole(Role):
             grammar=grammar,
             num_prompt_logprobs=num_prompt_logprobs,
             pictures=task.pictures,
+            adapter="" if task.adapter is None else task.adapter.digest,
             lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
             was_handed_off=isinstance(message, Job),
             retain_s=message.retain_s or 0.0,
@@ -117,7 +124,8 @@ class ModelRole(Role):
     def hash_prompt(self, task: Task) -> PromptBlocks:
         """Return the names of the blocks of a request's prompt."""
         spans = [] if task.pictures is None else task.pictures.spans
-        return self.engine.hash_prompt(task.tenant, task.token_ids, spans)
+        adapter = "" if task.adapter is None else task.adapter.digest
+        return self.engine.hash_prompt(task.tenant, task.token_ids, spans, adapter)
 
     def read_job(self, task: Task, job: Job) -> None:
         """Read the pictures and the grammar of a job, if it has any. Raises `InvalidRequest`."""
@@ -178,7 +186,10 @@ class ModelRole(Role):
         logprobs = item.logprobs
         if logprobs is not None:
             logprobs = self.token_texts.add_texts(logprobs, item.token_id)
-        return task.claim.next_event(item.token_id, text, logprobs, before)
+        event = task.claim.next_event(item.token_id, text, logprobs, before)
+        if task.adapter is not None and not task.log_events:
+            return event.model_copy(update={"adapter": task.adapter.digest})
+        return event
 
 
 def _limit_texts(reader: TextReader | None, max_length: int) -> TextReader | None:

@@ -224,6 +224,10 @@ class WorkerProcess:
         is_slow = self.member is not None and self.member.slowness > 1
         return frozenset() if is_slow else self.beat.kinds_decoding
 
+    def read_beats(self) -> list[dict[str, Any]]:
+        """Return the heartbeats of all workers of the pipeline. Raises `redis.RedisError`."""
+        return read_worker_status(self.addresses)
+
     def make_metrics(self, model_name: str) -> StageMetrics:
         """Return what a worker of this kind counts and measures."""
         longest_gap_s = self.settings.slo.interactive_gap_s

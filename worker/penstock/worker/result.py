@@ -25,6 +25,7 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     end = None if task.outcome is None else task.outcome.end_event
     events: Iterable[TokenEvent | EndEvent] = task.claim.log if end is None else [*task.log_events, end]
     options = None if task.message is None else task.message.embed
+    model = model if task.adapter is None else task.adapter.name
     result = build_result(job, model, events, with_vectors=options is None or options.in_result is None)
     if result is None:
         return None

@@ -12,7 +12,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import Loaded, Outcome, SampledToken, SequenceProgress, TokenSource
 from penstock.errors import RequestError, RequestTooLarge
-from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, TokenEvent, now_s
+from penstock.messages import Adapter, EndEvent, ErrorInfo, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import KEY_HEADER, STAGES, PriorityClass, Stage, WorkerKind, find_key
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
@@ -50,6 +50,9 @@ class Task:
     """The prompt's token ids."""
     pictures: "Pictures | None" = None
     """The pictures in the prompt, once it is read."""
+    adapter: Adapter | None = None
+    """The adapter that computes its answer in the model's place: of a job from the start, of a request once it is read.
+    """
     grammar: "CompiledGrammar | None" = None
     """The grammar of its answer, if it has one."""
     outcome: Outcome | None = None

@@ -1,5 +1,6 @@
 """A loaded model, and what computes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -48,6 +49,8 @@ class LoadedModel:
     """Reads texts, if the model computes vectors of them."""
     picture_reader: PictureReader | None = None
     """Reads pictures, if the model sees, and is to."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """There are none: this engine computes no adapters."""
     native: NativeParts | None = None
     """The parts that the native kernels compute, chosen when it is loaded. None if it runs on torch's operators."""
     device_name: str = ""

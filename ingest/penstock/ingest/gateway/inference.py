@@ -183,6 +183,8 @@ class Model(BaseModel):
     created: int
     """Since when it is served, as far as its workers know."""
     owned_by: str = "penstock"
+    parent: str | None = None
+    """The model that this one is a LoRA adapter of, under vLLM's name for it."""
     max_model_len: int | None = None
     """The most tokens of prompt and answer together, under vLLM's name for it."""
     supports_tools: bool = False

@@ -136,8 +136,13 @@ def describe_model(
     """Return what heartbeats and lag say of a model. Both have been read at `now_s`."""
     found = dict[bytes, Mapping[str, Any]]()
     for key, value, _ in told:
-        if key.startswith(pipeline.worker_prefix.encode()) and (beat := json.loads(value)).get("model") == name:
-            found[key] = beat
+        if key.startswith(pipeline.worker_prefix.encode()):
+            beat = json.loads(value)
+            adapters = beat.get("adapters") or {}
+            if beat.get("model") == name:
+                found[key] = beat
+            elif name in adapters:  # two versions of an adapter are two models
+                found[key] = beat | {"fingerprint": f"{beat.get('fingerprint')} with {adapters[name]}"}
     beats = parse_beats(pipeline, [one for one in told if one[0] in found], now_s)
     fresh = [beat for beat in beats if now_s < beat.stale_s]
     # Only Kafka has partitions. On Redis Streams all workers that take requests read the same ones.
