@@ -10,8 +10,7 @@ def export_blocks(engine: Engine, seq: Sequence, num_blocks: int | None = None) 
     """Return copies of the sequence's first `num_blocks` blocks, by default of all that hold its prompt."""
     count = -(-seq.num_prompt_tokens // engine.settings.block_size) if num_blocks is None else num_blocks
     copies = []
-    for index in range(count):
-        pinned = engine.pin_block(seq, index)
+    for pinned in engine.pin_blocks(seq, range(count)):
         copies.append(bytes(pinned.payload))
         engine.unpin_block(pinned)
     return copies

@@ -199,7 +199,7 @@ def test_a_pinned_block_stays_after_its_sequence(demo: LoadedModel) -> None:
     seq = sequence(_prompts()[5], 20)
     engine.add_sequence(seq)
     engine.step()
-    pinned = [engine.pin_block(seq, index) for index in range(5)]
+    pinned = engine.pin_blocks(seq, range(5))
     block = seq.block_table[0]
     assert [engine.pool.count_pins(block) for block in seq.block_table] == [2, 2, 2, 2, 1]  # the last is a copy
     address = engine.storage.data[block].data_ptr()
@@ -227,7 +227,7 @@ def test_a_pinned_partial_block_has_zeros_after_its_end(demo: LoadedModel) -> No
     run_sequences(engine, [sequence(list(range(2, 100)), 4)])  # leaves something behind in the blocks
     seq = sequence(list(range(200, 221)), 1)
     run_sequences(engine, [seq], remove=False)
-    payload = engine.pin_block(seq, 1).payload
+    payload = engine.pin_blocks(seq, [1])[0].payload
     assert payload.nbytes == engine.block_bytes
     row = engine.model.layout.layers[0].k_shape[1] * 4  # the first head's tokens come first
     assert bytes(payload[5 * row : 16 * row]) == bytes(11 * row)

@@ -52,10 +52,11 @@ class Pool:
         assert threading.current_thread() is threading.main_thread()
         self.landed.append([bytes(view) for view in landing.views[:num_filled]])
 
-    def pin_block(self, seq: Any, index: int) -> FakePinnedBlock:
-        lent = FakePinnedBlock(expected()[index])
-        lent.valid = self.valid
-        self.lent.append(lent)
+    def pin_blocks(self, seq: Any, indices: Sequence[int]) -> list[FakePinnedBlock]:
+        lent = [FakePinnedBlock(expected()[index]) for index in indices]
+        for one in lent:
+            one.valid = self.valid
+        self.lent += lent
         return lent
 
     def unpin_block(self, lent: Any) -> None:

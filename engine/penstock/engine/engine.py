@@ -10,6 +10,7 @@ import logging
 import math
 import time
 import weakref
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -251,14 +252,15 @@ class Engine:
         """
         self.staging.commit_staged_blocks(staged, num_filled)
 
-    def pin_block(self, seq: Sequence, index: int) -> PinnedPoolBlock:
-        """Pin the sequence's `index`-th block for reading while steps run. Rows that are not computed are zero.
+    def pin_blocks(self, seq: Sequence, indices: Items[int]) -> list[PinnedPoolBlock]:
+        """Pin these blocks of the sequence for reading while steps run. Rows that are not computed are zero.
 
-        The payload does not change until the block is unpinned, whatever becomes of the sequence.
+        The payloads do not change until the blocks are unpinned, whatever becomes of the sequence.
         """
-        num_rows = seq.num_computed_tokens - index * self.settings.block_size
-        assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
-        return self.staging.pin_block(seq.block_table[index], min(num_rows, self.settings.block_size))
+        size = self.settings.block_size
+        return [
+            self.staging.pin_block(seq.block_table[index], seq.count_computed_rows(index, size)) for index in indices
+        ]
 
     def unpin_block(self, pinned: PinnedPoolBlock) -> None:
         """Unpin a block, or a part of a state, that is not read any more. A second call does nothing."""

@@ -241,6 +241,12 @@ class Sequence:
         """Return how many blocks it needs in the end: for every token but the last, whose KV is never read."""
         return -(-(self.num_prompt_tokens + self.max_new_tokens - 1) // block_size)
 
+    def count_computed_rows(self, index: int, block_size: int) -> int:
+        """Return how many tokens of the `index`-th block are computed, at least one."""
+        num_rows = self.num_computed_tokens - index * block_size
+        assert num_rows > 0, f"block {index} of {self!r} holds nothing"
+        return min(num_rows, block_size)
+
     def move_to(self, state: State) -> None:
         """Move to a later state."""
         assert state in _NEXT[self.state], f"{self.id}: {self.state.value} -> {state.value}"

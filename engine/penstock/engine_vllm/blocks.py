@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 from penstock.errors import ModelLoadError
 
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_COPY_BYTES = 8 * 2**20
+"""Blocks are copied together up to so many bytes: from 32 MiB on, memory is new for each copy, and its first access
+takes as long as the copy.
+"""
 ElementType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -26,7 +30,7 @@ class RankKV(NamedTuple):
     """Its rank in tensor parallelism."""
     num_layers: int
     layer_shapes: frozenset[tuple[int, ...]]
-    """The shapes of a block in a layer: (heads, tokens, numbers of K and V together)."""
+    """The shapes of a block in a layer: (heads, tokens, numbers of K and V together). Latents are those of one head."""
     element_types: frozenset[str]
 
 
@@ -77,14 +81,25 @@ class RankBlocks:
         parts = [wholes[:, part.layers, part.heads] for part in self.slices]
         self.executor.collective_rpc("penstock_write_blocks", args=(list(blocks), parts))
 
-    def copy_block(self, block: int, num_rows: int) -> memoryview:
-        """Return a copy of a block in which the rows (tokens) from `num_rows` on are zero."""
-        whole: NDArray[np.uint8] = np.empty(self.layout.byte_shape, np.uint8)
-        parts = self.executor.collective_rpc("penstock_copy_block", args=(block,))
+    def copy_blocks(self, blocks: Sequence[int], num_rows: Sequence[int]) -> list[memoryview]:
+        """Return copies of blocks, each with zeros for the rows (tokens) from its number in `num_rows` on."""
+        copies = []
+        step = max(1, MAX_COPY_BYTES // self.layout.block_bytes)
+        for start in range(0, len(blocks), step):
+            for whole, rows in zip(self._gather_blocks(blocks[start : start + step]), num_rows[start:], strict=False):
+                whole[:, :, rows:] = 0
+                copies.append(memoryview(whole.data).cast("B").toreadonly())
+        return copies
+
+    def _gather_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return copies of blocks: [blocks, layers, heads, tokens, bytes]."""
+        parts = self.executor.collective_rpc("penstock_copy_blocks", args=(list(blocks),))
+        if len(parts) == 1:
+            return cast(NDArray[np.uint8], parts[0])
+        wholes: NDArray[np.uint8] = np.empty((len(blocks), *self.layout.byte_shape), np.uint8)
         for at, part in zip(self.slices, parts, strict=True):
-            whole[at.layers, at.heads] = part
-        whole[:, :, num_rows:] = 0
-        return memoryview(whole.data).cast("B").toreadonly()
+            wholes[:, at.layers, at.heads] = part
+        return wholes
 
 
 def combine_ranks(ranks: Sequence[RankKV], block_size: int, num_heads: int) -> tuple[VllmLayout, list[RankSlice]]:

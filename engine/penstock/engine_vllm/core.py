@@ -11,6 +11,7 @@ A step that fails ends the worker, as vLLM cannot undo it.
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -330,12 +331,13 @@ class VllmCore:
         self._pool.free_blocks(reversed([*staged.cached_blocks, *staged.new_blocks]))
         self._keep_buffer(staged.buffer)
 
-    def pin_block(self, seq: Sequence, index: int) -> CopiedBlock:
-        """Return a copy of the sequence's `index`-th block. Rows that are not computed are zero."""
-        num_rows = seq.num_computed_tokens - index * self.settings.block_size
-        assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
-        block = self._manager.get_block_ids(self._ids[seq])[0][index]
-        return CopiedBlock(self._blocks.copy_block(block, min(num_rows, self.settings.block_size)))
+    def pin_blocks(self, seq: Sequence, indices: Items[int]) -> list[CopiedBlock]:
+        """Return copies of these blocks of the sequence. Rows that are not computed are zero."""
+        if not indices:
+            return []
+        table = self._manager.get_block_ids(self._ids[seq])[0]
+        rows = [seq.count_computed_rows(index, self.settings.block_size) for index in indices]
+        return [CopiedBlock(payload) for payload in self._blocks.copy_blocks([table[index] for index in indices], rows)]
 
     def unpin_block(self, pinned: CopiedBlock) -> None:
         """Do nothing: a copy holds no block."""

@@ -45,6 +45,10 @@ log = logging.getLogger("penstock.engine")
 
 CPU_BLOCK_SIZE = 32
 """vLLM's attention on a CPU takes multiples of this many tokens as a block."""
+CPU_LATENT_SIZE = 512 + 64
+"""Numbers of a latent and of its part with positions, which vLLM's latent attention on a CPU takes."""
+TRIED_VERSIONS = ("0.31.0", "0.32.0")
+"""The versions of vLLM that the engine's contract was run on."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler is in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -111,6 +115,9 @@ def open_vllm_core(
         import vllm
     except ImportError as error:
         raise DependencyMissing(f"PENSTOCK_ENGINE_KIND=vllm needs vLLM ({error})") from None
+    if vllm.__version__.partition("+")[0] not in TRIED_VERSIONS:
+        tried = " and ".join(TRIED_VERSIONS)
+        log.warning("vLLM %s was not tried here: parts of it are used that may change, use %s", vllm.__version__, tried)
     with as_load_errors(settings.model):
         core = _open_core(settings, report, vllm.__version__, 1 if gap_s is None else WAITING_STEPS)
         if gap_s is not None:
@@ -145,7 +152,7 @@ def parse_vllm_arguments(text: str) -> dict[str, Any]:
 
 
 def _open_core(settings: EngineSettings, report: Progress, version: str, num_usual_steps: int) -> "VllmCore":
-    from vllm import EngineArgs
+    from vllm import EngineArgs, envs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
@@ -161,6 +168,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         )
     if settings.weights not in ("auto", "bf16"):
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: give vLLM's own --quantization in its place")
+    if is_cpu and envs.VLLM_BATCH_INVARIANT:
+        raise ModelLoadError("VLLM_BATCH_INVARIANT=1: vLLM has no such computation on a CPU: unset it")
     given = parse_vllm_arguments(settings.vllm_args)
     prepare_transformers()
     directory = find_model(settings.model, report, settings.find_cache_directory())
@@ -171,6 +180,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)
     _check_rope(config, context_length)
+    _check_indexer(config)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
     adapters = read_adapters(settings.find_adapters(), config)
     weights = MappedWeights(files)
@@ -195,13 +205,17 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         **({"enforce_eager": True} if is_cpu else {}) | make_arguments(adapters, is_cpu=is_cpu) | given,
     )
     vllm_config = args.create_engine_config()
+    if is_latent := bool(vllm_config.model_config.use_mla):
+        _check_latents(vllm_config, is_cpu=is_cpu)
     core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     _check_layers(core.scheduler.kv_cache_config.kv_cache_groups)
     call_ranks = core.model_executor.collective_rpc
     call_ranks("penstock_make_receive_buffer")
-    num_heads = vllm_config.model_config.get_total_num_kv_heads()
+    num_heads = 1 if is_latent else vllm_config.model_config.get_total_num_kv_heads()
     layout, slices = combine_ranks(call_ranks("penstock_describe_kv"), settings.block_size, num_heads)
     shaping = sorted((name, repr(value)) for name, value in given.items() if name not in PLACING_ARGUMENTS)
+    if envs.VLLM_BATCH_INVARIANT:
+        shaping.append(("VLLM_BATCH_INVARIANT", "1"))
     device_name = current_platform.get_device_name()
     form = f"penstock kv layout of vllm {version}\n{device_name} {shaping}\n{layout}"
     load_cache = LoadCache(settings.find_cache_directory())
@@ -215,13 +229,42 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         compute_fingerprint(directory, files, hash_files(files, report, load_cache), config, form),
         " ".join([f"{args.dtype} in vLLM {version} on {device_name}", *(f"{name}={value}" for name, value in shaping)]),
         layout,
-        is_batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        is_batch_invariant=envs.VLLM_BATCH_INVARIANT,
         adapters={name: adapter.digest for name, adapter in adapters.items()},
     )
     ranks = RankBlocks(core.model_executor, layout, slices)
     opened = VllmCore(model, settings, core, ranks, load_adapters(core, adapters))
     _prove_once(opened, config, weights, dtype, load_cache)
     return opened
+
+
+def _check_indexer(config: Any) -> None:
+    """Raise `ModelLoadError` for a model that chooses the tokens that it attends to, such as DeepSeek V3.2 or GLM 5."""
+    text = config.get_text_config()
+    if getattr(text, "index_topk", None) is not None:
+        raise ModelLoadError(
+            f"{text.model_type} has sparse attention, whose indexer keeps numbers of its own for each token: blocks "
+            "have no place for them here"
+        )
+
+
+def _check_latents(vllm_config: Any, *, is_cpu: bool) -> None:
+    """Raise `ModelLoadError` for latent attention (MLA) that vLLM does not compute here, or without a prefix cache."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not (cache.enable_prefix_caching and vllm_config.scheduler_config.enable_chunked_prefill):
+        raise ModelLoadError(
+            "it has latent attention (MLA), for which vLLM has no prefix cache and no prefill in parts here: on a CPU "
+            "it needs AMX, as Xeons have from the fourth generation on, and its backend AMX_MLA"
+        )
+    if is_cpu and model.dtype != torch.bfloat16:
+        raise ModelLoadError(
+            f"vLLM computes latent attention (MLA) on a CPU in bfloat16 alone, not in {model.dtype}: set "
+            "PENSTOCK_ENGINE_DTYPE=bfloat16"
+        )
+    if is_cpu and (size := model.get_head_size()) != CPU_LATENT_SIZE:
+        raise ModelLoadError(
+            f"its latents have {size} numbers for each token, and vLLM's attention on a CPU takes {CPU_LATENT_SIZE}"
+        )
 
 
 def _check_sinks(weights: MappedWeights, config: Any) -> None:
@@ -298,10 +341,10 @@ def _check_rope(config: Any, context_length: int) -> None:
 
 def _check_layers(groups: Items[Any]) -> None:
     """Raise `ModelLoadError` unless vLLM keeps the KV of all tokens in all layers, under one name a block."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if len(groups) != 1:
         raise ModelLoadError("it has several kinds of layers, whose blocks vLLM keeps apart")
     spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.non_causal:
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or spec.non_causal:
         raise ModelLoadError(f"vLLM keeps its KV in another way than that of plain attention: {type(spec).__name__}")

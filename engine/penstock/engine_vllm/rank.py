@@ -3,6 +3,7 @@
 vLLM mixes the class into its own worker's, whose `model_runner` has the KV. The methods are called by name.
 """
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class RankExtension:
             get_pp_group().rank_in_group,
             get_tp_group().rank_in_group,
             len(layers),
-            frozenset(tuple(layer.shape[1:]) for layer in layers),
+            frozenset(tuple(layer.shape[1:]) if layer.dim() != 3 else (1, *layer.shape[1:]) for layer in layers),
             frozenset(str(layer.dtype).removeprefix("torch.") for layer in layers),
         )
 
@@ -48,18 +49,24 @@ class RankExtension:
     @torch.inference_mode()
     def penstock_write_blocks(self, blocks: list[int], parts: list[NDArray[np.uint8]]) -> None:
         """Make each part the content of a block. `parts`: by rank, [blocks, layers, heads, tokens, bytes]."""
-        own = torch.from_numpy(parts[_find_rank()])
-        for index, layer in enumerate(self.model_runner.kv_caches):
-            payloads = own[:, index].view(layer.dtype)
-            for number, block in enumerate(blocks):
-                layer[block].copy_(payloads[number])
+        views = _view_whole_blocks(self.model_runner.kv_caches)
+        own = torch.from_numpy(parts[_find_rank()]).view(views[0].dtype).to(views[0].device)
+        start = 0
+        for view in views:
+            end = start + view.shape[1]
+            for block, payload in zip(blocks, own[:, start:end], strict=True):
+                view[block].copy_(payload)
+            start = end
 
     @torch.inference_mode()
-    def penstock_copy_block(self, block: int) -> NDArray[np.uint8]:
-        """Return the rank's part of a block: [layers, heads, tokens, bytes]."""
-        parts = torch.stack([layer[block] for layer in self.model_runner.kv_caches])
-        copied: NDArray[np.uint8] = parts.contiguous().view(torch.uint8).cpu().numpy()
-        return copied
+    def penstock_copy_blocks(self, blocks: list[int]) -> NDArray[np.uint8]:
+        """Return the rank's part of blocks: [blocks, layers, heads, tokens, bytes]."""
+        views = _view_whole_blocks(self.model_runner.kv_caches)
+        at = torch.tensor(blocks, device=views[0].device)
+        copied = [view.index_select(0, at) for view in views]
+        whole = copied[0] if len(copied) == 1 else torch.cat(copied, 1)
+        numbers: NDArray[np.uint8] = whole.cpu().view(torch.uint8).numpy()
+        return numbers
 
     def penstock_begin_sampling(self, draws: "dict[str, SamplingParams]") -> None:
         """Have the rank's next step draw a token for each of these requests of vLLM."""
@@ -68,6 +75,22 @@ class RankExtension:
     def penstock_take_drawn(self) -> "dict[str, tuple[int, Logprobs | None] | None]":
         """Return what the rank's step has drawn: nothing where it does not compute logits, None for broken ones."""
         return step_sampling.drawn
+
+
+def _view_whole_blocks(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the KV of all layers, in order: [blocks, layers, heads, tokens, numbers].
+
+    It is one tensor where each layer begins as far behind the one before it in the same memory, as vLLM has them, so
+    that a block is copied at once. Otherwise each layer is one.
+    """
+    views = [layer.unsqueeze(1) if layer.dim() == 4 else layer[:, None, None] for layer in layers]
+    first = views[0]
+    steps = {after.storage_offset() - before.storage_offset() for before, after in itertools.pairwise(views)}
+    if len(steps) != 1 or min(steps) <= 0 or len({view.untyped_storage().data_ptr() for view in views}) != 1:
+        return views
+    shape, strides = list(first.shape), list(first.stride())
+    shape[1], strides[1] = len(views), int(steps.pop())
+    return [first.as_strided(shape, strides)]
 
 
 def _find_rank() -> int:

@@ -64,8 +64,8 @@ class Pool(Protocol):
     def commit_staged_blocks(self, staged: Any, num_filled: int) -> None:
         """Make the first `num_filled` views findable by their keys, and free the rest."""
 
-    def pin_block(self, seq: Any, index: int) -> PinnedBlock:
-        """Pin a block of a sequence."""
+    def pin_blocks(self, seq: Any, indices: Sequence[int]) -> Sequence[PinnedBlock]:
+        """Pin these blocks of a sequence."""
 
     def unpin_block(self, pinned: Any) -> None:
         """Unpin a block that was read."""
@@ -237,10 +237,11 @@ class Transfers:
             self._num_optional += num_optional
         else:
             self._store.stats.not_written += num_optional
+        blocks = store.blocks if store.lease_owner or has_capacity else []
+        pinned_blocks = self._pool.pin_blocks(seq, [index for index, *_ in blocks])
         writes = [
-            _BlockWrite(key, self._pool.pin_block(seq, index), missing, is_below or not store.lease_owner, is_below)
-            for index, key, missing in store.blocks
-            if store.lease_owner or has_capacity
+            _BlockWrite(key, pinned, missing, is_below or not store.lease_owner, is_below)
+            for (_, key, missing), pinned in zip(blocks, pinned_blocks, strict=True)
             for is_below in (has_capacity and is_missing_below(missing),)
         ]
         missing, is_below = self._store.all_tiers, has_capacity and is_missing_below(self._store.all_tiers)

@@ -179,6 +179,9 @@ def check_tokenizer(directory: Path, model_type: str) -> None:
             raise build_tokenizer_error(directory, f"tokenizer.json is not JSON: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
             raise build_tokenizer_error(directory, "tokenizer.json has no `model`, so it is none")
+    elif (directory / "tiktoken.model").is_file():  # transformers would read it with the rule of other models
+        why = "how tiktoken.model splits a text is code of its authors, which is never run; docs/vllm.md converts it"
+        raise build_tokenizer_error(directory, why)
     given = _read_json(about) if about.is_file() else {}
     if isinstance(given, dict) and isinstance(given.get("auto_map"), dict) and given["auto_map"].get("AutoTokenizer"):
         text = _read_registry().get("tokenization_auto.py", "")
