@@ -21,7 +21,6 @@ from penstock.engine.loading.description import (
 )
 from penstock.engine.loading.dtype import choose_dtype
 from penstock.engine.loading.proof import draw_proof_tokens
-from penstock.engine.loading.windows import find_windows
 from penstock.engine.memory.memory import MIN_POOL_MB, check_memory
 from penstock.engine.model.compare import find_tolerance, measure_error
 from penstock.engine.scheduling.scheduler import WAITING_STEPS
@@ -145,6 +144,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     from vllm.v1.executor import Executor
 
     from penstock.engine_vllm.core import VllmCore, VllmModel
+    from penstock.engine_vllm.executor import keep_all_tokens
     from penstock.engine_vllm.sampler import PenstockSampler
     from penstock.engine_vllm.scheduler import PreemptingScheduler
 
@@ -167,7 +167,6 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     _check_rope(config, context_length)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
     weights = MappedWeights(files)
-    _check_sinks(weights, config)
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),
@@ -178,7 +177,6 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         block_size=settings.block_size,
         kv_cache_memory_bytes=(settings.pool_mb or MIN_POOL_MB) * 2**20,
         enable_prefix_caching=True,
-        disable_hybrid_kv_cache_manager=True,
         async_scheduling=False,
         disable_log_stats=True,
         logits_processors=[PenstockSampler],
@@ -188,7 +186,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         **({"enforce_eager": True} if is_cpu else {}) | given,
     )
     vllm_config = args.create_engine_config()
-    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    core = EngineCore(vllm_config, keep_all_tokens(Executor.get_class(vllm_config)), log_stats=False)
     _check_layers(core.scheduler.kv_cache_config.kv_cache_groups)
     call_ranks = core.model_executor.collective_rpc
     call_ranks("penstock_make_receive_buffer")
@@ -213,19 +211,6 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     opened = VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))
     _prove_once(opened, config, weights, dtype, load_cache)
     return opened
-
-
-def _check_sinks(weights: MappedWeights, config: Any) -> None:
-    """Raise `ModelLoadError` for a model with attention sinks, and windows in some layers, such as gpt-oss.
-
-    With the KV of all layers under one name, vLLM was seen to give other tokens than `generate()` from some 100 tokens
-    on. With other small copies it gave the right ones, so a comparison at load need not show it.
-    """
-    if find_windows(config) and any("sink" in name for name in weights.tensors):
-        raise ModelLoadError(
-            f"{config.model_type} has attention sinks and layers with windows, of which vLLM was seen to give wrong "
-            "tokens where all layers share the names of their blocks: set PENSTOCK_ENGINE_KIND=own"
-        )
 
 
 def _prove_once(
