@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from penstock.errors import ModelLoadError
+
 
 def keep_all_tokens(executor_class: type[Any]) -> type[Any]:
     """Return vLLM's class of executors, with layers that keep the KV of all tokens."""
@@ -30,7 +32,9 @@ def keep_all_tokens(executor_class: type[Any]) -> type[Any]:
                 {name: _widen_spec(spec, block_size) for name, spec in specs.items()}
                 for specs in super().get_kv_cache_specs()
             ]
-            self._specs = {name: spec for specs in by_rank for name, spec in specs.items()}
+            self._specs = {
+                name: spec for specs in by_rank for name, spec in specs.items() if type(spec) is FullAttentionSpec
+            }
             return [{name: _hide_window(spec) for name, spec in specs.items()} for specs in by_rank]
 
         def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
@@ -39,21 +43,16 @@ def keep_all_tokens(executor_class: type[Any]) -> type[Any]:
             Plans of layers with and without windows differ: on a CPU, a share of a row that lies before a layer's
             window counted with the weight of the layer's sink.
             """
+            sharing: list[dict[str, str]] = self.collective_rpc("penstock_list_sharing_layers")
             told = []
-            for config in kv_cache_configs:
-                groups = [
-                    replace(
-                        group,
-                        kv_cache_spec=UniformTypeKVCacheSpecs(
-                            block_size=group.kv_cache_spec.block_size,
-                            kv_cache_specs={name: self._specs[name] for name in group.layer_names},
-                        ),
-                    )
-                    if type(group.kv_cache_spec) in (FullAttentionSpec, UniformTypeKVCacheSpecs)
-                    else group
-                    for group in config.kv_cache_groups
-                ]
-                told.append(replace(config, kv_cache_groups=groups))
+            for config, targets in zip(kv_cache_configs, sharing, strict=True):
+                (group,) = config.kv_cache_groups if len(config.kv_cache_groups) == 1 else [None]
+                if group is not None and set(group.layer_names) <= self._specs.keys():
+                    names = {name: name for name in group.layer_names} | targets
+                    by_layer = {name: self._specs[target] for name, target in names.items()}
+                    spec = UniformTypeKVCacheSpecs(block_size=group.kv_cache_spec.block_size, kv_cache_specs=by_layer)
+                    config = replace(config, kv_cache_groups=[replace(group, kv_cache_spec=spec)])  # noqa: PLW2901
+                told.append(config)
             super().initialize_from_config(told)
 
     return WholeExecutor
@@ -63,6 +62,12 @@ def _widen_spec(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     """Return what describes a layer that keeps the KV of all tokens and computes with the same window or chunks."""
     if type(spec) not in (SlidingWindowSpec, ChunkedLocalAttentionSpec):
         return spec
+    chunk = getattr(spec, "attention_chunk_size", block_size)
+    if chunk % block_size:
+        raise ModelLoadError(
+            f"PENSTOCK_ENGINE_BLOCK_SIZE={block_size}: its layers attend within chunks of {chunk} tokens, which vLLM "
+            "divides into whole blocks"
+        )
     names = {one.name for one in fields(spec) if one.init} & {one.name for one in fields(FullAttentionSpec)}
     return FullAttentionSpec(**{name: getattr(spec, name) for name in names} | {"block_size": block_size})
 

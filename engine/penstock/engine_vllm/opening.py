@@ -156,6 +156,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     if settings.weights not in ("auto", "bf16"):
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: give vLLM's own --quantization in its place")
     given = parse_vllm_arguments(settings.vllm_args)
+    if is_cpu and given.get("enable_expert_parallel"):
+        raise ModelLoadError("--enable-expert-parallel: vLLM has no kernel for a share of the experts on a CPU")
     prepare_transformers()
     directory = find_model(settings.model, report, settings.find_cache_directory())
     files = find_weight_files(directory)
@@ -167,6 +169,9 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     _check_rope(config, context_length)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
     weights = MappedWeights(files)
+    scales = vars(config.get_text_config()).keys() & {
+        "attn_temperature_tuning"
+    }  # vLLM goes by the context in its place
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),
@@ -182,6 +187,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         logits_processors=[PenstockSampler],
         scheduler_cls=PreemptingScheduler,
         worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
+        override_generation_config={name: getattr(config.get_text_config(), name) for name in scales},
         seed=0,
         **({"enforce_eager": True} if is_cpu else {}) | given,
     )
@@ -257,10 +263,10 @@ def _prove_once(
 
 
 def _check_rope(config: Any, context_length: int) -> None:
-    """Raise `ModelLoadError` for a model that vLLM would compute as one of a longer context.
+    """Raise `ModelLoadError` for a model that vLLM would compute as one of another context.
 
     vLLM takes the factors of `longrope` by the longest sequence that it is told of, and that is one token more than the
-    model's context here.
+    model's context here. It has the factors of `yarn` for the extended context alone, and reads past them.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -270,6 +276,11 @@ def _check_rope(config: Any, context_length: int) -> None:
             f"its context is the {original} tokens at which vLLM takes other factors for its positions: "
             "set max_position_embeddings in its config.json to one token less"
         )
+    if rope.get("rope_type") == "yarn" and original and (extended := int(original * rope["factor"])) < context_length:
+        raise ModelLoadError(
+            f"its context is {context_length} tokens, and vLLM has factors for {extended}, to which yarn extends it: "
+            "set max_position_embeddings in its config.json to no more"
+        )
 
 
 def _check_layers(groups: Items[Any]) -> None:
@@ -277,7 +288,10 @@ def _check_layers(groups: Items[Any]) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if len(groups) != 1:
-        raise ModelLoadError("it has several kinds of layers, whose blocks vLLM keeps apart")
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise ModelLoadError(
+            f"it has several kinds of layers, whose blocks vLLM keeps apart ({kinds}): set PENSTOCK_ENGINE_KIND=own"
+        )
     spec = groups[0].kv_cache_spec
     if type(spec) is not FullAttentionSpec or spec.non_causal:
         raise ModelLoadError(f"vLLM keeps its KV in another way than that of plain attention: {type(spec).__name__}")
