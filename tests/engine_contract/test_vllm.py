@@ -37,7 +37,9 @@ needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: mak
 LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 RANKS = {"one rank": "", "two parts": "--tensor-parallel-size 2", "two stages": "--pipeline-parallel-size 2"}
+RANKS["two by two"] = f"{RANKS['two parts']} {RANKS['two stages']}"
 
 
 @contextmanager
@@ -113,19 +115,18 @@ def test_a_model_with_windows_beside_full_attention_goes_on_elsewhere(tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "given", "told"),
     [
-        ("mistral", {"sliding_window": 64}, "in another way than that of plain attention: SlidingWindowSpec"),
         (
             "phi3",
             {"original_max_position_embeddings": 512, "rope_parameters": LONG_ROPE},
             "vLLM takes other factors for its positions",
         ),
         (
-            "gpt_oss",
-            {"sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-            "gpt_oss has attention sinks and layers with windows",
+            "qwen3",
+            {"rope_parameters": YARN},
+            "vLLM has factors for 256, to which yarn extends it",
         ),
     ],
-    ids=["windows everywhere", "factors of a longer context", "windows and sinks"],
+    ids=["factors of a longer context", "factors of a shorter context"],
 )
 def test_a_model_whose_tokens_would_be_others_is_refused(
     tmp_path: Path, kind: str, given: dict[str, Any], told: str
@@ -198,6 +199,7 @@ def test_a_form_that_is_not_known_is_refused(ranks: list[RankKV]) -> None:
     [
         ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
         ("--tensor-parallel-size two", "invalid int value: 'two'"),
+        ("--enable-expert-parallel", "--enable-expert-parallel: vLLM has no kernel for a share of the experts"),
         ("--enable-lora", "--enable-lora: set PENSTOCK_ENGINE_ADAPTERS"),
         ("--max-num-seqs 4", "--max-num-seqs: set PENSTOCK_ENGINE_MAX_BATCH"),
     ],

@@ -21,7 +21,6 @@ from penstock.engine.loading.description import (
 )
 from penstock.engine.loading.dtype import choose_dtype
 from penstock.engine.loading.proof import draw_proof_tokens
-from penstock.engine.loading.windows import find_windows
 from penstock.engine.memory.memory import MIN_POOL_MB, check_memory
 from penstock.engine.model.compare import find_tolerance, measure_error
 from penstock.engine.scheduling.scheduler import WAITING_STEPS
@@ -158,6 +157,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     from vllm.v1.executor import Executor
 
     from penstock.engine_vllm.core import VllmCore, VllmModel
+    from penstock.engine_vllm.executor import keep_all_tokens
     from penstock.engine_vllm.sampler import PenstockSampler
     from penstock.engine_vllm.scheduler import PreemptingScheduler
 
@@ -171,6 +171,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     if is_cpu and envs.VLLM_BATCH_INVARIANT:
         raise ModelLoadError("VLLM_BATCH_INVARIANT=1: vLLM has no such computation on a CPU: unset it")
     given = parse_vllm_arguments(settings.vllm_args)
+    if is_cpu and given.get("enable_expert_parallel"):
+        raise ModelLoadError("--enable-expert-parallel: vLLM has no kernel for a share of the experts on a CPU")
     prepare_transformers()
     directory = find_model(settings.model, report, settings.find_cache_directory())
     files = find_weight_files(directory)
@@ -184,7 +186,9 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
     adapters = read_adapters(settings.find_adapters(), config)
     weights = MappedWeights(files)
-    _check_sinks(weights, config)
+    scales = vars(config.get_text_config()).keys() & {
+        "attn_temperature_tuning"
+    }  # vLLM goes by the context in its place
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),
@@ -195,19 +199,19 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         block_size=settings.block_size,
         kv_cache_memory_bytes=(settings.pool_mb or MIN_POOL_MB) * 2**20,
         enable_prefix_caching=True,
-        disable_hybrid_kv_cache_manager=True,
         async_scheduling=False,
         disable_log_stats=True,
         logits_processors=[PenstockSampler],
         scheduler_cls=PreemptingScheduler,
         worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
+        override_generation_config={name: getattr(config.get_text_config(), name) for name in scales},
         seed=0,
         **({"enforce_eager": True} if is_cpu else {}) | make_arguments(adapters, is_cpu=is_cpu) | given,
     )
     vllm_config = args.create_engine_config()
     if is_latent := bool(vllm_config.model_config.use_mla):
         _check_latents(vllm_config, is_cpu=is_cpu)
-    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    core = EngineCore(vllm_config, keep_all_tokens(Executor.get_class(vllm_config)), log_stats=False)
     _check_layers(core.scheduler.kv_cache_config.kv_cache_groups)
     call_ranks = core.model_executor.collective_rpc
     call_ranks("penstock_make_receive_buffer")
@@ -267,19 +271,6 @@ def _check_latents(vllm_config: Any, *, is_cpu: bool) -> None:
         )
 
 
-def _check_sinks(weights: MappedWeights, config: Any) -> None:
-    """Raise `ModelLoadError` for a model with attention sinks, and windows in some layers, such as gpt-oss.
-
-    With the KV of all layers under one name, vLLM was seen to give other tokens than `generate()` from some 100 tokens
-    on. With other small copies it gave the right ones, so a comparison at load need not show it.
-    """
-    if find_windows(config) and any("sink" in name for name in weights.tensors):
-        raise ModelLoadError(
-            f"{config.model_type} has attention sinks and layers with windows, of which vLLM was seen to give wrong "
-            "tokens where all layers share the names of their blocks: set PENSTOCK_ENGINE_KIND=own"
-        )
-
-
 def _prove_once(
     core: "VllmCore", config: Any, weights: MappedWeights, dtype: torch.dtype, load_cache: LoadCache
 ) -> None:
@@ -324,10 +315,10 @@ def _prove_once(
 
 
 def _check_rope(config: Any, context_length: int) -> None:
-    """Raise `ModelLoadError` for a model that vLLM would compute as one of a longer context.
+    """Raise `ModelLoadError` for a model that vLLM would compute as one of another context.
 
     vLLM takes the factors of `longrope` by the longest sequence that it is told of, and that is one token more than the
-    model's context here.
+    model's context here. It has the factors of `yarn` for the extended context alone, and reads past them.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -337,6 +328,11 @@ def _check_rope(config: Any, context_length: int) -> None:
             f"its context is the {original} tokens at which vLLM takes other factors for its positions: "
             "set max_position_embeddings in its config.json to one token less"
         )
+    if rope.get("rope_type") == "yarn" and original and (extended := int(original * rope["factor"])) < context_length:
+        raise ModelLoadError(
+            f"its context is {context_length} tokens, and vLLM has factors for {extended}, to which yarn extends it: "
+            "set max_position_embeddings in its config.json to no more"
+        )
 
 
 def _check_layers(groups: Items[Any]) -> None:
@@ -344,7 +340,10 @@ def _check_layers(groups: Items[Any]) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if len(groups) != 1:
-        raise ModelLoadError("it has several kinds of layers, whose blocks vLLM keeps apart")
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise ModelLoadError(
+            f"it has several kinds of layers, whose blocks vLLM keeps apart ({kinds}): set PENSTOCK_ENGINE_KIND=own"
+        )
     spec = groups[0].kv_cache_spec
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or spec.non_causal:
         raise ModelLoadError(f"vLLM keeps its KV in another way than that of plain attention: {type(spec).__name__}")

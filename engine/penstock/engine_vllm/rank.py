@@ -36,6 +36,11 @@ class RankExtension:
             frozenset(str(layer.dtype).removeprefix("torch.") for layer in layers),
         )
 
+    def penstock_list_sharing_layers(self) -> dict[str, str]:
+        """Return the rank's layers that keep no KV, each with the layer whose KV it reads."""
+        found: dict[str, str] = self.model_runner.shared_kv_cache_layers
+        return found
+
     def penstock_make_receive_buffer(self) -> None:
         """Make what a later stage of a pipeline receives into. vLLM makes it in a warm-up, which CPUs skip."""
         from vllm.distributed.parallel_state import get_pp_group
