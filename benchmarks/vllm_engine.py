@@ -3,10 +3,10 @@
 .venv-vllm/bin/python -m benchmarks.vllm_engine [--quick | --smoke] [--json FILE]
 
 The first figures come from this process, on one core and with one thread: vLLM's own engine as its library has it, and
-vLLM in the engine of a worker, over a KV store. For the throughput there is a pipeline with a prefill and a decode
-worker of one thread each, and Kafka beside them on the same cores, against vLLM's own engine with two threads, which
-runs before the pipeline is started and after it has ended. Weights are random, in bfloat16, in the shape of a model of
-135 million weights, and without `--quick` also in that of Qwen3-0.6B (`q06`).
+vLLM in the engine of a worker, over a KV store. For the throughput an `auto` worker with two threads, as `penstock up`
+starts it, takes turns with vLLM's own engine with two threads in a process beside it. Then there is a pipeline with a
+prefill and a decode worker of one thread each, and Kafka beside them on the same cores. Weights are random, in
+bfloat16, in the shape of a model of 135 million weights, and without `--quick` also in that of Qwen3-0.6B (`q06`).
 
     ttft_hit_vs_own_cache     first token of a prompt whose prefix lies in shared memory, to that with the prefix in
                               vLLM's own memory
@@ -14,22 +14,23 @@ runs before the pipeline is started and after it has ended. Weights are random, 
                               the time that LMCache's remote backend takes to read as many bytes from that Redis; where
                               LMCache is installed (`benchmarks.peers.setup`)
     kv_save_overhead_prefill  a prompt until its blocks are stored, to its prefill in vLLM alone
-    throughput_vs_bare_vllm   output tokens a second, to those of vLLM alone
+    throughput_vs_bare_vllm_auto  output tokens a second of an `auto` worker, to those of vLLM alone
+    throughput_vs_bare_vllm       those of a prefill and a decode worker
 """
 
 import itertools
 import multiprocessing
 import os
 import random
-import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import SHM, Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, print_table
@@ -68,18 +69,19 @@ def make_settings(model: Path, threads: int) -> EngineSettings:
 class BareEngine:
     """vLLM's own engine, as its library has it."""
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, **more: Any) -> None:
         os.environ |= {"OMP_NUM_THREADS": str(threads)} | ENVIRONMENT
         import torch
         from vllm import EngineArgs, LLMEngine
 
         torch.set_num_threads(threads)
         settings = make_settings(model, threads)
+        shaping = {"enforce_eager": True, "max_num_seqs": settings.max_batch} | more
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=str(model), dtype="bfloat16", enforce_eager=True, block_size=BLOCK, seed=0,
-                max_num_seqs=settings.max_batch, max_num_batched_tokens=settings.max_step_tokens,
-                kv_cache_memory_bytes=POOL_MB * 2**20, async_scheduling=False, disable_log_stats=True,
+                model=str(model), dtype="bfloat16", block_size=BLOCK, seed=0,
+                max_num_batched_tokens=max(settings.max_step_tokens, shaping["max_num_seqs"]),
+                kv_cache_memory_bytes=POOL_MB * 2**20, async_scheduling=False, disable_log_stats=True, **shaping,
             )
         )  # fmt: skip
         self._numbers = itertools.count()
@@ -169,9 +171,9 @@ def measure_prefixes(model: Path, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def serve_bare(connection: Connection, model: Path) -> None:
+def serve_bare(connection: Connection, model: Path, more: dict[str, Any]) -> None:
     """Run vLLM alone in a process of its own, on two threads: answer each load with its seconds."""
-    engine = BareEngine(model, 2)
+    engine = BareEngine(model, 2, **more)
     connection.send(0.0)
     while (load := connection.recv()) is not None:
         connection.send(engine.answer(*load))
@@ -184,28 +186,41 @@ def make_loads(rounds: int, sign: int) -> list[list[Prompt]]:
     ]
 
 
-def measure_bare(model: Path, rounds: int) -> list[float]:
-    """Return the output tokens a second of vLLM alone, on two threads, with nothing else running."""
-    with closing(PipedProcess(multiprocessing.get_context("spawn"), serve_bare, model)) as bare:
-        seconds = [bare.ask((prompts, ANSWER_TOKENS)) for prompts in make_loads(rounds, 1)]
-    return [NUM_REQUESTS * ANSWER_TOKENS / one for one in seconds[1:]]
-
-
-def measure_pipeline(model: Path, rounds: int) -> list[float]:
-    """Return the output tokens a second of a pipeline through Kafka."""
+@contextmanager
+def open_pipeline(model: Path, **numbers: Any) -> Iterator[Callable[[list[Prompt]], float]]:
+    """Start a pipeline of these workers; yield what measures its output tokens a second."""
     environment = {
         "PENSTOCK_ENGINE_KIND": "vllm", "PENSTOCK_ENGINE_MODEL": str(model), "PENSTOCK_ENGINE_DTYPE": "bfloat16",
         "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK), "PENSTOCK_ENGINE_POOL_MB": str(POOL_MB),
         "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "512", "PENSTOCK_ENGINE_DEVICE": "cpu",
     }  # fmt: skip
+    with open_stack(Stack, environment, **numbers) as stack, Client(stack.addresses) as client:
+        yield lambda prompts: PipelineSide(client).measure_tokens_per_s(prompts, ANSWER_TOKENS)
+
+
+def measure_throughput(model: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the output tokens a second of each round: an `auto` worker takes turns with vLLM alone, and then a
+    pipeline of two stages through Kafka has the cores for itself.
+    """
+    found: dict[str, list[float]] = {"vLLM alone": [], "auto": [], "two stages": []}
+    with (
+        closing(PipedProcess(multiprocessing.get_context("spawn"), serve_bare, model, {})) as bare,
+        open_pipeline(model, prefill=0, decode=0, auto=1) as measure_auto,
+    ):
+        for number, (prompts, others) in enumerate(zip(make_loads(rounds, 1), make_loads(rounds, -1), strict=True)):
+            for is_auto in (True, False) if number % 2 else (False, True):
+                if is_auto:
+                    found["auto"].append(measure_auto(others))
+                else:
+                    seconds = bare.ask((prompts, ANSWER_TOKENS))
+                    found["vLLM alone"].append(NUM_REQUESTS * ANSWER_TOKENS / seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
         find_or_start_kafka(Path(directory)) as kafka,
-        open_stack(Stack, environment, kafka=kafka) as stack,
-        Client(stack.addresses) as client,
+        open_pipeline(model, kafka=kafka) as measure_stages,
     ):
-        piped = PipelineSide(client)
-        return [piped.measure_tokens_per_s(prompts, ANSWER_TOKENS) for prompts in make_loads(rounds, -1)][1:]
+        found["two stages"] = [measure_stages(prompts) for prompts in make_loads(rounds, -1)]
+    return {side: rates[1:] for side, rates in found.items()}
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -219,13 +234,10 @@ def run(given: Arguments) -> dict[str, float]:
         if "lmcache" in times:
             figures[f"ttft_hit_vs_lmcache{end}"] = compute_ratio(times, "redis", "lmcache")
         figures[f"kv_save_overhead_prefill{end}"] = compute_ratio(times, "saved", "alone")
-        num_rates = given.choose_size(3, 1, 1)
-        rates = {"vLLM alone": measure_bare(model, num_rates), "the pipeline": measure_pipeline(model, 2 * num_rates)}
-        if given.is_full:
-            rates["vLLM alone"] += measure_bare(model, num_rates)
+        rates = measure_throughput(model, given.choose_size(5, 2, 1))
         print_table(rates, "output tokens/s")
-        medians = {side: statistics.median(found) for side, found in rates.items()}
-        figures[f"throughput_vs_bare_vllm{end}"] = medians["the pipeline"] / medians["vLLM alone"]
+        figures[f"throughput_vs_bare_vllm_auto{end}"] = compute_ratio(rates, "auto", "vLLM alone")
+        figures[f"throughput_vs_bare_vllm{end}"] = compute_ratio(rates, "two stages", "vLLM alone")
     return figures
 
 

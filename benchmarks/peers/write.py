@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.peers.shapes import BOS, EOS, MAX_LENGTH, Shape
@@ -15,12 +16,7 @@ def make_model_directory(shape: Shape, parent: Path) -> Path:
     """The directory of the shape's model under `parent`; written if it is not there."""
     directory = parent / shape.name
     if not directory.exists():
-        scratch = parent / f"{shape.name}.{os.getpid()}"
-        scratch.mkdir(parents=True)
-        _write_weights(shape, scratch / "model.safetensors")
-        _write_json(scratch / "config.json", shape.make_config())
-        _write_json(scratch / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS})
-        write_tokenizer(scratch, *_list_bytes())
+        scratch = write_directory(shape, parent / f"{shape.name}.{os.getpid()}", shape.tensor_shapes())
         try:
             scratch.rename(directory)
         except OSError:  # another process was faster
@@ -28,14 +24,24 @@ def make_model_directory(shape: Shape, parent: Path) -> Path:
     return directory
 
 
-def _write_weights(shape: Shape, file: Path) -> None:
+def write_directory(shape: Shape, directory: Path, tensors: Mapping[str, tuple[int, ...]]) -> Path:
+    """Write the shape's model with these of its tensors, and return the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_weights(shape, tensors, directory / "model.safetensors")
+    _write_json(directory / "config.json", shape.make_config())
+    _write_json(directory / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS})
+    write_tokenizer(directory, *_list_bytes())
+    return directory
+
+
+def _write_weights(shape: Shape, sizes: Mapping[str, tuple[int, ...]], file: Path) -> None:
     """Normal weights, scaled so that activations keep their size through the layers; norms are one."""
     import torch
     from safetensors.torch import save_file
 
     chance = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, size in shape.tensor_shapes().items():
+    for name, size in sizes.items():
         if len(size) == 1:
             tensors[name] = torch.ones(size, dtype=torch.bfloat16)
         else:
