@@ -200,6 +200,7 @@ def test_a_form_that_is_not_known_is_refused(ranks: list[RankKV]) -> None:
         ("--tensor-parallel-size two", "invalid int value: 'two'"),
         ("--enable-lora", "--enable-lora: requests have no field for adapters"),
         ("--max-num-seqs 4", "--max-num-seqs: set PENSTOCK_ENGINE_MAX_BATCH"),
+        ("--kv-offloading-size 1", "--kv-offloading-size: KV goes through the stores of this project"),
     ],
 )
 def test_arguments_that_cannot_be_given_are_refused_by_name(given: str, told: str) -> None:
