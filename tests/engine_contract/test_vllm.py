@@ -202,6 +202,7 @@ def test_a_form_that_is_not_known_is_refused(ranks: list[RankKV]) -> None:
         ("--enable-expert-parallel", "--enable-expert-parallel: vLLM has no kernel for a share of the experts"),
         ("--enable-lora", "--enable-lora: set PENSTOCK_ENGINE_ADAPTERS"),
         ("--max-num-seqs 4", "--max-num-seqs: set PENSTOCK_ENGINE_MAX_BATCH"),
+        ("--kv-offloading-size 1", "--kv-offloading-size: KV goes through the stores of this project"),
     ],
 )
 def test_arguments_that_cannot_be_given_are_refused_by_name(given: str, told: str) -> None:

@@ -68,6 +68,8 @@ OWN_ARGUMENTS = {
     "enable_lora": "set PENSTOCK_ENGINE_ADAPTERS",
     "enable_prefix_caching": "prefixes are found by the names of blocks",
     "kv_cache_memory_bytes": "set PENSTOCK_ENGINE_POOL_MB",
+    "kv_offloading_backend": "KV goes through the stores of this project",
+    "kv_offloading_size": "KV goes through the stores of this project",
     "kv_transfer_config": "KV goes through the stores of this project",
     "lora_target_modules": "an adapter is computed whole",
     "logits_processors": "tokens are drawn by this project's sampler",
