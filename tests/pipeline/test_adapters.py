@@ -82,8 +82,10 @@ def test_a_request_waits_until_a_worker_that_decodes_has_its_version(monkeypatch
     sent_back, retry_later = threading.Event(), RetryPolicy.retry_later
 
     def note(policy: RetryPolicy, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
-        assert (error.is_for_others, claim.num_tokens) == (True, 0)
-        sent_back.set()
+        if (
+            error.is_for_others and claim.num_tokens == 0
+        ):  # with a token it is the job, which the other worker passes on
+            sent_back.set()
         return retry_later(policy, delivery, claim, error)
 
     monkeypatch.setattr(RetryPolicy, "retry_later", note)
