@@ -59,8 +59,11 @@ class AdapterVersions:
             raise _send_elsewhere(AnswerInterrupted(told), is_there=True)  # it waits until one has
 
     def build_unknown_error(self, name: str) -> RequestError:
-        """Return the error of a request for an adapter that other workers have, and this one lacks."""
-        return _send_elsewhere(UnknownModel(f"no adapter {name!r} is loaded here"), is_there=self.is_known(name))
+        """Return the error of a request for an adapter that other workers have, and this one lacks; or whose answer the
+        model itself began under the name.
+        """
+        is_there = name not in self.own and self.is_known(name)
+        return _send_elsewhere(UnknownModel(f"no adapter {name!r} is loaded here"), is_there=is_there)
 
     def _is_elsewhere(self, digest: str, stage: Stage) -> bool:
         return any(digest in beat["adapters"].values() for beat in self._read_others(stage))
