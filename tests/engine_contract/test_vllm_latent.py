@@ -116,9 +116,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_amx
 def test_latents_are_handed_over_and_found_again(tmp_path: Path, deepseek: Path) -> None:
     """Split after the prompt, resumed at several tokens with KV from the store, and gone on with after a crash."""
-    right = answer_by_vllm(deepseek)
     full = [length // BLOCK * BLOCK for length in LENGTHS]
     with opened(tmp_path, deepseek) as under_test:
+        right = answer_by_vllm(deepseek)  # in this process, as opening vLLM here has set
         assert answer_each(under_test, {})[0] == right
         for num_said in (1, 2, 9, NUM_NEW - 1):
             under_test.empty_memory()

@@ -46,8 +46,13 @@ CPU_BLOCK_SIZE = 32
 """vLLM's attention on a CPU takes multiples of this many tokens as a block."""
 CPU_LATENT_SIZE = 512 + 64
 """Numbers of a latent and of its part with positions, which vLLM's latent attention on a CPU takes."""
-TRIED_VERSIONS = ("0.31.0", "0.32.0")
+TRIED_VERSIONS = ("0.32.0",)
 """The versions of vLLM that the engine's contract was run on."""
+CPU_ARGUMENTS: dict[str, Any] = {
+    "enforce_eager": True,
+    # Its own operation turns pairs side by side (DeepSeek, GLM) wrongly where there are several heads.
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler is in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -195,7 +200,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         scheduler_cls=PreemptingScheduler,
         worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
         seed=0,
-        **({"enforce_eager": True} if is_cpu else {}) | given,
+        **(CPU_ARGUMENTS if is_cpu else {}) | given,
     )
     vllm_config = args.create_engine_config()
     if is_latent := bool(vllm_config.model_config.use_mla):
@@ -251,6 +256,11 @@ def _check_latents(vllm_config: Any, *, is_cpu: bool) -> None:
         raise ModelLoadError(
             f"vLLM computes latent attention (MLA) on a CPU in bfloat16 alone, not in {model.dtype}: set "
             "PENSTOCK_ENGINE_DTYPE=bfloat16"
+        )
+    if is_cpu and (getattr(model.hf_text_config, "n_group", None) or 1) > 1:
+        raise ModelLoadError(
+            "it chooses its experts by groups (n_group in config.json), with which vLLM was seen to give other log "
+            "probabilities on a CPU than transformers: use a GPU"
         )
     if is_cpu and (size := model.get_head_size()) != CPU_LATENT_SIZE:
         raise ModelLoadError(
