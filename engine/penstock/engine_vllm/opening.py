@@ -48,11 +48,8 @@ CPU_LATENT_SIZE = 512 + 64
 """Numbers of a latent and of its part with positions, which vLLM's latent attention on a CPU takes."""
 TRIED_VERSIONS = ("0.32.0",)
 """The versions of vLLM that the engine's contract was run on."""
-CPU_ARGUMENTS: dict[str, Any] = {
-    "enforce_eager": True,
-    # Its own operation turns pairs side by side (DeepSeek, GLM) wrongly where there are several heads.
-    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-}
+CPU_LATENT_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""Arguments for latent attention on a CPU: vLLM's own operation there turns the positions of its queries wrongly."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler is in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -181,6 +178,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     _check_rope(config, context_length)
     _check_indexer(config)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
+    has_latents = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
     weights = MappedWeights(files)
     _check_sinks(weights, config)
     args = EngineArgs(
@@ -200,7 +198,9 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         scheduler_cls=PreemptingScheduler,
         worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
         seed=0,
-        **(CPU_ARGUMENTS if is_cpu else {}) | given,
+        **({"enforce_eager": True} if is_cpu else {})
+        | (CPU_LATENT_ARGUMENTS if is_cpu and has_latents else {})
+        | given,
     )
     vllm_config = args.create_engine_config()
     if is_latent := bool(vllm_config.model_config.use_mla):
