@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,15 +92,23 @@ def answer_each(under_test: EngineUnderTest, said: dict[str, list[int]]) -> tupl
     return tokens, num_found
 
 
-def answer_by_vllm(model: Path) -> dict[str, list[int]]:
-    """Return the tokens that vLLM's own engine and sampler give, each prompt alone, in this process."""
-    from vllm import LLM, SamplingParams
+@cache
+def open_bare_vllm(model: Path) -> Any:
+    """Open vLLM's own engine in this process. It stays, as its end would end what all engines here share."""
+    from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         str(model), dtype="bfloat16", enforce_eager=True, block_size=BLOCK, max_num_seqs=4, seed=0,
         kv_cache_memory_bytes=64 * 2**20, disable_log_stats=True, max_num_batched_tokens=512,
         enable_prefix_caching=False, compilation_config=CPU_LATENT_ARGUMENTS["compilation_config"],
     )  # fmt: skip
+
+
+def answer_by_vllm(model: Path) -> dict[str, list[int]]:
+    """Return the tokens that vLLM's own engine and sampler give, each prompt alone."""
+    from vllm import SamplingParams
+
+    llm = open_bare_vllm(model)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
     return {
         name: list(llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids)
