@@ -46,8 +46,10 @@ CPU_BLOCK_SIZE = 32
 """vLLM's attention on a CPU takes multiples of this many tokens as a block."""
 CPU_LATENT_SIZE = 512 + 64
 """Numbers of a latent and of its part with positions, which vLLM's latent attention on a CPU takes."""
-TRIED_VERSIONS = ("0.31.0", "0.32.0")
+TRIED_VERSIONS = ("0.32.0",)
 """The versions of vLLM that the engine's contract was run on."""
+CPU_LATENT_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""Arguments for latent attention on a CPU: vLLM's own operation there turns the positions of its queries wrongly."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler is in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -186,6 +188,11 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     _check_rope(config, context_length)
     _check_indexer(config)
     dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
+    has_latents = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    if has_latents and settings.adapters:
+        raise ModelLoadError(
+            "PENSTOCK_ENGINE_ADAPTERS: vLLM computes latent attention (MLA) without the adapters' matrices: leave it out"
+        )
     adapters = read_adapters(settings.find_adapters(), config)
     weights = MappedWeights(files)
     scales = vars(config.get_text_config()).keys() & {
@@ -208,7 +215,10 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
         override_generation_config={name: getattr(config.get_text_config(), name) for name in scales},
         seed=0,
-        **({"enforce_eager": True} if is_cpu else {}) | make_arguments(adapters, is_cpu=is_cpu) | given,
+        **({"enforce_eager": True} if is_cpu else {})
+        | (CPU_LATENT_ARGUMENTS if is_cpu and has_latents else {})
+        | make_arguments(adapters, is_cpu=is_cpu)
+        | given,
     )
     vllm_config = args.create_engine_config()
     if is_latent := bool(vllm_config.model_config.use_mla):
@@ -266,6 +276,11 @@ def _check_latents(vllm_config: Any, *, is_cpu: bool) -> None:
         raise ModelLoadError(
             f"vLLM computes latent attention (MLA) on a CPU in bfloat16 alone, not in {model.dtype}: set "
             "PENSTOCK_ENGINE_DTYPE=bfloat16"
+        )
+    if is_cpu and (getattr(model.hf_text_config, "n_group", None) or 1) > 1:
+        raise ModelLoadError(
+            "it chooses its experts by groups (n_group in config.json), with which vLLM was seen to give other log "
+            "probabilities on a CPU than transformers: use a GPU"
         )
     if is_cpu and (size := model.get_head_size()) != CPU_LATENT_SIZE:
         raise ModelLoadError(
