@@ -22,7 +22,7 @@ from penstock.errors import ModelLoadError
 def keep_all_tokens(executor_class: type[Any]) -> type[Any]:
     """Return vLLM's class of executors, with layers that keep the KV of all tokens."""
 
-    class WholeExecutor(executor_class):  # type: ignore[misc]
+    class WholeExecutor(executor_class):
         """Has the blocks of all layers in one table."""
 
         def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
