@@ -157,6 +157,14 @@ def test_layers_have_one_block_under_a_name_and_memory_of_their_own(tmp_path: Pa
 
 
 @needs_vllm
+def test_layers_with_and_without_windows_are_planned_apart(tmp_path: Path, models: Any) -> None:
+    with opened(tmp_path, "one rank", model=str(models("gpt-oss"))) as under_test:
+        runner = get_core(under_test)._core.model_executor.driver_worker.worker.model_runner
+        windows = {group.kv_cache_spec.sliding_window for groups in runner.attn_groups for group in groups}
+        assert windows == {WINDOW, None}
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("family", "before", "after"),
     [
