@@ -22,7 +22,7 @@ from penstock.errors import ModelLoadError
 def keep_all_tokens(executor_class: type[Any]) -> type[Any]:
     """Return vLLM's class of executors, with layers that keep the KV of all tokens."""
 
-    class WholeExecutor(executor_class):  # type: ignore[misc]
+    class WholeExecutor(executor_class):
         """Has the blocks of all layers in one table."""
 
         def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
@@ -40,8 +40,8 @@ def keep_all_tokens(executor_class: type[Any]) -> type[Any]:
         def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
             """Tell each rank the windows of its layers. vLLM plans the attention of layers with equal specs together.
 
-            Plans of layers with and without windows differ: on a CPU, a share of a row that lies before a layer's
-            window counted with the weight of the layer's sink.
+            A plan of layers with and without windows together shares a row's keys among threads as if no layer had one.
+            By the source of vLLM's kernel for CPUs, a share before a window then counts with the weight of the sink.
             """
             sharing: list[dict[str, str]] = self.collective_rpc("penstock_list_sharing_layers")
             told = []

@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import shlex
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -92,6 +93,7 @@ OWN_ARGUMENTS = {
     "tokenizer_revision": "the model's own is used",
     "trust_remote_code": "code of models is not run",
     "worker_cls": "this project's methods are added to vLLM's worker",
+    "override_generation_config": "requests and the model say how tokens are drawn",
     "worker_extension_cls": "this project's methods are added to vLLM's worker",
     "data_parallel_size": "start more workers",
     "prefill_context_parallel_size": "a block of KV is not cut between its tokens",
@@ -166,17 +168,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     from penstock.engine_vllm.scheduler import PreemptingScheduler
 
     is_cpu = bool(current_platform.is_cpu())
-    if is_cpu and settings.block_size % CPU_BLOCK_SIZE:
-        raise ModelLoadError(
-            f"PENSTOCK_ENGINE_BLOCK_SIZE={settings.block_size}: vLLM needs a multiple of {CPU_BLOCK_SIZE} on a CPU"
-        )
-    if settings.weights not in ("auto", "bf16"):
-        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: give vLLM's own --quantization in its place")
-    if is_cpu and envs.VLLM_BATCH_INVARIANT:
-        raise ModelLoadError("VLLM_BATCH_INVARIANT=1: vLLM has no such computation on a CPU: unset it")
     given = parse_vllm_arguments(settings.vllm_args)
-    if is_cpu and given.get("enable_expert_parallel"):
-        raise ModelLoadError("--enable-expert-parallel: vLLM has no kernel for a share of the experts on a CPU")
+    _check_settings(settings, given, is_cpu=is_cpu, is_batch_invariant=envs.VLLM_BATCH_INVARIANT)
     prepare_transformers()
     directory = find_model(settings.model, report, settings.find_cache_directory())
     files = find_weight_files(directory)
@@ -195,9 +188,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         )
     adapters = read_adapters(settings.find_adapters(), config)
     weights = MappedWeights(files)
-    scales = vars(config.get_text_config()).keys() & {
-        "attn_temperature_tuning"
-    }  # vLLM goes by the context in its place
+    # vLLM goes by the length of the context where it is not told.
+    scales = vars(config.get_text_config()).keys() & {"attn_temperature_tuning"}
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),
@@ -254,6 +246,22 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     return opened
 
 
+def _check_settings(
+    settings: EngineSettings, given: Mapping[str, Any], *, is_cpu: bool, is_batch_invariant: bool
+) -> None:
+    """Raise `ModelLoadError` for settings, and arguments of vLLM, that it does not take here."""
+    if settings.weights not in ("auto", "bf16"):
+        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: give vLLM's own --quantization in its place")
+    if is_cpu and settings.block_size % CPU_BLOCK_SIZE:
+        raise ModelLoadError(
+            f"PENSTOCK_ENGINE_BLOCK_SIZE={settings.block_size}: vLLM needs a multiple of {CPU_BLOCK_SIZE} on a CPU"
+        )
+    if is_cpu and is_batch_invariant:
+        raise ModelLoadError("VLLM_BATCH_INVARIANT=1: vLLM has no such computation on a CPU: unset it")
+    if is_cpu and given.get("enable_expert_parallel"):
+        raise ModelLoadError("--enable-expert-parallel: vLLM has no kernel for a share of the experts on a CPU")
+
+
 def _check_indexer(config: Any) -> None:
     """Raise `ModelLoadError` for a model that chooses the tokens that it attends to, such as DeepSeek V3.2 or GLM 5."""
     text = config.get_text_config()
@@ -296,6 +304,7 @@ def _prove_once(
     A warning says why a model cannot be compared, as where memory is short. Raises `EngineCheckFailed`.
     """
     name, about = core.model.name, {"fingerprint": core.model.fingerprint, "arithmetic": core.model.arithmetic}
+    about["beside"] = "adapters" if core.model.adapters else ""  # vLLM computes with other layers where it has any
     if load_cache.read_finding("proof", about):
         return
     try:
