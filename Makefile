@@ -102,7 +102,7 @@ MINUTES ?= 60
 campaign: install
 	$(BIN)/python -m benchmarks.campaign --minutes $(MINUTES)
 
-# Tokens, kills and speed on a GPU: five minutes. GPU_PYTHON may be any Python that has torch and what `penstock[worker,embedded]` needs.
+# Tokens, kills and speed on a GPU: five minutes, or ten with GPU_ARGUMENTS="--engine vllm". GPU_PYTHON may be any Python that has torch and what `penstock[worker,embedded]` needs.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PORTIONS := $(CURDIR)/core:$(CURDIR)/kvstore:$(CURDIR)/engine:$(CURDIR)/worker:$(CURDIR)/decode_worker:$(CURDIR)/prefill_worker:$(CURDIR)/ingest:$(CURDIR)/cli:$(CURDIR)/testing
 

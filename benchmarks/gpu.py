@@ -97,7 +97,7 @@ def make_requests(count: int, max_tokens: int, longest: int) -> list[dict[str, A
 
 @contextmanager
 def open_workers(
-    given: Options, prompts: str, answers: str, tier: str, count: int = 1, more: Mapping[str, str] | None = None
+    given: Options, prompts: str, answers: str, tier: str, count: int = 1, more: dict[str, str] | None = None
 ) -> Iterator[list[Stack]]:
     """Start `count` prefill workers on one device and `count` decode workers on another, with the demo model, or with
     what `more` says.
@@ -160,7 +160,7 @@ def kill_workers(
     requests: list[dict[str, Any]],
     right: list[list[int]],
     num_kills: int,
-    more: Mapping[str, str] | None = None,
+    more: dict[str, str] | None = None,
 ) -> dict[str, float]:
     """Kill workers one after another while requests run; each round of four kills answers all requests."""
     chance, lost, wrong, kills = random.Random(7), 0, 0, 0

@@ -45,8 +45,8 @@ class Difference:
     settings: dict[str, Any] = field(default_factory=dict)
     edit: Callable[[Path], None] | None = None
     """Changes the model's directory."""
-    patch: tuple[Any, str, Any] | None = None
-    """What differs in the process: an object's attribute, and its value."""
+    patch: tuple[Any, ...] | None = None
+    """What differs in the process, as `MonkeyPatch.setattr` takes it."""
     secret: str = ""
     asked: dict[str, Any] = field(default_factory=dict)
     """What a request gives to `hash_prompt`."""

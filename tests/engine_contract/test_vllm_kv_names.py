@@ -28,8 +28,8 @@ DIFFERENCES = {
     "rope": Difference(VLLM, edit=edit_config(rope_parameters=dict.fromkeys(KINDS, ROPE))),
     "dtype": Difference(VLLM, {"dtype": "bfloat16"}),
     "block size": Difference(VLLM, {"block_size": 64}),
-    "version": Difference(VLLM, patch=("vllm", "__version__", "another")),
-    "device": Difference(VLLM, patch=(CPU_PLATFORM, "get_device_name", classmethod(lambda *_: "another"))),
+    "version": Difference(VLLM, patch=("vllm.__version__", "another")),
+    "device": Difference(VLLM, patch=(f"{CPU_PLATFORM}.get_device_name", classmethod(lambda *_: "another"))),
     "arguments": Difference(VLLM, {"vllm_args": "--attention-backend CPU_ATTN"}),
     "tenant": Difference(VLLM, asked={"tenant": "another"}),
 }

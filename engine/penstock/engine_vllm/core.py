@@ -167,13 +167,13 @@ class VllmCore:
 
     def choose_step_tokens(self, gap_s: float) -> None:
         """Measure how fast prompts are computed. Let steps have as many tokens as take so long, which is the longest
-        gap of answers beside prompts; no more than vLLM has memory for, and one for each sequence.
+        gap of answers beside prompts, and one for each sequence; no more than vLLM has memory for.
         """
         most, capacity = self.max_step_tokens, self.num_blocks * self.settings.block_size
         self._rate = measure_prefill_rate(self._time_prompt, min(most, self.model.context_length - 1, capacity))
         self.drop_cache()
         num_tokens = int(gap_s * (self._rate.tokens_per_s or 0.0))
-        self._core.scheduler.max_num_scheduled_tokens = min(most, max(num_tokens, self.settings.max_batch))
+        self._core.scheduler.max_num_scheduled_tokens = min(most, self.settings.max_batch + num_tokens)
 
     def _time_prompt(self, num_tokens: int) -> float:
         """Return the seconds for a prompt, which is forgotten."""

@@ -1,7 +1,7 @@
 """The sampler of this project within vLLM: a token depends on its logits, its seed and its position alone.
 
-vLLM is asked for the likeliest token of each row. A custom logits processor draws the token, and leaves the row
-without any other. So tokens and log probabilities are those that the engine of this project gives for these logits, and
+vLLM is asked for the likeliest token of each row. A custom logits processor draws the token, and makes it
+the likeliest. So tokens and log probabilities are those that the engine of this project gives for these logits, and
 an answer may go on anywhere.
 """
 
@@ -65,11 +65,11 @@ class PenstockSampler(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw the tokens of the rows that have their sequence's last token. `logits`: [rows, vocabulary]."""
         step = step_sampling
-        rows = {row: request_id for row, request_id in self._ids.items() if request_id in step.draws}
+        rows = {row: request_id for row, request_id in sorted(self._ids.items()) if request_id in step.draws}
         if rows:
             at = torch.tensor(list(rows), device=logits.device)
             params = [step.draws[request_id] for request_id in rows.values()]
-            found = logits[at]
+            found = logits if len(rows) == len(logits) else logits[at]
             broken = find_broken_rows(found)
             tokens = sample_tokens(found, params)
             drawn = zip(tokens, compute_logprobs(found, params, tokens), strict=True)
@@ -77,6 +77,7 @@ class PenstockSampler(LogitsProcessor):
                 request_id: None if number in broken else one
                 for number, (request_id, one) in enumerate(zip(rows.values(), drawn, strict=True))
             }
-            logits[at] = -torch.inf
-            logits[at, torch.tensor(tokens, device=logits.device)] = 0.0
+            if broken:  # a number that is none would be the likeliest
+                logits[at[list(broken)]] = 0.0
+            logits[at, torch.tensor(tokens, device=logits.device)] = torch.inf
         return logits
