@@ -151,8 +151,8 @@ def test_layers_have_one_block_under_a_name_and_memory_of_their_own(tmp_path: Pa
         payloads = torch.randint(256, (3, layout.block_bytes), dtype=torch.uint8).numpy()
         blocks = core._pool.get_new_blocks(3)
         core._blocks.write_blocks([block.block_id for block in blocks], payloads)
-        for block, payload in zip(blocks, payloads, strict=True):
-            assert bytes(core._blocks.copy_block(block.block_id, BLOCK)) == payload.tobytes()
+        copies = core._blocks.copy_blocks([block.block_id for block in blocks], [BLOCK] * len(blocks))
+        assert list(map(bytes, copies)) == [payload.tobytes() for payload in payloads]
         core._pool.free_blocks(blocks)
 
 

@@ -97,7 +97,9 @@ def _read_adapter(directory: Path, skeleton: nn.Module) -> Adapter:
         if not (directory / file).is_file():
             raise ModelLoadError(f"there is no file {directory / file}: give the directory that PEFT has saved")
     digest, told = _hash_adapter(directory), json.loads((directory / CONFIG).read_bytes())
-    if not isinstance(told, dict) or (kind := told.get("peft_type", "LORA")) != "LORA":
+    if not isinstance(told, dict):
+        raise ModelLoadError(f"its {CONFIG} is no JSON object")
+    if (kind := told.get("peft_type", "LORA")) != "LORA":
         raise ModelLoadError(f"its peft_type is {kind!r}: vLLM computes LORA alone")
     helper = PEFTHelper.from_dict(told)
     rank = max([helper.r, *helper.rank_pattern.values()])

@@ -184,7 +184,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     has_latents = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
     if has_latents and settings.adapters:
         raise ModelLoadError(
-            "PENSTOCK_ENGINE_ADAPTERS: vLLM computes latent attention (MLA) without the adapters' matrices: leave it out"
+            "PENSTOCK_ENGINE_ADAPTERS: vLLM computes latent attention (MLA) without matrices of adapters: leave it out"
         )
     adapters = read_adapters(settings.find_adapters(), config)
     weights = MappedWeights(files)

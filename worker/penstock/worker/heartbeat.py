@@ -325,13 +325,12 @@ class Heartbeat:
                 beat = self._build_beat()
             if session is not None:
                 session.renew(beat)
-            if beat is None:
-                return
-            with self._handle_errors():
-                if beat.reply is None:  # the session was not renewed: the loop stands still, or the server was away
-                    beat.run(self._redis)
-                if (holder := self._read_holder(beat)) is not None:
-                    raise self._build_name_error(holder)
+            if beat is not None:
+                with self._handle_errors():
+                    if beat.reply is None:  # the session was not renewed: the loop stands still, or the server was away
+                        beat.run(self._redis)
+                    if (holder := self._read_holder(beat)) is not None:
+                        raise self._build_name_error(holder)
         self._write_account()
 
     def _write_account(self, *, is_last: bool = False) -> None:
