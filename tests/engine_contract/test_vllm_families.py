@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": (
         "openai/gpt-oss-20b",
         {
-            "sliding_window": WINDOW, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "sliding_window": WINDOW, "intermediate_size": 64,
             "rope_parameters": {
                 "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                 "truncate": False, "original_max_position_embeddings": 32,
@@ -135,9 +135,6 @@ def test_tokens_are_those_of_generate_on_both_sides_of_windows_and_blocks(
         for num_said in (0, 1, NUM_NEW - 1):
             under_test.empty_memory()
             assert answer(under_test, model, LENGTHS, num_said) == right, f"from token {num_said} on"
-        for length in LENGTHS:  # a row by itself: with fewer KV heads than threads, vLLM shares its keys among them
-            under_test.empty_memory()
-            assert answer(under_test, model, [length], 0) == {str(length): right[str(length)]}
 
 
 @needs_vllm
