@@ -1,7 +1,8 @@
 """vLLM with latent attention (MLA): blocks of latents are handed over, and what vLLM or a processor lacks is refused.
 
-The models are the published ones by name, with fewer and smaller layers. They are computed in bfloat16, so each prompt
-is alone in its steps: tokens are those of vLLM alone within this arithmetic.
+The models are the published ones by name, with fewer and smaller layers. They are computed in bfloat16, where a token
+that is computed in a prompt is rounded otherwise than one of an answer. So each prompt is alone in its steps, and an
+answer that goes on is compared with that of vLLM alone to the same tokens, which has the same blocks in its own cache.
 """
 
 import base64
@@ -100,20 +101,21 @@ def open_bare_vllm(model: Path) -> Any:
     return LLM(
         str(model), dtype="bfloat16", enforce_eager=True, block_size=BLOCK, max_num_seqs=4, seed=0,
         kv_cache_memory_bytes=64 * 2**20, disable_log_stats=True, max_num_batched_tokens=512,
-        enable_prefix_caching=False, compilation_config=CPU_LATENT_ARGUMENTS["compilation_config"],
+        compilation_config=CPU_LATENT_ARGUMENTS["compilation_config"],
     )  # fmt: skip
 
 
-def answer_by_vllm(model: Path) -> dict[str, list[int]]:
-    """Return the tokens that vLLM's own engine and sampler give, each prompt alone."""
+def answer_by_vllm(model: Path, said: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the tokens that vLLM's own engine and sampler give, each prompt alone, with its own cache of prefixes."""
     from vllm import SamplingParams
 
-    llm = open_bare_vllm(model)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
-    return {
-        name: list(llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids)
-        for name, prompt in make_prompts().items()
-    }
+    llm, answers = open_bare_vllm(model), {}
+    for name, prompt in make_prompts().items():
+        begun = said.get(name, [])
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW - len(begun), ignore_eos=True, detokenize=False)
+        (found,) = llm.generate({"prompt_token_ids": prompt + begun}, params, use_tqdm=False)
+        answers[name] = [*begun, *found.outputs[0].token_ids]
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +127,15 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_amx
 def test_latents_are_handed_over_and_found_again(tmp_path: Path, deepseek: Path) -> None:
     """Split after the prompt, resumed at several tokens with KV from the store, and gone on with after a crash."""
-    full = [length // BLOCK * BLOCK for length in LENGTHS]
     with opened(tmp_path, deepseek) as under_test:
-        right = answer_by_vllm(deepseek)  # in this process, as opening vLLM here has set
+        right = answer_by_vllm(deepseek, {})  # in this process, as opening vLLM here has set
         assert answer_each(under_test, {})[0] == right
         for num_said in (1, 2, 9, NUM_NEW - 1):
             under_test.empty_memory()
             said = {name: tokens[:num_said] for name, tokens in right.items()}
             tokens, num_found = answer_each(under_test, said)
-            assert tokens == right, f"after {num_said} tokens"
-            assert num_found == full
+            assert tokens == answer_by_vllm(deepseek, said), f"after {num_said} tokens"
+            assert num_found == [min(one, (one + num_said - 1) // BLOCK * BLOCK) for one in LENGTHS]
         caller = Caller(under_test.engine)
         name, prompt = list(make_prompts().items())[-1]
         caller.add(name, prompt, GREEDY)
@@ -144,8 +145,8 @@ def test_latents_are_handed_over_and_found_again(tmp_path: Path, deepseek: Path)
     with opened(tmp_path, deepseek) as successor:
         successor.empty_memory()
         tokens, num_found = answer_each(successor, {name: caller.tokens[name]})
-        assert tokens[name] == right[name]
-        assert num_found[-1] == full[-1]
+        assert tokens[name] == answer_by_vllm(deepseek, {name: caller.tokens[name]})[name]
+        assert num_found[-1] == LENGTHS[-1]
 
 
 @needs_vllm
@@ -156,9 +157,11 @@ def test_a_prompt_and_its_answer_are_computed_apart(tmp_path: Path, kind: str) -
     with opened(tmp_path, model) as under_test:
         right, _ = answer_each(under_test, {})
         assert len({tuple(tokens) for tokens in right.values()}) == len(LENGTHS)
+        said = {name: tokens[:1] for name, tokens in right.items()}
+        near, _ = answer_each(under_test, said)  # with the latents that vLLM has
         under_test.empty_memory()
-        tokens, num_found = answer_each(under_test, {name: tokens[:1] for name, tokens in right.items()})
-        assert tokens == right
+        tokens, num_found = answer_each(under_test, said)
+        assert tokens == near
         assert num_found == [length // BLOCK * BLOCK for length in LENGTHS]
 
 
