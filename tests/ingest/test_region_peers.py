@@ -173,6 +173,9 @@ def test_what_is_missing_is_none_and_old_heartbeats_are_not_covered() -> None:
     mixed = describe_model("demo", DEMO, [*workers, tell_worker("d", fingerprint="def")], lag, 0.0)
     assert mixed.fingerprint == "abc def", "it is no other region's"
     assert describe_model("demo", DEMO, [tell_worker("e", load={})], lag, 0.0).coverage == 0.0
+    having = tell_worker("f", load=fast, fingerprint="abc", adapters={"sql": "1" * 64})
+    adapter = describe_model("sql", DEMO, [*workers, having], lag, 0.0)
+    assert (adapter.num_workers, adapter.fingerprint) == (1, f"abc+{'1' * 64}"), "each version is one model"
     for away in (None, replace(lag, is_served=False)):
         found = describe_model("demo", DEMO, workers, away, 0.0)
         assert (found.num_workers, found.coverage) == (2, 0.0), "the bus is away, or nobody serves a stage"

@@ -3,6 +3,8 @@
 import itertools
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -118,6 +120,30 @@ def test_an_answer_goes_on_in_the_version_that_began_it_or_ends(stays: bool) -> 
         assert result.error is not None
         assert isinstance(result.error.to_exception(), AnswerInterrupted)
         assert result.token_ids == begun
+
+
+def test_an_answer_ends_where_no_worker_knows_its_adapter_any_more() -> None:
+    with EmptyPipeline() as pipeline:
+        (dying,) = start(pipeline, "first", "auto")
+        pipeline.kill_worker(dying, after_tokens=5)
+        with pipeline.client() as client:
+            request_id = submit(pipeline)
+            events = (event for event in client.stream(request_id) if isinstance(event, TokenEvent))
+            begun = [event.token for event in itertools.islice(events, 5)]
+        pipeline.start_worker("auto")
+        result = find_result(pipeline)
+    assert result.error is not None
+    assert isinstance(result.error.to_exception(), AnswerInterrupted)
+    assert result.token_ids == begun
+
+
+def test_weights_that_did_not_begin_an_answer_do_not_go_on_with_it() -> None:
+    """As where the model itself has the adapter's name by now."""
+    task: Any = SimpleNamespace(adapter=None, role=None, log_events=[SimpleNamespace(adapter="1" * 64)])
+    with pytest.raises(AnswerInterrupted, match="another adapter"):
+        AdapterVersions({}).check_task(task)
+    task.log_events = [SimpleNamespace(adapter=None)]
+    AdapterVersions({}).check_task(task)
 
 
 def test_a_request_for_an_adapter_that_is_here_is_sent_nowhere() -> None:

@@ -44,6 +44,12 @@ def read_adapters(directories: Mapping[str, Path], config: Any) -> dict[str, Ada
     """Return the adapters by name. `config` is the model's. Raises `ModelLoadError` for one that does not fit it."""
     if not directories:
         return {}
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if not hasattr(PEFTHelper, "get_rank_and_scaling"):
+        raise ModelLoadError(
+            "PENSTOCK_ENGINE_ADAPTERS: this version of vLLM computes one rank for all layers: take 0.32"
+        )
     plain = copy.deepcopy(config)
     take_quantization(plain)
     skeleton = build_skeleton(plain, torch.float32)

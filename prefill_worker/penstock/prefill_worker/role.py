@@ -147,6 +147,8 @@ class PrefillRole(ModelRole):
                     raise InvalidRequest(REFUSED_TEXTS)
                 task.seq, task.read_s = self.read_texts(task), now_s()
                 return True
+            if task.log_events and task.log_events[0].adapter is not None:
+                self.adapters.check_begun(task, request.model)
             is_raw = task.claim.is_read_raw
             add_rows = None if self.pictures is None else partial(self._add_rows, task, request, self.pictures)
             task.token_ids = self.prompt_reader.tokenize_prompt(
@@ -189,6 +191,7 @@ class PrefillRole(ModelRole):
                 load.count_chars(request, task.seq.num_prompt_tokens)
             return True
         if isinstance(request, Request) and self._asks_for_adapter(request) and task.adapter is None:
+            self.adapters.check_task(task)
             raise self.adapters.build_unknown_error(request.model or "")
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None

@@ -31,7 +31,7 @@ class AdapterVersions:
 
     def is_known(self, name: str) -> bool:
         """Return whether an adapter of this worker, or of another one, has a name. Raises `redis.RedisError`."""
-        return name in self.own or any(name in beat["adapters"] for beat in self._read_others("prefill"))
+        return name in self.own or any(name in beat["adapters"] for beat in self._read_beats())
 
     def find_version(self, task: Task, name: str | None) -> Adapter | None:
         """Return the version that computes a request: the one that began it, or this worker's. None where the name is
@@ -42,14 +42,20 @@ class AdapterVersions:
             digest = task.log_events[0].adapter
         return None if name is None or digest is None else Adapter(name=name, digest=digest)
 
+    def check_begun(self, task: Task, name: str | None) -> None:
+        """Raise `AnswerInterrupted` for a request whose answer an adapter began that no worker has any more."""
+        if name is not None and not self.is_known(name):
+            raise AnswerInterrupted(f"no worker has the adapter {name!r} any more, which began the answer")
+
     def check_task(self, task: Task) -> None:
-        """Raise `AnswerInterrupted` for a request whose version this worker does not compute, or no worker decodes.
-        Raises `redis.RedisError`.
+        """Raise `AnswerInterrupted` for a request whose answer was begun by other weights than those that are to go on,
+        whose version this worker does not compute, or that no worker decodes. Raises `redis.RedisError`.
         """
         adapter, role = task.adapter, task.role
-        assert adapter is not None
-        if task.log_events and task.log_events[0].adapter != adapter.digest:
-            raise AnswerInterrupted(f"another version of {adapter.name!r} began the answer than its job names")
+        if task.log_events and task.log_events[0].adapter != (None if adapter is None else adapter.digest):
+            raise AnswerInterrupted("another adapter, or version of it, began the answer than is asked for now")
+        if adapter is None:
+            return
         if adapter.digest not in self.own.values():
             told = f"the version of {adapter.name!r} that began the answer is not loaded any more"
             raise _send_elsewhere(AnswerInterrupted(told), is_there=self._is_elsewhere(adapter.digest, role.stage))
@@ -70,15 +76,19 @@ class AdapterVersions:
 
     def _read_others(self, stage: Stage) -> list[dict[str, Any]]:
         """Return the heartbeats of workers of a stage that have adapters and take requests."""
+        return [
+            beat
+            for beat in self._read_beats()
+            if stage in find_stages(beat["stage"]) and beat["state"] in ("ready", "degraded")
+        ]
+
+    def _read_beats(self) -> list[dict[str, Any]]:
+        """Return the heartbeats of all workers that have adapters, also of those that load their model."""
         with self._reading:
             if self.read_beats is not None and time.monotonic() >= self._read_at + BEATS_TTL_S:
                 self._beats = [beat for beat in self.read_beats() if beat.get("adapters")]
                 self._read_at = time.monotonic()
-            return [
-                beat
-                for beat in self._beats
-                if stage in find_stages(beat["stage"]) and beat["state"] in ("ready", "degraded")
-            ]
+            return self._beats
 
 
 def _send_elsewhere(error: RequestError, *, is_there: bool) -> RequestError:

@@ -55,8 +55,9 @@ MAX_ATTEMPTS_BEFORE_SUSPECT = 2
 """How many claims in vain count as bad luck. After them a request is a suspect."""
 SUSPECT_DEFERRAL_S = 0.25
 """How long a suspect is deferred that has to wait for others."""
-ELSEWHERE_S = 0.25
-"""How long a request waits that another worker has to compute: this one may be the next to take it over, too."""
+ELSEWHERE_S, MAX_ELSEWHERE_S = 0.25, 300.0
+"""How long a request waits that another worker has to compute, as this one may be the next to take it over, too; and
+how old it may be for that: workers that are started anew with another version are there by then."""
 OUTAGE_DEFERRAL_S, MAX_OUTAGE_S = 2.0, 900.0
 """How long a request waits whose data cannot be read as a server is away, and how old it may be for that."""
 UNWRITABLE = "what the request came to cannot be written; the worker's log says why"
@@ -73,9 +74,9 @@ class RetryPolicy:
         """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end.
 
         While a server is away that has its data attempts do not count, for a while; nor where another worker is to
-        compute it.
+        compute it, which may be about to start.
         """
-        if error.is_for_others:
+        if error.is_for_others and now_s() < delivery.timestamp_s + MAX_ELSEWHERE_S:
             self._record.release_claim(claim, delivered=False, wait_s=ELSEWHERE_S)  # any worker may take it over then
             self._queue.defer(delivery, POSTPONE_S)
             self._retried(error.code)

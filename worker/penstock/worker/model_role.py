@@ -79,8 +79,7 @@ class ModelRole(Role):
         """
         message, model = task.message, self.engine.model
         assert message is not None
-        if task.adapter is not None:
-            self.adapters.check_task(task)
+        self.adapters.check_task(task)
         sampling = message.sampling
         if sampling.fit_context:
             # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.

@@ -340,7 +340,8 @@ class Worker:
                 tracing.record_span("preprocess", task.parent_context, task.started_s, task.read_s, bytes=bytes_read)
         if claim.is_ended:
             self.session.remove_claim(claim)
-            if isinstance(task.error, StoreUnreachable):  # only its message could not be read, and the log has its end
+            if isinstance(task.error, StoreUnreachable) and task.error.is_outage:
+                # Only its message could not be read, and the log has its end.
                 self.intake.queue.defer(task.delivery, OUTAGE_DEFERRAL_S)
                 return
             task.leaving_for = "ended" if claim.is_unbound else ""

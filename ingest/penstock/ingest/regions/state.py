@@ -134,15 +134,16 @@ def describe_model(
     name: str, pipeline: Pipeline, told: Sequence[ToldBeat], lag: PipelineLag | None, now_s: float
 ) -> ModelState:
     """Return what heartbeats and lag say of a model. Both have been read at `now_s`."""
-    found = dict[bytes, Mapping[str, Any]]()
+    found, written = dict[bytes, Mapping[str, Any]](), json.dumps(name).encode()
     for key, value, _ in told:
-        if key.startswith(pipeline.worker_prefix.encode()):
+        if key.startswith(pipeline.worker_prefix.encode()) and written in value:
             beat = json.loads(value)
-            adapters = beat.get("adapters") or {}
+            digest = (beat.get("adapters") or {}).get(name)
             if beat.get("model") == name:
                 found[key] = beat
-            elif name in adapters:  # two versions of an adapter are two models
-                found[key] = beat | {"fingerprint": f"{beat.get('fingerprint')} with {adapters[name]}"}
+            elif digest is not None:  # two versions of an adapter are two models
+                whole = beat.get("fingerprint")
+                found[key] = beat | {"fingerprint": whole and f"{whole}+{digest}"}
     beats = parse_beats(pipeline, [one for one in told if one[0] in found], now_s)
     fresh = [beat for beat in beats if now_s < beat.stale_s]
     # Only Kafka has partitions. On Redis Streams all workers that take requests read the same ones.
