@@ -16,12 +16,13 @@ def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
     assert [one.what for one in found.passes if one.process == "gateway" and not one.is_walk] == [
         "from_json", "model_validate ChatBody", "model_dump_json Request",
     ]  # fmt: skip
-    assert [one.what for one in found.passes if one.process == "worker prefill"] == [
-        "model_validate_json Request", "dumps",  # the last one: to the template's process
-    ]  # fmt: skip
+    prefill = [one.what for one in found.passes if one.process == "worker prefill"]
+    # To the template's process, once more where that takes long.
+    num_again = prefill[2:].count("dumps")
+    assert prefill == ["model_validate_json Request", "dumps", *["dumps"] * num_again]
     assert {one.what for one in found.passes if one.is_walk} == {"walk measure_prompts", "walk chain_prompt"}
     # Decode may read the job before or after the first token is with the client.
-    assert len([one for one in found.passes if one.process != "worker decode"]) == 7
+    assert len([one for one in found.passes if one.process != "worker decode"]) == 7 + num_again
 
 
 def test_the_packages_files_count_and_not_the_environments_whatever_the_repository_is_called() -> None:

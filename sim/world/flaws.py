@@ -402,7 +402,7 @@ FLAWS = (
     ),
     Flaw(
         "decode ends what it lacks KV of", "decode_worker/penstock/decode_worker/role.py",
-        "return task.claim.num_returns < MAX_RETURNS", "return False", rates=SEES,
+        "return num_returns < MAX_RETURNS and not waits", "return False", rates=SEES,
     ),
     Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
