@@ -117,6 +117,7 @@ def answer(under_test: EngineUnderTest, model: Path, lengths: list[int], num_sai
         prompt, said = generate(model, length)
         caller.add(str(length), prompt, GREEDY, said[:num_said])
     tokens = dict(caller.run_to_end())
+    assert not caller.failures
     if num_said:
         found = {name: progress.num_cached_tokens for name, progress in caller.progress.items()}
         assert found == {str(length): min(length, (length + num_said - 1) // BLOCK * BLOCK) for length in lengths}

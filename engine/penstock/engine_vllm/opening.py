@@ -157,7 +157,7 @@ def parse_vllm_arguments(text: str) -> dict[str, Any]:
 
 
 def _open_core(settings: EngineSettings, report: Progress, version: str, num_usual_steps: int) -> "VllmCore":
-    from vllm import EngineArgs, envs
+    from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
@@ -169,7 +169,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
 
     is_cpu = bool(current_platform.is_cpu())
     given = parse_vllm_arguments(settings.vllm_args)
-    _check_settings(settings, given, is_cpu=is_cpu, is_batch_invariant=envs.VLLM_BATCH_INVARIANT)
+    is_batch_invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+    _check_settings(settings, given, is_cpu=is_cpu, is_batch_invariant=is_batch_invariant)
     prepare_transformers()
     directory = find_model(settings.model, report, settings.find_cache_directory())
     files = find_weight_files(directory)
@@ -222,7 +223,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
     num_heads = 1 if is_latent else vllm_config.model_config.get_total_num_kv_heads()
     layout, slices = combine_ranks(call_ranks("penstock_describe_kv"), settings.block_size, num_heads)
     shaping = sorted((name, repr(value)) for name, value in given.items() if name not in PLACING_ARGUMENTS)
-    if envs.VLLM_BATCH_INVARIANT:
+    if is_batch_invariant:
         shaping.append(("VLLM_BATCH_INVARIANT", "1"))
     device_name = current_platform.get_device_name()
     form = f"penstock kv layout of vllm {version}\n{device_name} {shaping}\n{layout}"
@@ -237,7 +238,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str, num_usu
         compute_fingerprint(directory, files, hash_files(files, report, load_cache), config, form),
         " ".join([f"{args.dtype} in vLLM {version} on {device_name}", *(f"{name}={value}" for name, value in shaping)]),
         layout,
-        is_batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        is_batch_invariant=is_batch_invariant,
         adapters={name: adapter.digest for name, adapter in adapters.items()},
     )
     ranks = RankBlocks(core.model_executor, layout, slices)
