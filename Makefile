@@ -75,7 +75,7 @@ test: .venv/installed-dev
 
 # What `make test` leaves out.
 test-all: .venv/installed-dev
-	$(BIN)/python $(FORKED) -m "not proof and not clients"
+	$(BIN)/python $(FORKED) --workers 5 -m "not proof and not clients"
 
 # SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own; with NEWEST=1
 # their newest releases, which are looked for each time.
