@@ -222,6 +222,12 @@ def test_an_agent_does_its_task(site: Site, name: str, victim: Victim, run: int,
     counted = [found for _, given in agent.calls for found in re.findall(r"echo (\w+)", str(given))]
     assert (work / "calls").read_text().split() == [*counted, "run"], told
     assert (work / "program.sh").read_text() == PROGRAM.replace(OLD, NEW)
-    asked = Counter(text for said in site.list_texts()[num_before:] for text in TEXTS if said.startswith(text))
+
+    def count_turns() -> Counter[str]:
+        return Counter(text for said in site.list_texts()[num_before:] for text in TEXTS if said.startswith(text))
+
+    # The result of an answer whose worker was killed behind its end comes once that one's lease is over.
+    wait_for(lambda: count_turns().keys() == set(TEXTS), "each turn has its result")
+    asked = count_turns()
     again = {TEXTS[turn] for turn in held} if victim == "gateway" else set()
     assert all(asked[text] in ((1, 2) if text in again else (1,)) for text in TEXTS), asked
