@@ -225,7 +225,7 @@ def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
     make_line: Callable[..., InProcessPipeline],
 ) -> None:
     """One request for each stage: in decode the first attempt made tokens, and those after it none."""
-    line = make_line(record=RecordSettings(max_attempts=3, lease_s=0.4))
+    line = make_line(record=RecordSettings(max_attempts=3, lease_s=600))  # none ends as the machine is slow
     work, num_killed = make_requests(4, line.pipeline.name), {"prefill": 0, "decode": 0}
     line.send_requests(*work[:2], poison("kills-prefill", 1), *work[2:], poison("kills-decode", 30))
 
@@ -240,6 +240,8 @@ def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
                     raise Killed
             return right(batch)
 
+        for session in worker.session._sessions.parts:  # they learn what the dead have left
+            session.renew()
         try:
             with mock.patch.object(core_of(worker).runner, "run_step", deadly):
                 worker.run_once()
