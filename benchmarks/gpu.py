@@ -66,7 +66,7 @@ from penstock.waiting import wait_until
 
 START_S, VOCABULARY = 240.0, range(3, 250)
 VLLM_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-"""Of a machine without a network."""
+"""vLLM finds its own address and interface by these on a machine without a network."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Recorded decode steps, and nothing compiled, which starts sooner."""
 WAYS = {
@@ -248,7 +248,7 @@ class VllmCheck:
     figures: dict[str, float] = field(default_factory=dict)
     _right: list[list[int]] = field(default_factory=list)
 
-    def run(self) -> dict[str, float]:
+    def run_parts(self) -> dict[str, float]:
         """Run what there is time for. Raises `SystemExit` where a part failed."""
         begun_s, failed = time.monotonic(), list[str]()
         model = write_shape(self.given.choose_size("q06", "small", "smoke"))
@@ -367,7 +367,7 @@ class VllmCheck:
 def run(given: Options) -> dict[str, float]:
     """Run all parts and return their figures."""
     if given.engine == "vllm":
-        return VllmCheck(given).run()
+        return VllmCheck(given).run_parts()
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here: --device cpu tries every part without one")
     if given.device == "cuda":

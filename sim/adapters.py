@@ -74,7 +74,7 @@ def merge_adapter(tensors: dict[str, torch.Tensor], scaling: float = 2.0) -> Any
     return merged
 
 
-def generate(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+def generate_greedily(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     """Return the likeliest tokens that follow a prompt."""
     ids = torch.tensor([prompt])
     found = model.generate(ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
@@ -111,12 +111,12 @@ class AdapterRun:
         """The newest version that all workers have, and the newest that is in the directories."""
         self.answers = list[Asked]()
         self.expected: dict[tuple[str, int], list[list[int]]] = {}
-        base = [generate(load_demo(), prompt) for prompt in self.prompts]
+        base = [generate_greedily(load_demo(), prompt) for prompt in self.prompts]
         for version in range(RELOADS + 1):
             self.expected["demo", version] = base
             for number, name in enumerate(NAMES):
                 merged = merge_adapter(write_adapter(directory / f"{name}-{version}", self._draw(number, version)))
-                self.expected[name, version] = [generate(merged, prompt) for prompt in self.prompts]
+                self.expected[name, version] = [generate_greedily(merged, prompt) for prompt in self.prompts]
 
     def _draw(self, number: int, version: int) -> int:
         return 1000 * self._seed + 10 * version + number
@@ -127,7 +127,7 @@ class AdapterRun:
         for number, name in enumerate(NAMES):
             write_adapter(self.directory / name, self._draw(number, version))
 
-    def ask(self, client: Client, chance: random.Random) -> None:
+    def ask_for_answer(self, client: Client, chance: random.Random) -> None:
         """Ask for one answer, and wait for it."""
         name, prompt, first = chance.choice(("demo", *NAMES)), chance.randrange(NUM_PROMPTS), self.complete
         request_id = client.submit(
@@ -175,12 +175,12 @@ def play_adapters(seed: int, directory: Path, num_answers: int) -> AdapterRun:
             chance = random.Random(f"{seed} {number}")
             with Client(stack.addresses) as client:
                 while not over.is_set():
-                    run.ask(client, chance)
+                    run.ask_for_answer(client, chance)
 
         with ThreadPoolExecutor(NUM_CLIENTS) as clients:
             asking = [clients.submit(keep_asking, number) for number in range(NUM_CLIENTS)]
             try:
-                disturb(run, stack, random.Random(seed), num_answers)
+                kill_and_reload_workers(run, stack, random.Random(seed), num_answers)
             finally:
                 over.set()
             for one in asking:
@@ -194,7 +194,7 @@ def play_adapters(seed: int, directory: Path, num_answers: int) -> AdapterRun:
     return run
 
 
-def disturb(run: AdapterRun, stack: Stack, chance: random.Random, num_answers: int) -> None:
+def kill_and_reload_workers(run: AdapterRun, stack: Stack, chance: random.Random, num_answers: int) -> None:
     """Kill workers and reload all adapters in turns, at even shares of the answers, until there are so many."""
     events = ["kill", "reload"] * RELOADS + ["kill"] * (KILLS - RELOADS)
     for number, event in enumerate(events, 1):

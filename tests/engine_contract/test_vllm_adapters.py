@@ -42,11 +42,11 @@ def add(caller: Caller, name: str, adapter: str, said: list[int] | None = None, 
 @needs_vllm
 def test_an_adapter_answers_as_the_model_with_its_matrices_in_the_weights(tmp_path: Path) -> None:
     """All in one batch, the model itself among them; then again behind the first token, with the KV that was found."""
-    from sim.adapters import generate, load_demo, merge_adapter, write_adapter
+    from sim.adapters import generate_greedily, load_demo, merge_adapter, write_adapter
 
     written = {name: write_adapter(tmp_path / name, seed, rank) for seed, (name, rank) in enumerate(RANKS.items())}
-    expected = {name: generate(merge_adapter(tensors), PROMPT) for name, tensors in written.items()}
-    expected["demo"] = generate(load_demo(), PROMPT)
+    expected = {name: generate_greedily(merge_adapter(tensors), PROMPT) for name, tensors in written.items()}
+    expected["demo"] = generate_greedily(load_demo(), PROMPT)
     assert len(set(map(tuple, expected.values()))) == len(expected)
     adapters = ",".join(f"{name}={tmp_path / name}" for name in RANKS)
     with opened(tmp_path / "store", adapters=adapters) as under_test:

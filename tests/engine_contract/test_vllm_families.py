@@ -21,6 +21,7 @@ from penstock.engine.weights.quantized import take_quantization
 from penstock.engine_vllm.core import VllmCore
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
+from sim.adapters import generate_greedily
 from sim.workload import ENGINE_SETTINGS
 from tests.engine_contract.engines import BLOCK, Caller, EngineUnderTest
 from tests.engine_contract.test_vllm import needs_vllm, opened
@@ -91,12 +92,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @cache
-def generate(model: Path, length: int) -> tuple[list[int], list[int]]:
+def draw_and_answer(model: Path, length: int) -> tuple[list[int], list[int]]:
     """Return a prompt of the length, and the tokens of `generate()`."""
     module: Any = _load_module(model)
     prompt = random.Random(length).choices(range(3, module.config.vocab_size), k=length)
-    said = module.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False)
-    return prompt, said[0, length:].tolist()
+    return prompt, generate_greedily(module, prompt, NUM_NEW)
 
 
 @cache
@@ -114,7 +114,7 @@ def answer(under_test: EngineUnderTest, model: Path, lengths: list[int], num_sai
     """Answer prompts together, each from a token on, and check that all of what is stored of them is found."""
     caller = Caller(under_test.engine)
     for length in lengths:
-        prompt, said = generate(model, length)
+        prompt, said = draw_and_answer(model, length)
         caller.add(str(length), prompt, GREEDY, said[:num_said])
     tokens = dict(caller.run_to_end())
     assert not caller.failures
@@ -131,7 +131,7 @@ def test_tokens_are_those_of_generate_on_both_sides_of_windows_and_blocks(
 ) -> None:
     """Whole, and from the store at several tokens once vLLM's own memory is empty."""
     model = models(family)
-    right = {str(length): generate(model, length)[1] for length in LENGTHS}
+    right = {str(length): draw_and_answer(model, length)[1] for length in LENGTHS}
     with opened(tmp_path, "one rank", model=str(model)) as under_test:
         for num_said in (0, 1, NUM_NEW - 1):
             under_test.empty_memory()
@@ -179,12 +179,14 @@ def test_a_family_goes_on_with_another_number_of_ranks(
     with opened(tmp_path, before, model=str(model)) as prefill:
         caller = Caller(prefill.engine)
         for length in lengths:
-            caller.add_prompt(str(length), generate(model, length)[0], GREEDY)
+            caller.add_prompt(str(length), draw_and_answer(model, length)[0], GREEDY)
         caller.run_to_end()
         fingerprint = prefill.engine.model.fingerprint
     with opened(tmp_path, after, model=str(model)) as decode:
         decode.empty_memory()
-        assert answer(decode, model, lengths, 1) == {str(length): generate(model, length)[1] for length in lengths}
+        assert answer(decode, model, lengths, 1) == {
+            str(length): draw_and_answer(model, length)[1] for length in lengths
+        }
         assert decode.engine.model.fingerprint == fingerprint
 
 

@@ -48,6 +48,16 @@ def find_result(pipeline: TestPipeline, count: int = 1) -> Result:
     return pipeline.wait_for_results(count)[-1]
 
 
+def begin_answer(pipeline: TestPipeline) -> list[int]:
+    """Have a worker with the first version begin an answer, and die; return its tokens."""
+    (dying,) = start(pipeline, "first", "auto")
+    pipeline.kill_worker(dying, after_tokens=5)
+    with pipeline.client() as client:
+        request_id = submit(pipeline)
+        events = (event for event in client.stream(request_id) if isinstance(event, TokenEvent))
+        return [event.token for event in itertools.islice(events, 5)]
+
+
 @pytest.mark.parametrize("kinds", [("prefill", "decode"), ("auto",)])
 def test_each_adapter_answers_by_its_name(kinds: Sequence[str]) -> None:
     with EmptyPipeline() as pipeline:
@@ -103,12 +113,7 @@ def test_a_request_waits_until_a_worker_that_decodes_has_its_version(monkeypatch
 @pytest.mark.parametrize("stays", [True, False], ids=["a worker has its version", "no worker has its version"])
 def test_an_answer_goes_on_in_the_version_that_began_it_or_ends(stays: bool) -> None:
     with EmptyPipeline() as pipeline:
-        (dying,) = start(pipeline, "first", "auto")
-        pipeline.kill_worker(dying, after_tokens=5)
-        with pipeline.client() as client:
-            request_id = submit(pipeline)
-            events = (event for event in client.stream(request_id) if isinstance(event, TokenEvent))
-            begun = [event.token for event in itertools.islice(events, 5)]
+        begun = begin_answer(pipeline)
         start(pipeline, "second", "auto")
         if stays:
             start(pipeline, "first", "auto")
@@ -124,12 +129,7 @@ def test_an_answer_goes_on_in_the_version_that_began_it_or_ends(stays: bool) -> 
 
 def test_an_answer_ends_where_no_worker_knows_its_adapter_any_more() -> None:
     with EmptyPipeline() as pipeline:
-        (dying,) = start(pipeline, "first", "auto")
-        pipeline.kill_worker(dying, after_tokens=5)
-        with pipeline.client() as client:
-            request_id = submit(pipeline)
-            events = (event for event in client.stream(request_id) if isinstance(event, TokenEvent))
-            begun = [event.token for event in itertools.islice(events, 5)]
+        begun = begin_answer(pipeline)
         pipeline.start_worker("auto")
         result = find_result(pipeline)
     assert result.error is not None
@@ -139,7 +139,9 @@ def test_an_answer_ends_where_no_worker_knows_its_adapter_any_more() -> None:
 
 def test_weights_that_did_not_begin_an_answer_do_not_go_on_with_it() -> None:
     """As where the model itself has the adapter's name by now."""
-    task: Any = SimpleNamespace(adapter=None, role=None, log_events=[SimpleNamespace(adapter="1" * 64)])
+    task: Any = SimpleNamespace(
+        adapter=None, adapter_digest="", role=None, log_events=[SimpleNamespace(adapter="1" * 64)]
+    )
     with pytest.raises(AnswerInterrupted, match="another adapter"):
         AdapterVersions({}).check_task(task)
     task.log_events = [SimpleNamespace(adapter=None)]

@@ -52,7 +52,7 @@ class AdapterVersions:
         whose version this worker does not compute, or that no worker decodes. Raises `redis.RedisError`.
         """
         adapter, role = task.adapter, task.role
-        if task.log_events and task.log_events[0].adapter != (None if adapter is None else adapter.digest):
+        if task.log_events and (task.log_events[0].adapter or "") != task.adapter_digest:
             raise AnswerInterrupted("another adapter, or version of it, began the answer than is asked for now")
         if adapter is None:
             return

@@ -108,7 +108,7 @@ class ModelRole(Role):
             grammar=grammar,
             num_prompt_logprobs=num_prompt_logprobs,
             pictures=task.pictures,
-            adapter="" if task.adapter is None else task.adapter.digest,
+            adapter=task.adapter_digest,
             lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
             was_handed_off=isinstance(message, Job),
             retain_s=message.retain_s or 0.0,
@@ -123,8 +123,7 @@ class ModelRole(Role):
     def hash_prompt(self, task: Task) -> PromptBlocks:
         """Return the names of the blocks of a request's prompt."""
         spans = [] if task.pictures is None else task.pictures.spans
-        adapter = "" if task.adapter is None else task.adapter.digest
-        return self.engine.hash_prompt(task.tenant, task.token_ids, spans, adapter)
+        return self.engine.hash_prompt(task.tenant, task.token_ids, spans, task.adapter_digest)
 
     def read_job(self, task: Task, job: Job) -> None:
         """Read the pictures and the grammar of a job, if it has any. Raises `InvalidRequest`."""
@@ -187,7 +186,7 @@ class ModelRole(Role):
             logprobs = self.token_texts.add_texts(logprobs, item.token_id)
         event = task.claim.next_event(item.token_id, text, logprobs, before)
         if task.adapter is not None and not task.log_events:
-            return event.model_copy(update={"adapter": task.adapter.digest})
+            return event.model_copy(update={"adapter": task.adapter_digest})
         return event
 
 

@@ -105,6 +105,11 @@ class Task:
         return None if self.message is None else self.message.deadline
 
     @property
+    def adapter_digest(self) -> str:
+        """The digest of the adapter that computes its answer; empty for the model itself."""
+        return "" if self.adapter is None else self.adapter.digest
+
+    @property
     def num_texts(self) -> int:
         """How many texts it has, of which vectors or scores are computed, and no tokens."""
         return 0 if self.message is None else len(self.message.texts or ())
