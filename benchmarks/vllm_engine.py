@@ -50,10 +50,10 @@ from sim.kafka_server import find_or_start_kafka
 
 BLOCK, BYTES = 32, range(250)
 """Tokens of a block, and the tokens of prompts."""
-PREFIX_TOKENS, NEW_TOKENS = 2048, 16
-"""Tokens of a prompt: those that are known, and those behind them."""
+NEW_TOKENS = 16
+"""Tokens of a prompt behind those that are known."""
 POOL_MB = 768
-NUM_REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 96, (64, 96), 64
+PROMPT_TOKENS, ANSWER_TOKENS = (64, 96), 64
 """The load of the throughput: prefill and decode take about as long, as there is one worker of each."""
 Prompt = list[int]
 
@@ -105,6 +105,7 @@ class PrefixSides:
 
     core: VllmCore
     bare: BareEngine
+    prefix_tokens: int
     near: ServingEngine
     far: ServingEngine
     lmcache: Side | None = None
@@ -112,7 +113,7 @@ class PrefixSides:
 
     def measure_round(self, number: int) -> dict[str, float]:
         """Return the seconds of each measurement, all with prompts that are new in this round."""
-        alone, saved, prefix = make_prompts(random.Random(number), 3, PREFIX_TOKENS, PREFIX_TOKENS, BYTES)
+        alone, saved, prefix = make_prompts(random.Random(number), 3, self.prefix_tokens, self.prefix_tokens, BYTES)
         tails = iter(make_prompts(random.Random(-number), 3, NEW_TOKENS, NEW_TOKENS, BYTES))
         times = {}
         for name in ("alone", "saved") if number % 2 else ("saved", "alone"):
@@ -140,19 +141,19 @@ class PrefixSides:
         return answer_prompt(worker, prompt, uuid.uuid4().hex, stores=stores)[1]
 
 
-def measure_prefixes(model: Path, rounds: int) -> dict[str, list[float]]:
+def measure_prefixes(model: Path, prefix_tokens: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each round, by what is measured. In this process, on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     core = open_vllm_core(make_settings(model, 1))
-    megabytes = 4 * core.model.layout.block_bytes * (PREFIX_TOKENS // BLOCK + 1) // 2**20 + 16
+    megabytes = 4 * core.model.layout.block_bytes * (prefix_tokens // BLOCK + 1) // 2**20 + 16
     with ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(dir=SHM)))
         server = exits.enter_context(ValkeyServer(directory / "valkey"))
         near = KVSettings(shared_mb=megabytes, shared_dir=str(directory), redis_mb=0)
         far = KVSettings(shared_mb=0, redis_mb=megabytes)
         sides = PrefixSides(
-            core, BareEngine(model, 1),
+            core, BareEngine(model, 1), prefix_tokens,
             exits.enter_context(open_serving_engine(core, near, "", "bench")),
             exits.enter_context(open_serving_engine(core, far, server.url, "bench")),
         )  # fmt: skip
@@ -160,7 +161,7 @@ def measure_prefixes(model: Path, rounds: int) -> dict[str, list[float]]:
         try:
             sides.lmcache = start_lmcache(
                 exits, directory, server.url, threads=1, layers=layout.num_layers, kv_heads=layout.num_heads,
-                head_size=layout.vector_size // 2, chunk=256, chunks=PREFIX_TOKENS // 256,
+                head_size=layout.vector_size // 2, chunk=256, chunks=prefix_tokens // 256,
             )  # fmt: skip
         except SideFailed as failed:
             print(f"without LMCache: {failed}")
@@ -179,11 +180,9 @@ def serve_bare(connection: Connection, model: Path, more: dict[str, Any]) -> Non
         connection.send(engine.answer(*load))
 
 
-def make_loads(rounds: int, sign: int) -> list[list[Prompt]]:
-    """Return the prompts of each round, and before them those of one that warms up."""
-    return [
-        make_prompts(random.Random(sign * number), NUM_REQUESTS, *PROMPT_TOKENS, BYTES) for number in range(rounds + 1)
-    ]
+def make_loads(count: int, rounds: int, sign: int) -> list[list[Prompt]]:
+    """Return `count` prompts for each round, and before them those of one that warms up."""
+    return [make_prompts(random.Random(sign * number), count, *PROMPT_TOKENS, BYTES) for number in range(rounds + 1)]
 
 
 @contextmanager
@@ -198,28 +197,31 @@ def open_pipeline(model: Path, **numbers: Any) -> Iterator[Callable[[list[Prompt
         yield lambda prompts: PipelineSide(client).measure_tokens_per_s(prompts, ANSWER_TOKENS)
 
 
-def measure_throughput(model: Path, rounds: int) -> dict[str, list[float]]:
+def measure_throughput(model: Path, count: int, rounds: int) -> dict[str, list[float]]:
     """Return the output tokens a second of each round: an `auto` worker takes turns with vLLM alone, and then a
-    pipeline of two stages through Kafka has the cores for itself.
+    pipeline of two stages through Kafka has the cores for itself. `count`: prompts of a round; with few of them most
+    of a round has less than a full batch.
     """
     found: dict[str, list[float]] = {"vLLM alone": [], "auto": [], "two stages": []}
     with (
         closing(PipedProcess(multiprocessing.get_context("spawn"), serve_bare, model, {})) as bare,
         open_pipeline(model, prefill=0, decode=0, auto=1) as measure_auto,
     ):
-        for number, (prompts, others) in enumerate(zip(make_loads(rounds, 1), make_loads(rounds, -1), strict=True)):
+        for number, (prompts, others) in enumerate(
+            zip(make_loads(count, rounds, 1), make_loads(count, rounds, -1), strict=True)
+        ):
             for is_auto in (True, False) if number % 2 else (False, True):
                 if is_auto:
                     found["auto"].append(measure_auto(others))
                 else:
                     seconds = bare.ask((prompts, ANSWER_TOKENS))
-                    found["vLLM alone"].append(NUM_REQUESTS * ANSWER_TOKENS / seconds)
+                    found["vLLM alone"].append(count * ANSWER_TOKENS / seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
         find_or_start_kafka(Path(directory)) as kafka,
         open_pipeline(model, kafka=kafka) as measure_stages,
     ):
-        found["two stages"] = [measure_stages(prompts) for prompts in make_loads(rounds, -1)]
+        found["two stages"] = [measure_stages(prompts) for prompts in make_loads(count, rounds, -1)]
     return {side: rates[1:] for side, rates in found.items()}
 
 
@@ -229,12 +231,12 @@ def run(given: Arguments) -> dict[str, float]:
     for name in given.choose_size(("small", "q06"), ("small",), ("smoke",)):
         model, end = write_shape(name), "" if name == "small" else f"_{name}"
         print(f"{name}: {SHAPES[name].read_bytes / 2**20:.0f} MiB of weights, bfloat16")
-        times = measure_prefixes(model, given.choose_size(7, 2, 1))
+        times = measure_prefixes(model, given.choose_size(2048, 1024, 256), given.choose_size(7, 2, 1))
         figures[f"ttft_hit_vs_own_cache{end}"] = compute_ratio(times, "memory", "own")
         if "lmcache" in times:
             figures[f"ttft_hit_vs_lmcache{end}"] = compute_ratio(times, "redis", "lmcache")
         figures[f"kv_save_overhead_prefill{end}"] = compute_ratio(times, "saved", "alone")
-        rates = measure_throughput(model, given.choose_size(5, 2, 1))
+        rates = measure_throughput(model, given.choose_size(96, 48, 8), given.choose_size(5, 3, 1))
         print_table(rates, "output tokens/s")
         figures[f"throughput_vs_bare_vllm_auto{end}"] = compute_ratio(rates, "auto", "vLLM alone")
         figures[f"throughput_vs_bare_vllm{end}"] = compute_ratio(rates, "two stages", "vLLM alone")
