@@ -88,7 +88,7 @@ test-clients: $(CLIENTS)/installed
 
 $(CLIENTS)/installed: BIN := $(CLIENTS)/bin
 $(CLIENTS)/installed: EXTRAS := worker,gateway,top,images,embedded,embeddings,dev,clients
-$(CLIENTS)/installed: pyproject.toml constraints.txt tests/ingest/node/package.json tests/ingest/agent_programs/package.json examples/backend_node/package.json $(wildcard tests/ingest/frameworks/*.py)
+$(CLIENTS)/installed: pyproject.toml constraints.txt tests/ingest/node/package.json tests/ingest/agent_programs/package.json examples/backend_node/package.json examples/conformance/node/package.json $(wildcard tests/ingest/frameworks/*.py)
 	$(make_environment)
 	@$(BIN)/python -m tests.ingest.clients
 	@touch $@

@@ -110,7 +110,7 @@ def make_document() -> Json:
         },
         "channels": _make_channels(),
         "operations": _make_operations(),
-        "components": {"messages": _make_messages(), "parameters": _PARAMETERS, "schemas": _make_schemas()},
+        "components": {"messages": _make_messages(), "parameters": _PARAMETERS, "schemas": make_schemas()},
     }
 
 
@@ -286,10 +286,11 @@ def make_examples() -> dict[str, dict[str, Json]]:
     }
 
 
-def _make_schemas() -> Json:
+def make_schemas(ref_template: str = "#/components/schemas/{model}") -> Json:
+    """Return the schemas of all messages, of their parts, and of `Headers`, by name."""
     _, found = models_json_schema(
         [(model, "validation") for model in MODELS],
-        ref_template="#/components/schemas/{model}",
+        ref_template=ref_template,
         schema_generator=_Schemas,
     )
     schemas: Json = found["$defs"]

@@ -18,6 +18,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 |----------------------------------------|--------|-------------------------------------------|----------------|
 | `penstock:<pipeline>:{<id>}:record`    | hash   | a set time after the last change          | `record`       |
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
+| `penstock:<pipeline>:ended:<day>:<byte>` | hash | days: digests of ids that ended then      | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:{<id>}:trace`     | list   | a set time after the last span            | `telemetry`    |
 | `penstock:<pipeline>:sessions`         | zset   | while any lives: session ids, by their time | `record`     |
@@ -247,6 +248,10 @@ class Pipeline:
     def record_key(self, request_id: str) -> str:
         """Return the key of a request's record."""
         return f"penstock:{self.name}:{{{request_id}}}:record"
+
+    def ended_key(self, day: str, byte: str) -> str:
+        """Return the key of the ids that ended on a day, and whose digests begin with a byte."""
+        return f"penstock:{self.name}:ended:{day}:{byte}"
 
     @property
     def sessions_key(self) -> str:

@@ -62,7 +62,12 @@ def _forget_commits(state: State, rules: Rules) -> Steps:
         bus = tuple([(message._replace(is_answered=is_answered), at) for message, at in found])
         after = state._replace(bus=bus, settled=(), left=state.left._replace(forgets=state.left.forgets - 1))
         yield Step("forget commits", call=("forget",)), after
-        yield Step("expire", call=("forget",)), after._replace(rec=NEW._replace(epoch=state.clock))
+        expired, rec = NEW._replace(epoch=state.clock), state.rec
+        yield Step("expire", call=("forget",)), after._replace(rec=expired)
+        if rec.stage == "end" and rec.bound:  # the id is remembered, and nobody finds a result
+            told = tuple([(message._replace(is_answered=False), at) for message, at in bus])
+            remembered = expired._replace(bound=rec.bound, body=rec.body)
+            yield Step("expire", call=("forget",)), after._replace(rec=remembered, bus=told)
 
 
 def _generate_session_ends(state: State, rules: Rules) -> Steps:

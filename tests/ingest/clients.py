@@ -77,7 +77,8 @@ def write_newest(place: Path) -> None:
 if __name__ == "__main__":
     if NEWEST is not None:
         write_newest(NEWEST)
-    for folder in (*map(find_place, NODE_FOLDERS), ROOT / "examples" / "backend_node"):
+    examples = ROOT / "examples" / "backend_node", ROOT / "examples" / "conformance" / "node"
+    for folder in (*map(find_place, NODE_FOLDERS), *examples):
         nodejs.install(folder / "package.json")
     for script in sorted((HERE / "frameworks").glob("*.py")):
         command = [UV, "sync", "--quiet", "--python", sys.executable, "--script", str(find_place(script))]

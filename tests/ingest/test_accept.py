@@ -358,3 +358,19 @@ async def test_all_lags_are_read_by_one_connection(site: Site) -> None:
         watch.read_latest()
     watch.close()
     assert len(made) == 1
+
+
+async def test_a_key_whose_answer_is_forgotten_does_not_run_again(site: Site) -> None:
+    """A client that comes back after a night with the same key is told so."""
+    site.patch.setattr(site.record, "_settings", RecordSettings(lease_s=600, remember_days=7))
+    for gateway in site.gateways:
+        for log in gateway.get_client(site.scripted.model)._logs.parts:
+            site.patch.setattr(log, "_remember_days", 7)
+    meta = await site.post(0)
+    claim = prefill(site.record, meta.id, body=meta.bodies[0])
+    site.record.finish_request(claim, end(), "place-1")
+    site.scripted.forget(meta.id)
+    error = await site.refuse(1)
+    assert (error.status, error.code) == (410, "idempotency_key_used")
+    assert site.list_published() == [meta.id]
+    assert await site.post(1, RequestHeaders(idempotency_key="another"))

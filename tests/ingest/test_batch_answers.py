@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ async def test_rows_with_tools_are_told_apart_as_at_the_gateway(tmp_path: Path) 
     assert await batch.create(lines(rows)) == []
     await batch.run(pipeline)
     assert all(fields.get("special_text") for fields in pipeline.fields)
-    assert [bool(fields.get("grammar")) for fields in pipeline.fields] == [False, False, True]
+    assert sorted(bool(fields.get("grammar")) for fields in pipeline.fields) == [False, False, True]
     chat, response, _ = [
         one["response"]["body"] for one in sorted(await batch.read_rows(), key=lambda one: one["custom_id"])
     ]
@@ -325,13 +326,40 @@ def make_run(sink: Sink, pipeline: ScriptedClient, num_rows: int, flush_interval
     return BatchRun(batch, Pipelines(pipeline.find, MAX_ROWS), sink.write_rows, lambda _: None)
 
 
-async def test_no_more_rows_are_read_than_are_under_way() -> None:
+ASKED = sorted(range(1, 101), key=lambda number: str(number - 1))
+"""The numbers of lines as they are asked: by their prompts, see `row`."""
+
+
+async def test_no_more_rows_are_read_than_are_under_way_and_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a batch takes no more memory than that, however slow its pipeline is."""
+    monkeypatch.setattr(answer_module, "MAX_WINDOW_ROWS", 3)
     sink, pipeline = Sink(), ScriptedClient()
     pipeline.is_open.clear()
     async with under_way(make_run(sink, pipeline, 5 * MAX_ROWS).answer_rows(frozenset())):
         await until(lambda: pipeline.num_waiting == MAX_ROWS)
-        assert sink.num_read == MAX_ROWS + 1
+        assert sink.num_read == 6, "two windows"
+
+
+@pytest.mark.parametrize(("window", "same"), [(100, 10), (6, 2)])
+async def test_rows_whose_prompts_begin_alike_follow_one_another(
+    monkeypatch: pytest.MonkeyPatch, batch: BatchKind, window: int, same: int
+) -> None:
+    """Within a window of the file. A run that goes on after a crash asks the others in the same order."""
+    monkeypatch.setattr(answer_module, "MAX_WINDOW_ROWS", window)
+    books = ("Genesis", "Exodus", "Ruth")
+    prompts = [[{"role": "user", "content": f"{books[number % 3]} {number}"}] for number in range(30)]
+    assert await batch.create(lines([row(number, messages=prompts[number]) for number in range(30)])) == []
+    asked = list[str]()
+    for close_after in (7, None):
+        pipeline = ScriptedClient()
+        pipeline.close_after = close_after
+        async with under_way(batch.run(pipeline)) as running:
+            await until(lambda at=pipeline: at.close_after == len(at.answered) or running.done())  # type: ignore[misc]
+        asked += pipeline.answered
+    numbers = [int(request_id.rpartition("-")[2]) - 1 for request_id in asked]
+    assert sorted(numbers) == list(range(30))
+    found = [(book, len(list(group))) for book, group in groupby(numbers, key=lambda number: books[number % 3])]
+    assert found == [(book, same) for _ in range(0, 30, window) for book in sorted(books)]
 
 
 @pytest.mark.parametrize(("interval_s", "most", "count"), [(0.01, 1000, 3), (3600.0, 5, 5)])
@@ -360,7 +388,7 @@ async def test_stopping_in_the_middle_of_a_write_writes_each_row_once() -> None:
     sink.is_free.set()
     with pytest.raises(asyncio.CancelledError):
         await answering
-    assert sorted(sink.written) == list(range(1, len(pipeline.answered) + 1))
+    assert set(sink.written) == set([one for one in ASKED if one <= 12][: len(pipeline.answered)])
 
 
 async def test_a_write_that_fails_ends_the_run_and_keeps_the_rows() -> None:
@@ -372,14 +400,15 @@ async def test_a_write_that_fails_ends_the_run_and_keeps_the_rows() -> None:
     assert not sink.written
     sink.error = None
     await run.flush_rows()
-    assert sorted(sink.written) == list(range(1, len(pipeline.answered) + 1))
+    assert set(sink.written) == set([one for one in ASKED if one <= 12][: len(pipeline.answered)])
 
 
 async def test_rows_that_are_skipped_are_cancelled_if_they_may_be_under_way() -> None:
     sink, pipeline = Sink(), ScriptedClient()
     await make_run(sink, pipeline, 3 * MAX_ROWS).skip_rows({1, 2}, "batch_cancelled")
-    assert sink.written == list(range(3, 3 * MAX_ROWS + 1))
-    assert pipeline.cancelled == [f"chatcmpl-b-{number}" for number in range(3, 3 + MAX_ROWS)]
+    skipped = [one for one in ASKED if 2 < one <= 3 * MAX_ROWS]
+    assert sink.written == skipped
+    assert pipeline.cancelled == [f"chatcmpl-b-{number}" for number in skipped[:MAX_ROWS]]
     assert pipeline.submitted == []
 
 

@@ -1,6 +1,9 @@
 """Who may hold a request. `tests/protocol/test_replay.py` compares every script with a model of it."""
 
+import asyncio
 import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -11,7 +14,10 @@ from penstock.messages import EndEvent, Request, Timings, TokenEvent, compute_bo
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import GOOD_PROGRESS
+from penstock.record.log import AsyncTokenLog
+from penstock.redis.client import async_redis_client
 from penstock.redis.scripts import Script
+from sim.waiting import wait_for
 from tests.record.play import alive, claim_decode, claim_prefill, die, end, prefill, say, tokens_of
 
 pytestmark = pytest.mark.proof
@@ -304,3 +310,67 @@ def test_a_record_without_its_log_begins_anew(
     assert (again.num_tokens, again.rolling_hash, again.log) == (0, START_HASH, [])
     assert say(record, again, [7]) == [1]
     assert record.finish_request(again, end()) is AppendOutcome.OK
+
+
+def end_and_expire(record: Record, request_id: str, claim: Claim, name: str = "") -> None:
+    """End a request, and wait until its record has expired."""
+    record._keep_ms = 1
+    assert record.finish_request(claim, end(), name) is AppendOutcome.OK
+    wait_for(lambda: record.read_status(request_id) is None, "the record has expired", every_s=0.01)
+
+
+def test_an_id_is_remembered_beyond_its_record(make_record: Callable[[RecordSettings], Record]) -> None:
+    """The bound message settles the result, whenever it comes; others of the id are stale, or conflict."""
+    record = make_record(RecordSettings(lease_s=30, remember_days=7))
+    session = alive(record, "p1")
+    claim = claim_prefill(record, "r1", session, "b", name="place-1")
+    assert isinstance(claim, Claim)
+    end_and_expire(record, "r1", claim, "place-1")
+    assert isinstance(claim_prefill(record, "r1", session, "b", name="place-2"), Bound)
+    assert isinstance(claim_prefill(record, "r1", session, "other", name="place-2"), Conflict)
+    assert isinstance(claim_decode(record, "r1", session, "j1"), Bound)
+    assert record.read_status("r1") is None
+    again = claim_prefill(record, "r1", session, "b", name="place-1")
+    assert isinstance(again, Claim)
+    assert not again.is_ended
+    assert isinstance(claim_prefill(record, "r1", session, "b", name="place-2"), Bound)
+
+    handed = claim_prefill(record, "r2", session, "b", name="place-3")
+    assert isinstance(handed, Claim)
+    assert record.note_all_handed_off([handed]) == [True]
+    held = claim_decode(record, "r2", session, "j2")
+    assert isinstance(held, Claim)
+    end_and_expire(record, "r2", held)
+    assert isinstance(claim_prefill(record, "r2", session, "b", name="place-4"), Bound)
+    assert isinstance(claim_decode(record, "r2", session, "j2"), Claim)
+
+
+def test_an_id_whose_result_nobody_settles_yet_is_not_remembered(
+    make_record: Callable[[RecordSettings], Record],
+) -> None:
+    """It ended where no message was bound: a job has to settle it. Nor is any id for 0 days."""
+    for days, name in ((7, ""), (0, "place-1")):
+        record = make_record(RecordSettings(lease_s=30, remember_days=days))
+        claim = claim_prefill(record, f"r{days}", alive(record, "p1"), "b", name=name)
+        assert isinstance(claim, Claim)
+        end_and_expire(record, f"r{days}", claim, name)
+        assert isinstance(claim_prefill(record, f"r{days}", alive(record, "p1"), "b", name="place-2"), Claim)
+
+
+async def test_a_remembered_id_costs_few_bytes_and_only_for_its_days(
+    client: "redis.Redis", redis_url: str, pipeline: Pipeline, exits: ExitStack
+) -> None:
+    settings = RecordSettings(lease_s=30, remember_days=2)
+    record = exits.enter_context(closing(Record(client, pipeline, settings)))
+    session, names = alive(record, "p1"), [f"order-{number}-{'x' * 40}" for number in range(3000)]
+    asked = [UnclaimedMessage(name, "b" * 64, "topic:3:1729", b"m") for name in names]
+    claims = [one for one in record.claim_all("prefill", session, asked) if isinstance(one, Claim)]
+    record._keep_ms = 1
+    assert set(record.finish_all([(claim, end(), "topic:3:1729") for claim in claims])) == {AppendOutcome.OK}
+    keys = list(client.scan_iter(f"penstock:{pipeline.name}:ended:*", count=10_000))
+    assert 0 < sum(client.memory_usage(key) or 0 for key in keys) <= 100 * len(names)
+    assert all(2 * 86_400 < client.ttl(key) <= 3 * 86_400 for key in keys)
+    async with async_redis_client(redis_url) as connection:
+        log = AsyncTokenLog(connection, pipeline, settings)
+        await asyncio.to_thread(wait_for, lambda: record.read_status(names[0]) is None, "the record has expired")
+        assert [await log.is_remembered(name) for name in (names[0], "never")] == [True, False]

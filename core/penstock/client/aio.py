@@ -224,6 +224,13 @@ class AsyncClient(BaseClient):
         with translate_outages():
             return await self._logs[request_id].read_status(request_id)
 
+    async def is_remembered(self, request_id: str) -> bool:
+        """Return whether a request has ended, and all but its id is forgotten (`PENSTOCK_RECORD_REMEMBER_DAYS`): it is
+        answered no more. Raises `BusUnavailable`.
+        """
+        with translate_outages():
+            return await self._logs[request_id].is_remembered(request_id)
+
     async def lag(self) -> PipelineLag:
         """Return how much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
         with translate_outages():

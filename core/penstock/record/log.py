@@ -15,6 +15,7 @@ from penstock.redis.client import execute_all, raise_first_error
 from penstock.redis.scripts import load_script
 
 CANCEL = load_script("penstock.record", "cancel")
+IS_REMEMBERED = load_script("penstock.record", "ended", "is_remembered")
 END_UNREAD = load_script("penstock.record", "unread")
 GIVE_AWAY = load_script("penstock.record", "log_end", "give_away")
 RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
@@ -96,6 +97,7 @@ class AsyncTokenLog:
         self._client = client
         self._pipeline = pipeline
         self._pending_ms, self._keep_ms = round(settings.pending_keep_s * 1000), round(settings.keep_s * 1000)
+        self._remember_days = settings.remember_days
 
     async def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
@@ -108,6 +110,13 @@ class AsyncTokenLog:
     async def read_status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record, or None where there is none."""
         return _parse_status(await cast(Any, self._client.hmget(self._pipeline.record_key(request_id), _FIELDS)))
+
+    async def is_remembered(self, request_id: str) -> bool:
+        """Return whether the request has ended and its record has expired, see `RecordSettings.remember_days`."""
+        if self._remember_days == 0:
+            return False
+        args: list[str | int] = [request_id, self._pipeline.ended_key("%d", "%s"), self._remember_days]
+        return bool(await IS_REMEMBERED.run_async(self._client, [self._pipeline.record_key(request_id)], args))
 
     async def cancel_request(self, request_id: str) -> bool:
         """Cancel a request, also before any worker has read it. Return False if it has ended already."""

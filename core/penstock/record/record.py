@@ -20,12 +20,12 @@ from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_to
 
 log = logging.getLogger(__name__)
 
-CLAIM = load_script("penstock.record", "log_end", "claim")
+CLAIM = load_script("penstock.record", "log_end", "ended", "claim")
 TAKE = load_script("penstock.record", "log_end", "take")
 REAP = load_script("penstock.record", "reap")
 ADOPT = load_script("penstock.record", "adopt")
 DISOWN = load_script("penstock.record", "disown")
-FINISH = load_script("penstock.record", "finish")
+FINISH = load_script("penstock.record", "ended", "finish")
 HANDED = load_script("penstock.record", "handed")
 RELEASE = load_script("penstock.record", "release")
 RENEW = load_script("penstock.record", "renew")
@@ -157,7 +157,8 @@ class Record:
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         who = [asked.id, stage, session, asked.name, asked.body_hash]
         is_answered = asked.since_result_s < self._settings.keep_s
-        return keys, [*who, *times, START_HASH, asked.message, self._held, int(is_answered)]
+        remembered = self._pipeline.ended_key("%d", "%s"), self._settings.remember_days
+        return keys, [*who, *times, START_HASH, asked.message, self._held, int(is_answered), *remembered]
 
     def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         """Park messages of requests that no worker has claimed, in one round trip: any worker may take them over.
@@ -263,7 +264,9 @@ class Record:
     def _finish_args(self, claim: Claim, end: EndEvent, name: str) -> list[str | int | bytes]:
         event, keep_ms = self._complete_end(claim, end, name)
         channel = self._pipeline.live_channel(claim.id)
-        return [channel, claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held, name]
+        remembered = self._pipeline.ended_key("%d", "%s"), self._settings.remember_days
+        told: Args = [claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held, name]
+        return [channel, *told, *remembered]
 
     def _complete_end(self, claim: Claim, end: EndEvent, name: str) -> tuple[EndEvent, int]:
         """Return the end event with the number of tokens, and how long the record is kept from now on, in ms."""

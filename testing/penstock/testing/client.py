@@ -34,6 +34,10 @@ class _Log(TokenLog):
     def read_status(self, request_id: str) -> RequestStatus | None:
         return self._record.read_status(request_id)
 
+    def is_remembered(self, request_id: str) -> bool:
+        """Return whether the request has ended and its record has expired."""
+        return self._record.is_remembered(request_id)
+
     def cancel_request(self, request_id: str) -> bool:
         return self._record.cancel_request(request_id)
 
@@ -57,6 +61,10 @@ class MemoryAsyncLog(AsyncTokenLog):
     async def read_status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record, or None where there is none."""
         return await self.ask(self._log.read_status, request_id)
+
+    async def is_remembered(self, request_id: str) -> bool:
+        """Return whether the request has ended and its record has expired."""
+        return await self.ask(self._log.is_remembered, request_id)
 
     async def cancel_request(self, request_id: str) -> bool:
         """Cancel a request. Return False if it has ended already."""

@@ -18,6 +18,7 @@ from penstock.testing import transitions
 
 RequestRecord = transitions.RequestRecord[str, bytes, TokenEvent, EndEvent]
 NEW: RequestRecord = RequestRecord()
+DAY_MS = 86_400_000
 
 
 class MemoryRecords:
@@ -28,6 +29,8 @@ class MemoryRecords:
         self.records: dict[str, RequestRecord] = {}
         self.expires_ms: dict[str, int] = {}
         """The time at which each record expires."""
+        self.ended: dict[str, tuple[RequestRecord, int]] = {}
+        """Records of ended requests with a bound message, and until which time in ms their ids are remembered."""
         self.sessions: dict[str, int] = {}
         """The time in ms until which each session lasts."""
         self.free: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}
@@ -49,6 +52,16 @@ class MemoryRecords:
             del self.records[request_id]
             return None
         return found
+
+    def remember_end(self, request_id: str, rec: RequestRecord, days: int) -> None:
+        """Remember the id of an ended request until so many days are over after this one."""
+        if days > 0 and rec.bound:
+            self.ended[request_id] = rec, (self.now_ms() // DAY_MS + days + 1) * DAY_MS
+
+    def find_ended(self, request_id: str) -> RequestRecord | None:
+        """Return the last record of an ended request that is remembered."""
+        rec, until_ms = self.ended.get(request_id, (None, 0))
+        return rec if until_ms > self.now_ms() else None
 
     @contextmanager
     def listen(self, request_id: str, deliver: Callable[[bytes], object]) -> Iterator[None]:
@@ -112,7 +125,7 @@ class MemoryRecord(Record):
 
     def _claim(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Claim | Busy | Bound | Conflict | None:
         """Claim a request, or park it where `session` is empty; then the outcome is None."""
-        before, living = self._records.find(asked.id) or NEW, self._records.sessions
+        before, living = self._find_known(asked.id, stage), self._records.sessions
         told = asked.name, asked.body_hash, asked.message
         is_answered = asked.since_result_s < self._settings.keep_s
         rec, reply = transitions.claim_request(
@@ -120,6 +133,8 @@ class MemoryRecord(Record):
         )
         if rec is not before:
             self._records.put(asked.id, rec, None if rec.stage == "end" else self._pending_ms)
+            if rec.stage == "end":
+                self._records.remember_end(asked.id, rec, self._settings.remember_days)
         match reply.kind:
             case "claim":
                 return self._build_claim(asked.id, stage, rec)
@@ -130,6 +145,13 @@ class MemoryRecord(Record):
             case "conflict":
                 return Conflict()
         return None
+
+    def _find_known(self, request_id: str, stage: Stage) -> RequestRecord:
+        """Return a request's record; where it has expired, with what is remembered of it: jobs name no body."""
+        found, told = self._records.find(request_id) or NEW, self._records.find_ended(request_id)
+        if self._settings.remember_days == 0 or told is None or found.stage != "new":
+            return found
+        return found._replace(bound=told.bound, body=told.body if stage == "prefill" else None)
 
     def _read_times(self) -> transitions.Times:
         now_ms = self._records.now_ms()
@@ -206,6 +228,8 @@ class MemoryRecord(Record):
         rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end, name)
         if rec is not before:
             self._records.put(claim.id, rec, keep_ms)
+            if rec.stage == "end":
+                self._records.remember_end(claim.id, rec, self._settings.remember_days)
         return outcome
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
@@ -316,6 +340,13 @@ class MemoryRecord(Record):
         with self._lock:
             rec = self._records.find(request_id)
             return [] if rec is None else _list_events(rec)[after_position + 1 :]
+
+    def is_remembered(self, request_id: str) -> bool:
+        """Return whether a request has ended and its record has expired, see `AsyncTokenLog.is_remembered`."""
+        with self._lock:
+            found = self._records.find(request_id)
+            is_known = self._settings.remember_days > 0 and self._records.find_ended(request_id) is not None
+            return is_known and (found is None or found.stage == "new")
 
     def read_status(self, request_id: str) -> RequestStatus | None:
         with self._lock:

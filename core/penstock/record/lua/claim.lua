@@ -9,7 +9,7 @@
 --          body hash ('' with a job), lease in ms, longest waiting time in ms, ttl of a pending record in ms, hash
 --          before the first token, the delivery's message, format of `held` keys (a set for each session: ids of
 --          requests), 1 if the id had a result when the message was sent, and the record of that result had not expired
---          then
+--          then, format of `ended` keys, days for which ids are remembered (see ended.lua)
 --
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens of one attempt, reading, returns};
 --                           ended: 1 if this message settles the result, 2 if a job must; reading: 0 if the log was
@@ -63,6 +63,14 @@ if was ~= 'end' then
   end
 end
 
+-- An id that is remembered without a record keeps its binding: the bound message may not be settled yet. Then the answer
+-- is computed again; any other message of the id is stale, or conflicts.
+local told = not r[3] and find_end(ARGV[13], tonumber(ARGV[14]), id)
+if told then
+  bound = string.sub(told, 1, 8) == pack_name(name) and name or 'another'
+  if body ~= '' and #told > 8 and string.sub(told, 9) ~= pack_name(body) then r[5] = 'another' end
+end
+
 -- 1. A request with the same id and another body is another request.
 if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
@@ -77,7 +85,10 @@ if parks and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], '
 
 -- 4. The request has ended. The worker that holds a job, or the bound message, settles the result from the log.
 if was == 'end' then
-  if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
+  if not prefill then
+    redis.call('HSET', KEYS[1], 'bound', name)
+    if bound == '' then remember_end(ARGV[13], tonumber(ARGV[14]), id, name, r[5] or '') end
+  end
   return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most, 1, returns}
 end
 
@@ -101,7 +112,7 @@ if reading == 1 then redis.call('HSET', KEYS[1], 'reading', epoch) end
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0, 'stage', stage, 'attempts', attempts,
   'most', most, 'tokens', tokens, 'hash', hash, 'message', ARGV[10])
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
-if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
+if not prefill or told then redis.call('HSET', KEYS[1], 'bound', name) end
 if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
 if parks then
   redis.call('ZADD', KEYS[4], now, id)

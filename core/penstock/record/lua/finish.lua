@@ -3,7 +3,8 @@
 -- KEYS[1]  record   hash
 -- KEYS[2]  log      stream; the end after n tokens is the entry `n-2`
 -- ARGV     live channel, epoch, n, event as JSON, ttl of an ended stream in ms, id, format of `held` keys, the name of
---          the request's own message if the worker holds its delivery, else ''
+--          the request's own message if the worker holds its delivery, else '', format of `ended` keys, days for which
+--          ids are remembered (see ended.lua)
 --
 -- Replies  1 ended, now or before by this epoch; 0 fenced: the epoch is another one, n is not the number of tokens,
 --          another message is bound, or the log is gone; 3 ended, but the log's key holds a value that is not a log
@@ -15,7 +16,7 @@
 -- the message is bound here, and no other message settles the result later. Without that delivery, the first job that
 -- is claimed after the end is bound (`claim.lua`).
 
-local r, name = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session', 'bound'), ARGV[8]
+local r, name = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session', 'bound', 'body'), ARGV[8]
 if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
 if name ~= '' and (r[5] or '') ~= '' and r[5] ~= name then return 0 end
 if r[3] == 'end' then
@@ -33,6 +34,7 @@ if is_refused and (not is_no_log or string.find(added.err, '^ERR ACL')) then ret
 if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end
 redis.call('HSET', KEYS[1], 'stage', 'end', 'session', '', 'message', '')
 if name ~= '' then redis.call('HSET', KEYS[1], 'bound', name) end
+remember_end(ARGV[9], tonumber(ARGV[10]), ARGV[6], name ~= '' and name or r[5] or '', r[6] or '')
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 if is_refused then return 3 end

@@ -1,7 +1,8 @@
 """Answers the rows of a batch, for the gateway and for `penstock batch run`.
 
-    1  ask      the rows that are not finished, in their order and a bounded number at a time, in class `batch`; request
-                ids are made of the batch and the line
+    1  ask      the rows that are not finished, a bounded number at a time, in class `batch`; request ids are made of
+                the batch and the line. They are asked in the order of `_read_rows`, the same each time: windows of the
+                file, in each of which rows whose prompts begin alike follow one another
     2  buffer   each answer, or error, as a line of the output or of the error file
     3  write    the lines in groups: when there are many, once in a while, and when this ends, however it does
 
@@ -24,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import RedisError
@@ -74,6 +76,10 @@ MODEL_CHECK_S = 1.0
 """How often to look for workers that serve a model, while there are none."""
 MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, CHUNK_BYTES
 """Finished rows are written at the latest when there are so many, or so many bytes."""
+MAX_WINDOW_ROWS, MAX_WINDOW_BYTES = 2000, 4 * CHUNK_BYTES
+"""Rows are sorted by their prompts within so many of a file, or so many bytes: they are in memory."""
+PROMPT_FIELDS = ("model", "tools", "instructions", "messages", "prompt", "query", "input")
+"""What the tokens of a prompt are made of, in the order in which most templates write it."""
 NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
 """A batch neither streams its answers nor keeps them as responses."""
 
@@ -172,7 +178,7 @@ class BatchRun:
     async def skip_rows(self, finished_rows: Set[int], code: str) -> None:
         """Finish all rows but `finished_rows` with an error line, because their batch has ended before.
 
-        Rows are asked in their order, so only the first of them may be under way and are cancelled.
+        Rows are asked in the order of `_read_rows`, so only the first of them may be under way and are cancelled.
         """
         num_asked = self._pipelines.max_open_rows
         async for row in self._read_rows():
@@ -216,8 +222,22 @@ class BatchRun:
             await self.flush_rows()
 
     async def _read_rows(self) -> AsyncIterator[BatchRow]:
+        """Yield all rows, window by window; those of a window in the order of their prompts, so that a worker still has
+        the KV of what a prompt shares with the one before.
+
+        The order follows from the file alone: a run that goes on after a crash yields the same.
+        """
+        window, num_bytes = list[tuple[str, BatchRow]](), 0
         async for number, line in split_lines(self._batch.read_input()):
-            yield parse_row(number, line, self._batch.urls)
+            row = parse_row(number, line, self._batch.urls)
+            window.append((make_prompt_key(row.body), row))
+            num_bytes += len(line)
+            if len(window) >= MAX_WINDOW_ROWS or num_bytes >= MAX_WINDOW_BYTES:
+                for _, one in sorted(window, key=itemgetter(0)):
+                    yield one
+                window, num_bytes = [], 0
+        for _, one in sorted(window, key=itemgetter(0)):
+            yield one
 
 
 class RowAnswers:
@@ -339,6 +359,14 @@ class RowAnswers:
         return f"{self._terms.name}-{row.number}"
 
 
+def make_prompt_key(body: Mapping[str, Any]) -> str:
+    """Return a text by which rows are sorted: the longer the beginning that two have in common, the nearer they are."""
+    try:
+        return json.dumps([body.get(name) for name in PROMPT_FIELDS])
+    except RecursionError:  # such a row fails alone, when it is asked
+        return ""
+
+
 _SKIP_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "The batch was cancelled before this request was executed.",
@@ -361,10 +389,14 @@ async def _wait_for_answer(client: AsyncClient, args: SubmitArgs, batch: RowTerm
 
     A request without news is submitted again under its id, at growing intervals. If it only waits in the queue that
     costs one message; if Redis lost all data, it is answered all the same. An answer whose log has expired is
-    generated again.
+    generated again, under a further id where the first is remembered.
     """
-    patience_s = MIN_ANSWER_TIMEOUT_S
+    patience_s, first_id = MIN_ANSWER_TIMEOUT_S, str(args["id"])
+    count = 1
     while True:
+        while await _retry_outages(partial(client.is_remembered, str(args["id"]))):
+            count += 1
+            args = SubmitArgs({**args, "id": f"{first_id}.{count}"})
         await _submit_request(client, args, batch)
         try:
             return await client.result(str(args["id"]), timeout_s=patience_s)

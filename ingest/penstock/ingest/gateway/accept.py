@@ -2,7 +2,8 @@
 
     1  find     the pipeline that serves the model; what cannot be answered is refused. Pictures are read, where the
                 model sees
-    2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
+    2  join     with an `Idempotency-Key`: another POST with the same key has made the request already; one whose answer
+                is no longer kept, while its id is remembered, is refused
     3  admit    the caller's limits, the lag, and the tenant's bucket
     4  make     a grammar is checked, and pictures are stored; one request for each choice, on a thread if they are
                 large
@@ -32,6 +33,7 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
+from penstock.client.aio import AsyncClient
 from penstock.errors import (
     AcceptanceUnknown,
     BusUnavailable,
@@ -177,7 +179,7 @@ async def accept_request(
         form=form,
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
-    earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
+    earlier = None if key is None else await _find_earlier(gateway, meta)
     check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
@@ -380,12 +382,31 @@ async def _join_earlier(
         known = await asyncio.gather(*(client.status(request_id) for request_id in found.request_ids))
         # A wish to cancel makes a record of the stage `new`: no worker has seen the request.
         is_seen = [status is not None and status.stage != "new" for status in known]
+        await _check_remembered(client, [one for one, seen in zip(found.request_ids, is_seen, strict=True) if not seen])
         unseen = [args for args, seen in zip(submit_args, is_seen, strict=True) if not seen]
         requests = await _make_requests(unseen, measure_prompts(unseen), pictures)
         if requests:
             await _publish_requests(gateway, caller, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
     return Accepted(found.model_copy(update={"options": options}), ignored=ignored)
+
+
+async def _find_earlier(gateway: Gateway, meta: StreamMeta) -> StreamMeta | None:
+    """Return the meta data of an earlier POST with the same key. Raises `ApiError` 410 where only its id is known."""
+    found = await gateway.stream_metas.find_meta(meta.id)
+    if found is None:
+        await _check_remembered(gateway.get_client(meta.pipeline), meta.request_ids)
+    return found
+
+
+async def _check_remembered(client: AsyncClient, request_ids: Sequence[str]) -> None:
+    """Raise `ApiError` 410 if one of a key's requests has ended, and all but its id is forgotten."""
+    if any(await asyncio.gather(*map(client.is_remembered, request_ids))):
+        message = (
+            "this Idempotency-Key was used, and its answer is no longer kept: the request has not run again. Send it "
+            "with a new key to have it answered anew"
+        )
+        raise ApiError(410, message, code="idempotency_key_used")
 
 
 async def _publish_requests(
