@@ -1,7 +1,7 @@
 """From a POST to requests in the pipeline.
 
-    1  find     the pipeline that serves the model; what cannot be answered is refused. Pictures are read, where the
-                model sees
+    1  find     the pipeline that serves the model (`fallback.py`); what cannot be answered is refused. Pictures are
+                read, where the model sees
     2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
     3  admit    the caller's limits, the lag, and the tenant's bucket
     4  make     a grammar is checked, and pictures are stored; one request for each choice, on a thread if they are
@@ -44,6 +44,7 @@ from penstock.errors import (
 from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import FULL_WAIT_S, Ticket
 from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.fallback import choose_pipeline
 from penstock.ingest.gateway.pictures import ReadPictures
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.models import ServedModel
@@ -154,11 +155,12 @@ async def accept_request(
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
     request_id = add_home(endpoint.id_prefix + name, gateway.settings.region.name)
     chain = None if input_items is None else request_id
-    if earlier_turns is not None:
-        chain = earlier_turns.first_id
+    chain = chain if earlier_turns is None else earlier_turns.first_id
     check_task(endpoint, served)
     made = endpoint.make_requests(body, request_id, sees=served.sees)
     pictures = await gateway.pictures.read_pictures(caller.tenant, made)
+    earlier = None if key is None else await gateway.stream_metas.find_meta(request_id)
+    served = await choose_pipeline(gateway, caller, served, made, earlier, has_pictures=bool(pictures.pictures))
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
         check_token_ids(made, takes_ids=gateway.settings.gateway.takes_token_ids)
@@ -177,7 +179,6 @@ async def accept_request(
         form=form,
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
-    earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
     check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
