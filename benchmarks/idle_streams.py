@@ -30,10 +30,11 @@ from benchmarks.systems import DEMO_ENVIRONMENT, get_gateway_pid, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
+from sim.forked import end_with_parent
 
 ENVIRONMENT = DEMO_ENVIRONMENT | {
     "PENSTOCK_GATEWAY_MAX_WAIT_S": "100000", "PENSTOCK_GATEWAY_MAX_CONNECTIONS": "20000",
-    "PENSTOCK_ENGINE_POOL_MB": "128", "PENSTOCK_ENGINE_THREADS": "1",
+    "PENSTOCK_ENGINE_POOL_MB": "128", "PENSTOCK_ENGINE_THREADS": "1", "PENSTOCK_KV_STORE_REDIS_MB": "0",
 }  # fmt: skip
 ANSWER_TOKENS, WARM_STREAMS, AT_ONCE = 4, 50, 64
 _EVENT_ID = re.compile(rb"^id: ([0-9]+)-[0-9a-f]{16}$", re.MULTILINE)
@@ -117,6 +118,7 @@ async def follow_orders(orders: Connection, port: int, first: int) -> None:
 
 def run_readers(orders: Connection, port: int, first: int) -> None:
     """Run one gateway's readers, in a process."""
+    end_with_parent()
     uvloop.run(follow_orders(orders, port, first))
 
 

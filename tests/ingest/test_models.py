@@ -235,6 +235,7 @@ async def test_what_endpoints_serve_of_the_same_name_is_the_fallback(redis_url: 
             assert fallback is not None
             assert (fallback.pipeline, fallback.response_template) == (other.name, template)
             assert models.find_at(name, third.name) is not None
+            assert await models.list_pipelines() >= {pipeline.name, other.name, third.name}, "their results are counted"
         await client.delete(other.worker_key("endpoint", "e-0"))
         beat(redis_url, other, "e-1", "endpoint", model=name, state="degraded")
         await models.read_names()

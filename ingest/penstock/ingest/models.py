@@ -130,6 +130,11 @@ class ServedModels:
         found = [model for asked, model in sorted(self._known.items()) if asked == model.name]
         return sorted(found, key=lambda model: model.pipeline != self._preferred)
 
+    async def list_pipelines(self) -> set[str]:
+        """Return all pipelines that serve a model, those of fallbacks too. Raises as `list_models`."""
+        await self.list_models()
+        return {pipeline for _, pipeline in self._by_pipeline}
+
     async def read_names(self) -> list[str] | None:
         """Return all names and sources of models, read now; None if none is known, so that it is open which exist."""
         with suppress(BusUnavailable):
