@@ -13,6 +13,8 @@ are formed within a round, to the best of the others. Cells:
     short_32     32 clients, prompts of 32 and answers of 16 tokens. guidellm takes 6 ms for a request and 0.2 ms for a
                  token, more than a tenth of a core here: its runs count up to 0.3, which is the faster server's loss
 
+Joules are those of the whole machine, where it tells them.
+
 A server that takes four times as long as the embedded pipeline did is left out of the rest of the round; one that is
 far behind the best of the others in all cells is not asked in later rounds. `--quick` compares one pipeline with
 `llama-server` in a part of the short cell. `--smoke` only starts a pipeline; its figures are of a stored report.
@@ -53,7 +55,8 @@ MAX_LOAD_SHARE, MAX_SHORT_LOAD_SHARE = 0.1, 0.3
 STORED_REPORT = Path(__file__).parent / "peers" / "report.json"
 COMPARED = ("tokens_s", "ttft_ms_p99", "itl_ms_p99", "cpu_s_per_1000_tokens")
 """Compared with the best of the others: with the most of the first, the least of the rest."""
-TOLD = ("tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "cpu_s_per_1000_tokens", "resident_mib")
+TOLD = ("tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "cpu_s_per_1000_tokens", "resident_mib",
+        "joules_per_1000_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)

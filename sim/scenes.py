@@ -42,6 +42,7 @@ from sim.chaos.runner import ChaosRound, run_round
 from sim.chaos.two_regions import RegionsRound, run_regions
 from sim.container import Container, ask_penstock_up
 from sim.forked import preload_modules
+from sim.replacing import run_replacement
 from sim.zones import ZONE_DELAY_S
 
 ROOT = Path(__file__).parents[1]
@@ -280,6 +281,15 @@ def _play_container(container: Container, seed: int, directory: Path) -> Played:
     return Played(1, 0, [] if answer else ["the answer is empty"], str(directory / "log"))
 
 
+def _play_replacement(_: int, directory: Path) -> Played:
+    """Replace all workers and gateways of a stack under load by the same tree with its version raised."""
+    readers, num_replaced = run_replacement(directory)
+    told = [f"streams broken: {len(readers.broken)}; {one}" for one in readers.broken]
+    if not readers.num_resumed:
+        told.append("no stream went on at the other gateway")
+    return Played(readers.num_whole + len(readers.broken), 0, told, starts_and_stops=2 * num_replaced)
+
+
 CONNECTIONS = 50
 PAUSES_S = ("12", "60", "80")
 """How long the clients of a language stop between their questions: longer than many servers keep a connection."""
@@ -397,6 +407,10 @@ SCENES = (
         for what, container in {
             "64 MB of shared memory": Container(), "a read-only root": Container(is_read_only=True),
         }.items()
+    ),
+    Scene(
+        "all workers and gateways replaced by a raised version", "each reader has each token once, and the right text",
+        _play_replacement,
     ),
     *map(_language, LANGUAGES),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenants import TenantEntry, make_key
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Request, decode_message
-from penstock.names import Pipeline, PriorityClass, stream_meta_key
+from penstock.names import Pipeline, PriorityClass, WorkerKind, stream_meta_key
 from penstock.record import Claim, Record
 from penstock.telemetry.meters import Meters
 from penstock.testing.gateway import TestGateway
@@ -90,17 +90,20 @@ class GatewayProcess:
 class ScriptedPipeline:
     """A pipeline without workers: a test reads what gateways publish, and writes the answers itself."""
 
-    def __init__(self, redis_url: str, pipeline: Pipeline, model: str = "", kafka: str = "") -> None:
+    def __init__(
+        self, redis_url: str, pipeline: Pipeline, model: str = "", kafka: str = "", kind: WorkerKind = "prefill"
+    ) -> None:
         self.pipeline, self.model = pipeline, model or pipeline.name
         self.addresses = Addresses(stream_url=redis_url, pipeline=pipeline.name, kafka=kafka)
         self.server = redis.Redis.from_url(redis_url)
         self.record = Record(self.server, pipeline, RecordSettings(lease_s=600))
         self.bus = connect_bus(self.addresses, BusSettings())
         self.bus.create_topics()
-        self._heartbeat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 60.0)
+        self._kind: WorkerKind = kind
+        self._heartbeat = Heartbeat(redis_url, pipeline, kind, "nobody", 60.0)
 
     def __enter__(self) -> Self:
-        """Say that a prefill worker named `nobody` serves the model."""
+        """Say that a worker named `nobody` serves the model."""
         self._heartbeat.update_status(state="ready", model=self.model)
         self._heartbeat.write_beat()
         self._heartbeat.__enter__()
@@ -118,7 +121,7 @@ class ScriptedPipeline:
         wait_for(lambda: told <= self._read_beat().items(), "the heartbeat says so", every_s=0.01)
 
     def _read_beat(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.server.get(self.pipeline.worker_key("prefill", "nobody")) or b"{}")
+        found: dict[str, Any] = json.loads(self.server.get(self.pipeline.worker_key(self._kind, "nobody")) or b"{}")
         return found
 
     def open_gateway(self, **settings: Mapping[str, object]) -> TestGateway:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import redis
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.ingest.http.metrics import GatewayMetrics
-from penstock.local.valkey import ValkeyServer
+from penstock.local.processes import find_free_port, start_child
+from penstock.local.valkey import ValkeyServer, find_binary
 from penstock.ops import eviction, live
 from penstock.ops.eviction import measure_memory, watch_eviction
 from penstock.telemetry.exposition import render_metrics
@@ -28,6 +30,34 @@ def evicting(tmp_path: Path) -> Iterator[tuple[Addresses, "redis.Redis"]]:
         yield Addresses(stream_url=server.url, pipeline="demo"), client
 
 
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with `cluster-enabled yes`, and no slots yet."""
+    port, directory = find_free_port(), tmp_path_factory.mktemp("clustered")
+    command = [
+        str(find_binary()),
+        "--port",
+        str(port),
+        "--cluster-enabled",
+        "yes",
+        "--dir",
+        str(directory),
+        "--save",
+        "",
+    ]
+    server = start_child(command, name="Valkey", log=directory / "log", directory=directory)
+    with redis.Redis(port=port) as client:
+
+        def is_answering() -> bool:
+            with suppress(redis.ConnectionError):
+                return bool(client.ping())
+            return False
+
+        wait_for(is_answering, "it answers")
+    yield f"redis://127.0.0.1:{port}/0"
+    server.stop()
+
+
 @pytest.mark.parametrize("command", [("gateway",), ("worker", "endpoint")])
 def test_nothing_starts_with_it(
     evicting: tuple[Addresses, "redis.Redis"], terminal: Terminal, command: tuple[str, ...]
@@ -36,6 +66,18 @@ def test_nothing_starts_with_it(
     done = terminal(*command, **given, PENSTOCK_ENGINE_KIND="openai")
     assert done.returncode == 1
     assert "evicts keys at its memory limit (volatile-lru): token logs must not be evicted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("gateway",), ("worker", "endpoint"), ("doctor",)])
+def test_a_server_in_cluster_mode_is_refused_by_name(
+    clustered: str, terminal: Terminal, command: tuple[str, ...]
+) -> None:
+    given = {"PENSTOCK_STREAM_URL": clustered, "PENSTOCK_ENDPOINT_URLS": "http://127.0.0.1:1"}
+    done = terminal(*command, **given, PENSTOCK_ENGINE_KIND="openai")
+    assert done.returncode == 1
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "is in cluster mode, where one script cannot change keys in several slots" in told
     assert "Traceback" not in done.stderr
 
 

@@ -23,6 +23,7 @@ from benchmarks.peers.words import make_words_directory
 from benchmarks.processor import find_brokers, read_processor_s, read_proportional_bytes
 from penstock.errors import PenstockError
 from penstock.local.processes import Child, find_free_port, start_child
+from penstock.telemetry.energy import EnergyReader
 from penstock.waiting import wait_until
 from sim.kafka_server import find_or_start_kafka
 
@@ -137,7 +138,8 @@ def read_report(content: dict[str, Any], samples: Sequence[Sequence[float]]) -> 
     """Return what guidellm's report says of its only load, with what processes used meanwhile. Raises `PenstockError`
     if requests failed.
 
-    `samples` are times of the day, each with the processor time of guidellm and that of the server until then.
+    `samples` are times of the day, each with the processor time of guidellm and that of the server until then, and the
+    joules of the machine where it tells them.
     """
     (load,) = content["benchmarks"]
     metrics = load["metrics"]
@@ -148,11 +150,11 @@ def read_report(content: dict[str, Any], samples: Sequence[Sequence[float]]) -> 
                  for name, metric in named.items() for share in ("p50", "p99")}  # fmt: skip
     ends_s, tokens = [load["start_time"], load["end_time"]], float(metrics["output_token_count"]["total"]["total_sum"])
     times_s, *used = zip(*samples, strict=True)
-    load_s, server_s = (float(np.diff(np.interp(ends_s, times_s, one))[0]) for one in used)
+    load_s, server_s, *joules = (float(np.diff(np.interp(ends_s, times_s, one))[0]) for one in used)
     seconds = ends_s[1] - ends_s[0]
     return latencies | {
         "tokens_s": tokens / seconds, "cpu_s_per_1000_tokens": 1000 * server_s / tokens, "load_share": load_s / seconds,
-        "seconds": seconds,
+        "seconds": seconds, **({"joules_per_1000_tokens": 1000 * joules[0] / tokens} if joules else {}),
     }  # fmt: skip
 
 
@@ -180,11 +182,13 @@ def run_load(
     variables = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
     load = start_child(command, name="guidellm", log=directory / "guidellm.log", environment=os.environ | variables)
     samples, pids, until_s = [], server.list_pids(), time.monotonic() + _LOAD_START_S + limit_s
+    energy = EnergyReader()
     # guidellm's own limit of time leaves it waiting for ever now and then.
     while load.is_alive() and time.monotonic() < until_s:
         with suppress(OSError):  # a process that has just ended
             sides = [read_processor_s(list_descendants(load.pid)), read_processor_s(pids)]
-            samples.append([time.time(), *sides])
+            joules = energy.read_joules()
+            samples.append([time.time(), *sides, *([] if joules is None else [joules])])
         time.sleep(_SAMPLE_S)
     resident_mib = read_proportional_bytes(pids) / 2**20
     is_late = load.is_alive()

@@ -43,6 +43,7 @@ PenstockError
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
+├── ClusterMode              a stream server is in cluster mode; the message says which, and what to use
 ├── ServerEvicts             a stream server may delete records and logs; the message says which, and what to set
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
 ├── NameTaken                another process has this worker's name; the message says where it runs
@@ -393,6 +394,10 @@ class StateMismatch(PenstockError):
 
 class ServerEvicts(PenstockError):
     """A stream server deletes records and logs when its memory is full."""
+
+
+class ClusterMode(PenstockError):
+    """A stream server is in cluster mode."""
 
 
 class AccessRefused(PenstockError):

@@ -45,6 +45,9 @@ def test_processor_time_is_that_between_the_first_request_and_the_last_answer() 
     assert found["tokens_s"] == 50.0
     assert found["load_share"] == pytest.approx((8.4 - 8.0) / 10)
     assert found["cpu_s_per_1000_tokens"] == pytest.approx(2 * (16.0 - 1.0))
+    assert "joules_per_1000_tokens" not in found
+    told = read_report(report, [(10.0, 8.0, 1.0, 100.0), (20.0, 8.2, 6.0, 350.0)])
+    assert told["joules_per_1000_tokens"] == pytest.approx(2 * 250.0)
 
 
 def test_a_load_with_failed_requests_is_refused() -> None:

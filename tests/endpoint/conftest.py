@@ -32,7 +32,7 @@ class EndpointPipeline(PipelineServers):
         urls = ",".join(endpoint.url for endpoint in endpoints)
         given = EndpointSettings(model=MODEL, **{"urls": urls, **settings})
         member = self.bus.join_group("endpoint", f"endpoint-{len(self.workers)}")
-        pool = Endpoints(parse_urls(given.urls, given.max_requests))
+        pool = Endpoints(parse_urls(given.urls, given.max_requests, given.key, given.model))
         role = EndpointRole(self.pipeline, MODEL, EndpointEngine(pool, given, self.record_settings))
         worker = Worker(role, self.pipeline, f"endpoint-{len(self.workers)}", self.make_record(), member)
         self.workers.append(worker)

@@ -25,10 +25,10 @@ def test_the_model_is_that_of_the_first_endpoint_that_answers(addresses: Address
     gone.stop()
     pool = Endpoints(parse_urls(f"{gone.url},{endpoint.url}", 1))
     beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "endpoint", "e", 60.0)
-    assert find_model(pool, "", beat, StopSignal()) == MODEL
+    assert find_model(pool, beat, StopSignal()) == MODEL
     endpoint.models.append("another")
     with pytest.raises(SettingsError, match="PENSTOCK_ENDPOINT_MODEL"):
-        find_model(pool, "", beat, StopSignal())
+        find_model(pool, beat, StopSignal())
 
 
 @pytest.mark.proof

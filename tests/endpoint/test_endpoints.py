@@ -51,6 +51,18 @@ def test_addresses_that_are_none_are_refused(text: str) -> None:
         parse_urls(text, 1)
 
 
+def test_each_endpoint_has_its_key_and_its_name_of_the_model() -> None:
+    urls = "http://a,http://b,http://c"
+    found = parse_urls(urls, 1, "k-a, ,k-c", "m-a,m-b,m-c")
+    assert [(one.key, one.model) for one in found] == [("k-a", "m-a"), ("", "m-b"), ("k-c", "m-c")]
+    assert [(one.key, one.model) for one in parse_urls(urls, 1, "k", "m")] == [("k", "")] * 3
+    assert [one.key for one in parse_urls("http://a", 1, "k,with,commas")] == ["k,with,commas"]
+    for keys, models, told in (("k-a,k-b", "", "KEY has 2 parts for 3"), ("", "m,m,", "MODEL has an empty name")):
+        with pytest.raises(SettingsError, match=told) as refused:
+            parse_urls(urls, 1, keys, models)
+        assert "k-a" not in str(refused.value)
+
+
 @pytest.mark.proof
 def test_requests_are_dealt_out_by_weight(clock: Clock) -> None:
     one, other = Endpoint("one", 1.0, 100), Endpoint("other", 3.0, 100)

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from penstock.cli.up import build_endpoint_environment
+from penstock.ingest.tenants import TenantEntry
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.names import Pipeline
 from sim.endpoint import MODEL, NUM_TOLD, write_arguments, write_numbers
@@ -19,7 +20,7 @@ from sim.events import EventSource
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S
 from sim.workload import TOOL_MODEL
-from tests.gateways import open_stack
+from tests.gateways import GatewayProcess, ScriptedPipeline, open_stack, write_keys
 
 
 def start_endpoint(port: int, pause_s: float = 0.01) -> Child:
@@ -146,8 +147,36 @@ def test_a_pipeline_stands_before_another_one(tmp_path: Path, redis_url: str, pi
             before.wait_until_ready(PATIENCE_S)
             urls = [f"{stack.gateway_url}/v1" for stack in (behind, before)]
             found = [ask_all(url) for url in urls]
+            check_fallback(before, redis_url, tmp_path)
     assert found[1] == found[0]
     assert [len(calls) for calls in found[0]["calls"]] == [2, 2, 2, 2]
+
+
+def check_fallback(endpoints: ForkedStack, redis_url: str, folder: Path) -> None:
+    """Ask a gateway whose own pipeline has no worker that is ready, while endpoints are there and when they left."""
+    keys = folder / "keys.json"
+    may, may_not = write_keys(keys, "may", "stays", may=TenantEntry(fallback=True))
+    body = {"model": TOOL_MODEL.name, "prompt": "What is", "max_tokens": 8, "temperature": 0}
+    own = ScriptedPipeline(redis_url, Pipeline(f"{endpoints.addresses.pipeline}-own"), TOOL_MODEL.name)
+    with own, GatewayProcess(own.addresses, folder, {"GATEWAY_KEYS": str(keys)}) as gateway:
+
+        def post(key: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
+            url, sent = f"{gateway.url}/v1/completions", {"authorization": f"Bearer {key}"}
+            return httpx.stream("POST", url, json=body | fields, headers=sent, timeout=None)
+
+        with post(may) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["x-penstock-pipeline"] == endpoints.addresses.pipeline
+            assert json.loads(answer.read())["choices"][0]["text"]
+        assert own.read_requests() == []
+        with post(may_not, stream=True) as answer:
+            assert "x-penstock-pipeline" not in answer.headers
+        assert len(own.read_requests()) == 1, "it waits for the own workers"
+        endpoints.stop_workers()
+        while len(own.read_requests()) == 1:  # until the gateway has read that no endpoint worker is there
+            with post(may, stream=True) as answer:
+                where = answer.headers["x-penstock-pipeline"]
+        assert where == own.pipeline.name, "endpoints are away as well: it waits in the own pipeline"
 
 
 def ask_all(url: str) -> dict[str, Any]:

@@ -170,10 +170,10 @@ def door(line: EndpointPipeline, endpoint: CountingEndpoint, monkeypatch: pytest
     """An answer that does not come is waited for but shortly."""
 
     def ask(
-        endpoint: Endpoint, question: Question, writer: AnswerWriter, key: str, silence_s: float, report: Any
+        endpoint: Endpoint, question: Question, writer: AnswerWriter, silence_s: float, report: Any
     ) -> EndpointReply:
         is_silent = made.reply is None and b'"bad' in question.body
-        return EndpointReply(endpoint, question, writer, key, 0.05 if is_silent else silence_s, report)
+        return EndpointReply(endpoint, question, writer, 0.05 if is_silent else silence_s, report)
 
     monkeypatch.setattr(engine, "EndpointReply", ask)
     made = Door(line, endpoint)

@@ -20,7 +20,9 @@ from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, Setting
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
 from penstock.ingest.gateway.accept import RequestHeaders, accept_request
+from penstock.ingest.gateway.fallback import choose_pipeline
 from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, build_request
 from penstock.ingest.openai.sse import ResumePoint
@@ -31,9 +33,9 @@ from penstock.ingest.streaming.sse import StreamFeed
 from penstock.ingest.streaming.stream_meta import StreamMetaStore
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Usage, now_s
-from penstock.names import rate_key, stream_meta_key
+from penstock.names import CLASSES, Pipeline, rate_key, stream_meta_key
 from penstock.ops import lag, status
-from penstock.ops.lag import LagWatch
+from penstock.ops.lag import LagWatch, PipelineLag
 from penstock.ops.live import LiveWatch
 from penstock.record import Record
 from penstock.redis.client import async_redis_client, redis_client
@@ -298,6 +300,65 @@ async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(
     assert not await site.is_renewed(metas, meta)
     for part in servers.parts:
         await part.aclose()
+
+
+def lag_of(wait_s: float | None, *, is_served: bool = True) -> PipelineLag:
+    return PipelineLag({}, dict.fromkeys(CLASSES, wait_s), None, dict.fromkeys(CLASSES), is_served)
+
+
+AWAY = lag_of(None, is_served=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "endpoints", "args", "falls_back"),
+    [
+        (AWAY, lag_of(None), {}, True),
+        (lag_of(4.1), lag_of(3.9), {}, True),
+        (lag_of(3.9), lag_of(0.0), {}, False),
+        (lag_of(None), lag_of(0.0), {}, False),
+        (None, lag_of(0.0), {}, False),
+        (AWAY, AWAY, {}, False),
+        (AWAY, None, {}, False),
+        (AWAY, lag_of(4.1), {}, False),
+        (AWAY, lag_of(0.0), {"priority_class": "batch"}, False),
+        (AWAY, lag_of(0.0), {"token_ids": [1]}, False),
+        (AWAY, lag_of(0.0), {"logprobs": 1}, False),
+        (AWAY, lag_of(0.0), {"logprobs": 1, "messages": []}, True),
+    ],
+)
+async def test_endpoints_answer_where_own_workers_cannot_in_time_and_they_can(
+    site: Site, own: PipelineLag | None, endpoints: PipelineLag | None, args: SubmitArgs, falls_back: bool
+) -> None:
+    gateway, name = site.gateways[0], site.scripted.model
+    other = ServedModel(name, name, f"{name}-endpoints", 0.0, is_endpoint=True)
+    site.patch.setattr(gateway.models, "find_fallback", lambda _: other)
+    lags = {Pipeline(name): own, Pipeline(other.pipeline): endpoints}
+    site.patch.setattr(gateway.admission.lag_cache, "get_lag", AsyncMock(side_effect=lags.get))
+    served = await gateway.models.find_model(name)
+    for caller in (site.caller, replace(site.caller, fallback=True)):
+        chosen = await choose_pipeline(gateway, caller, served, [args], None, has_pictures=False)
+        assert chosen is (other if falls_back and caller.fallback else served)
+        assert await choose_pipeline(gateway, caller, served, [args], None, has_pictures=True) is served
+
+
+async def test_a_post_that_joins_stays_with_the_pipeline_that_was_chosen(site: Site) -> None:
+    """Whatever would be chosen now, and whatever gateway it comes to: the request is published in one pipeline."""
+    name = site.scripted.model
+    url = site.scripted.addresses.stream_url
+    with ScriptedPipeline(url, Pipeline(f"{name}-endpoints"), name, kind="endpoint") as endpoints:
+        site.caller = replace(site.caller, fallback=True)
+        lags = {site.scripted.pipeline: AWAY, endpoints.pipeline: lag_of(0.0)}
+        for gateway in site.gateways:
+            site.patch.setattr(gateway.admission.lag_cache, "get_lag", AsyncMock(side_effect=lags.get))
+            await gateway.models.read_names()
+        first = await site.post(0)
+        assert first.pipeline == endpoints.pipeline.name
+        lags[site.scripted.pipeline] = lag_of(0.0)
+        assert (await site.post(1)).pipeline == endpoints.pipeline.name
+        site.patch.setattr(accepting, "REPUBLISH_AFTER_S", -1.0)
+        await site.post(1)
+        assert {request.id for request in endpoints.read_requests()} == {first.id}
+        assert site.list_published() == []
 
 
 async def test_what_a_tenant_sees_of_the_pipeline_names_no_worker(site: Site) -> None:

@@ -217,6 +217,36 @@ async def test_workers_that_live_come_before_a_model_of_the_same_name_without_an
         assert (await models.find_model(pipeline.name)).pipeline == pipeline.name
 
 
+async def test_what_endpoints_serve_of_the_same_name_is_the_fallback(redis_url: str, pipeline: Pipeline) -> None:
+    """Also where the own workers are away: a request does not go to endpoints unless its tenant allows that."""
+    other, third = Pipeline(f"a-{pipeline.name}"), Pipeline(f"b-{pipeline.name}")
+    name, template = pipeline.name, dict[str, Any](fields={"content": {}})
+    beat(redis_url, pipeline)
+    for one in (other, third):
+        beat(redis_url, one, "e-0", "endpoint", model=name, response_template=template)
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, "")
+        for is_away in (False, True):
+            if is_away:
+                stop(redis_url, pipeline)
+                models = ServedModels(client, "")
+            assert (await models.find_model(name)).pipeline == pipeline.name
+            fallback = models.find_fallback(name)
+            assert fallback is not None
+            assert (fallback.pipeline, fallback.response_template) == (other.name, template)
+            assert models.find_at(name, third.name) is not None
+            assert await models.list_pipelines() >= {pipeline.name, other.name, third.name}, "their results are counted"
+        await client.delete(other.worker_key("endpoint", "e-0"))
+        beat(redis_url, other, "e-1", "endpoint", model=name, state="degraded")
+        await models.read_names()
+        found = models.find_fallback(name)
+        assert found is not None
+        assert found.pipeline == third.name, "the endpoints of the first one rest"
+        own = ServedModels(client, other.name)
+        assert (await own.find_model(name)).pipeline == other.name, "it is the gateway's own pipeline"
+        assert own.find_fallback(name) is None
+
+
 def test_at_zero_workers_a_gateway_that_is_restarted_accepts_what_the_next_worker_answers(tmp_path: Path) -> None:
     with open_stack(tmp_path, pipeline="zero", prefill=0, decode=0, auto=1) as stack:
         gateway, body = stack.gateway, {"model": "demo", "prompt": "Once", "max_tokens": 4, "temperature": 0}

@@ -5,12 +5,16 @@ import urllib.request
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import cast, get_args
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config.addresses import Addresses
@@ -29,15 +33,17 @@ from penstock.names import CLASSES, OPERATION_HEADER, STAGES, WorkerKind
 from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import async_redis_client
 from penstock.telemetry import catalog, otlp
+from penstock.telemetry.energy import EnergyReader
 from penstock.telemetry.exposition import render_metrics, serve_metrics
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.recent import RecentTotals, estimate_quantile, sum_buckets, summarize_percentiles
 from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
-from penstock.telemetry.tracing import Operation, read_operation
+from penstock.telemetry.tracing import Operation, format_trace_id, read_operation, with_span
 from sim.waiting import wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
+TRACE_ID, ACCEPTED = "0af7651916cd43dd8448eb211c80319c", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
 VALUES = st.lists(st.floats(0, 9.99), min_size=1, max_size=200)
 TIER = {
@@ -164,6 +170,8 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     metrics.record_first_token("chat", now_s() - 0.3)
     metrics.record_token(None)
     metrics.record_token(0.02)
+    for move in (catalog.KV_READ, catalog.KV_WRITE, catalog.HAND_OFF):
+        metrics.record_move(move, 5.0, 5.02, TRACE_ID)
     metrics.count_hand_off("batch")
     times = Timings(published=now_s() - 3, first_token=now_s() - 2, finished=now_s())
     end = EndEvent(finish_reason="stop", usage=Usage(prompt_tokens=42, completion_tokens=3), timings=times)
@@ -196,11 +204,31 @@ class FixedWatch(LiveWatch):
         }  # fmt: skip
 
 
+def write_rapl(directory: Path, **microjoules: int) -> None:
+    for name, value in microjoules.items():
+        zone = directory / f"intel-rapl:{name.removeprefix('p').replace('_', ':')}"
+        zone.mkdir(parents=True, exist_ok=True)
+        (zone / "energy_uj").write_text(f"{value}\n")
+        (zone / "max_energy_range_uj").write_text("10000000\n")
+
+
+def test_a_machine_tells_its_joules_or_nothing(tmp_path: Path) -> None:
+    assert EnergyReader(tmp_path / "none").read_joules() is None
+    write_rapl(tmp_path, p0=9_000_000, p1=0, p0_0=5)
+    reader = EnergyReader(tmp_path)
+    assert reader.read_joules() == 0.0
+    write_rapl(tmp_path, p0=1_000_000, p1=500_000, p0_0=9_000_000)
+    assert reader.read_joules() == pytest.approx(2.5), "one counter began anew at 10 J; parts of a package count in it"
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert reader.read_joules() == pytest.approx(2.5)
+
+
 @pytest.fixture(scope="module")
-def meters() -> Meters:
+def meters(tmp_path_factory: pytest.TempPathFactory) -> Meters:
     """Those of a process that is two workers and a gateway at once."""
     made = Meters()
-    record_everything(made, "prefill")
+    write_rapl(rapl := tmp_path_factory.mktemp("rapl"), p0=1)
+    record_everything(made, "prefill")._energy = EnergyReader(rapl)
     record_everything(made, "decode")
     addresses = Addresses(pipeline="p")
     gateway = GatewayMetrics(made, addresses, BusSettings())
@@ -264,6 +292,28 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
     ttft = "gen_ai_server_time_to_first_token_seconds"
     assert found[f"{ttft}_bucket", "chat", "penstock", "demo", "0.25"] == 0
     assert found[f"{ttft}_count", "chat", "penstock", "demo"] == 2
+
+
+def test_the_trace_of_a_buckets_last_value_is_its_exemplar_as_openmetrics(meters: Meters) -> None:
+    port = find_free_port()
+    with serve_metrics(meters, "127.0.0.1", port):
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": ACCEPTED})
+        with urllib.request.urlopen(asked) as answer:
+            text = answer.read().decode()
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    for name in ("penstock_kv_read_seconds", "penstock_kv_write_seconds", "penstock_hand_off_seconds"):
+        found = [one for one in families[name].samples if one.exemplar]
+        assert {one.labels["le"] for one in found} == {"0.032"}
+        assert all(one.exemplar and one.exemplar.labels == {"trace_id": TRACE_ID} for one in found)
+        assert all(one.exemplar and one.exemplar.value == pytest.approx(0.02) for one in found)
+    assert TRACE_ID not in render_metrics(meters).decode(), "Prometheus' own text has none"
+
+
+def test_only_a_trace_that_is_recorded_is_an_exemplar() -> None:
+    for flags, expected in ((TraceFlags.SAMPLED, TRACE_ID), (TraceFlags.DEFAULT, "")):
+        about = SpanContext(int(TRACE_ID, 16), 1, is_remote=False, trace_flags=TraceFlags(flags))
+        assert format_trace_id(with_span(NonRecordingSpan(about), Context())) == expected
+    assert format_trace_id(Context()) == ""
 
 
 def test_a_worker_serves_them_and_a_taken_port_is_an_error(meters: Meters) -> None:

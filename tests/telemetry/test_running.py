@@ -171,6 +171,7 @@ def test_a_trace_begins_at_the_caller_lasts_as_long_as_the_answer_and_draws_a_se
     assert [about[name].string_value for name in words] == ["chat", "penstock", "demo"]
     assert about["gen_ai.usage.output_tokens"].int_value == 8
     assert about["gen_ai.usage.input_tokens"].int_value > 10
+    assert 0 <= about["gen_ai.usage.cache_read.input_tokens"].int_value <= about["gen_ai.usage.input_tokens"].int_value
     assert [one.string_value for one in about["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
     assert told[0].start_time_unix_nano <= by_name["prefill"].start_time_unix_nano
     assert told[0].end_time_unix_nano == end.end_time_unix_nano

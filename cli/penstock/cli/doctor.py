@@ -36,7 +36,7 @@ from penstock.messages import now_s
 from penstock.names import STAGES, WHOLE_KINDS, Pipeline, find_stages
 from penstock.ops.access import explain_refusal
 from penstock.ops.copies import check_kafka_copies, check_redis_copies, read_kafka_copies
-from penstock.ops.eviction import find_policy
+from penstock.ops.eviction import CLUSTER_REASON, find_policy, is_in_cluster_mode
 from penstock.ops.status import read_worker_status
 from penstock.record import check_server_key_types
 from penstock.record.session import MAX_CLOCK_ERROR_S
@@ -190,11 +190,14 @@ def _check_redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Fin
         with redis_client(url) as client:
             version = client.info("server")["redis_version"]
             policy, persistence = find_policy(client), client.info("persistence")
+            has_cluster = is_in_cluster_mode(client)
     except (redis.RedisError, ValueError) as error:
         advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL / PENSTOCK_KV_URL"
         reason = explain_refusal(error, url, "PENSTOCK_STREAM_URL / PENSTOCK_KV_URL")
         yield Finding("fail", what, f"{hide_password(url)}: {reason or error}", "" if reason else advice)
         return
+    if has_cluster:
+        yield Finding("fail", what, f"{hide_password(url)} {CLUSTER_REASON}")
     if not evicting_is_fine and policy:
         yield Finding(
             "fail",

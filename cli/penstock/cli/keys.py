@@ -105,6 +105,10 @@ def set_tenant(
         list[str] | None, typer.Option(help="A region that may have its data; may be repeated. '': no list.")
     ] = None,
     topics: Annotated[str | None, typer.Option(help="own: its data stays, in topics of its own. shared.")] = None,
+    fallback: Annotated[
+        bool | None,
+        typer.Option("--fallback/--no-fallback", help="Endpoints may answer where own workers cannot in time."),
+    ] = None,
     webhook_url: Annotated[
         str | None,
         typer.Option(help="Where its events go; its secret is printed. '': where PENSTOCK_WEBHOOK_URL says."),
@@ -125,6 +129,7 @@ def set_tenant(
     given |= {"classes": class_} if class_ else {}
     given |= {"regions": [name for name in region if name]} if region else {}
     given |= {"topics": topics} if topics is not None else {}
+    given |= {"fallback": fallback} if fallback is not None else {}
     given |= {"webhook_url": webhook_url} if webhook_url is not None else {}
     secret = _check_webhook(tenant, webhook_url) if webhook_url else ""
     try:

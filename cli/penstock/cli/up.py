@@ -95,7 +95,7 @@ def build_kv_environment(pipeline: str, data: Path | None, console: Console) -> 
 def build_endpoint_environment(urls: Sequence[str]) -> dict[str, str]:
     """Return the settings of a worker that asks these servers, or those of the settings. Raises `SettingsError`."""
     settings = load_settings(EndpointSettings, **({"urls": ",".join(urls)} if urls else {}))
-    parse_urls(settings.urls, settings.max_requests)
+    parse_urls(settings.urls, settings.max_requests, settings.key, settings.model)
     return {"PENSTOCK_ENGINE_KIND": "openai", "PENSTOCK_ENDPOINT_URLS": settings.urls}
 
 

@@ -310,9 +310,11 @@ class EndpointSettings(Settings):
     """The servers, with commas between them: `http://host:8000`, with a path if that is not `/v1`. `#3` at an
     address's end is its weight: it gets three times the requests of one without."""
     key: str = Field(default="", repr=False)
-    """The API key that is sent to them, if they ask for one."""
+    """The API key that is sent to them, if they ask for one. With commas between: one for each, in the order of the
+    servers, and an empty one for a server that asks for none."""
     model: str = ""
-    """The model's name at the servers. Empty: the worker asks them, and they must serve one model."""
+    """The model's name at the servers. Empty: the worker asks them, and they must serve one model. With commas between:
+    its name at each, in the order of the servers."""
     max_requests: int = Field(default=32, ge=1)
     """The most requests that one worker has under way at one server."""
     silence_s: Constant[float] = 120.0
@@ -737,6 +739,7 @@ class GatewayProcessSettings(NamedTuple):
     responses: ResponsesSettings
     webhook: WebhookSettings
     region: RegionSettings
+    slo: SloSettings
     engine: EngineSettings
     bus: BusSettings
     record: RecordSettings

@@ -1,4 +1,5 @@
-"""Checks whether a stream server evicts: at its memory limit it then deletes records and logs of accepted requests.
+"""Checks whether a stream server can be used: one that evicts deletes records and logs of accepted requests at its
+memory limit, and one in cluster mode refuses changes of several keys.
 
 Measures the share of that limit that is used, too.
 """
@@ -12,12 +13,17 @@ import redis
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EvictionChoice
-from penstock.errors import ServerEvicts
+from penstock.errors import ClusterMode, ServerEvicts
 from penstock.redis.client import redis_client
 from penstock.redis.urls import server_name, split_urls
 
 log = logging.getLogger(__name__)
 
+CLUSTER_REASON = (
+    "is in cluster mode, where one script cannot change keys in several slots, as requests' records need: use servers "
+    "with cluster-enabled no; PENSTOCK_STREAM_URL may list several, with commas between"
+)
+"""Why a server in cluster mode is refused, and what to do."""
 LOOK_S = 60.0
 """Seconds between two questions to the servers: their settings may be changed while they run."""
 
@@ -27,6 +33,19 @@ def find_policy(client: "redis.Redis") -> str:
     memory = client.info("memory")
     policy = str(memory.get("maxmemory_policy", "noeviction"))
     return "" if policy == "noeviction" or not memory.get("maxmemory", 0) else policy
+
+
+def is_in_cluster_mode(client: "redis.Redis") -> bool:
+    """Return whether a server is in cluster mode. Raises `redis.RedisError`."""
+    return bool(client.info("cluster").get("cluster_enabled"))
+
+
+def refuse_cluster_mode(addresses: Addresses) -> None:
+    """Raise `ClusterMode` where a stream server is in cluster mode. Servers that are away are left out."""
+    for url in split_urls(addresses.stream_url):
+        with suppress(redis.RedisError), redis_client(url) as client:
+            if is_in_cluster_mode(client):
+                raise ClusterMode(f"Redis {server_name(url)} {CLUSTER_REASON}")
 
 
 def describe_eviction(addresses: Addresses) -> str:

@@ -22,6 +22,7 @@ ITL_BOUNDS = (
     1.0, 2.5,
 )  # fmt: skip
 PREPROCESS_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+MOVE_BOUNDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096, 8.192)
 WAIT_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
 
 
@@ -43,7 +44,7 @@ class Metric:
     @property
     def prometheus(self) -> str:
         """Its name in Prometheus (a histogram's series add `_bucket`, `_sum` and `_count`)."""
-        name = self.name.replace(".", "_") + {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
+        name = self.name.replace(".", "_") + {"s": "_seconds", "By": "_bytes", "J": "_joules"}.get(self.unit, "")
         return f"{name}_total" if self.kind == "counter" else name
 
     @property
@@ -124,6 +125,11 @@ POOL_BLOCKS = Metric(
     "penstock.pool.blocks", "gauge", "{block}", ("pipeline", "stage", "worker", "state"),
     "KV blocks of a worker's pool. state: used (a request holds it), free (cached ones too).", "worker",
 )  # fmt: skip
+ENERGY = Metric(
+    "penstock.machine.energy", "gauge", "J", ("pipeline", "worker"),
+    "What the machine has used since the worker's start, in processors and GPUs, whoever used it; absent where it does "
+    "not tell.", "worker",
+)  # fmt: skip
 SLOW_PRODUCTS = Metric(
     "penstock.slow_products", "gauge", "{product}", ("pipeline", "stage", "worker"),
     "Shapes and forms of weights whose products take the native kernels longer than torch on this processor, found at "
@@ -137,6 +143,20 @@ KV_BLOCKS = Metric(
 KV_BYTES = Metric(
     "penstock.kv.transferred", "counter", "By", ("pipeline", "stage", "tier", "direction"),
     "Bytes of KV. direction: read, written.", "worker",
+)  # fmt: skip
+KV_READ = Metric(
+    "penstock.kv.read", "histogram", "s", ("pipeline", "stage"),
+    "How long the KV of a request takes from the tiers below the pool into it, where some of it was found there.",
+    "worker", MOVE_BOUNDS,
+)  # fmt: skip
+KV_WRITE = Metric(
+    "penstock.kv.write", "histogram", "s", ("pipeline", "stage"),
+    "How long it takes until the KV that a job waits for can be read by other workers.", "worker", MOVE_BOUNDS,
+)  # fmt: skip
+HAND_OFF = Metric(
+    "penstock.hand_off", "histogram", "s", ("pipeline",),
+    "From a request's last token in prefill until the bus has its job and its message is settled.", "worker",
+    MOVE_BOUNDS,
 )  # fmt: skip
 KV_ERRORS = Metric(
     "penstock.kv.errors", "counter", "{batch}", ("pipeline", "stage", "tier"),

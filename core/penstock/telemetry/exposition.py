@@ -1,4 +1,8 @@
-"""The metrics of a process in Prometheus' text format, and the HTTP endpoint that serves them."""
+"""The metrics of a process in Prometheus' text format, and the HTTP endpoint that serves them.
+
+A worker's endpoint answers as OpenMetrics to those who accept that, as Prometheus does, and then has exemplars: the
+ids of traces, on the buckets of histograms.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from penstock.errors import PenstockError
@@ -46,7 +51,10 @@ def build_family(metric: catalog.Metric, readings: list[Reading]) -> Metric:
         for reading in readings:
             assert isinstance(reading.value, Distribution)
             bounds = [*map(floatToGoString, metric.bounds), "+Inf"]
-            buckets = list(zip(bounds, map(float, accumulate(reading.value.counts)), strict=True))
+            totals = map(float, accumulate(reading.value.counts))
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = [*zip(bounds, totals, strict=True)]
+            for bucket, one in reading.value.exemplars.items():
+                buckets[bucket] = (*buckets[bucket][:2], Exemplar({"trace_id": one.trace_id}, one.value, one.at_s))
             made.add_metric(reading.labels, buckets=buckets, sum_value=reading.value.sum)
         return made
     made = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(name, metric.help, labels=labels)

@@ -8,10 +8,19 @@ them.
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.telemetry.catalog import Metric
+
+
+class Exemplar(NamedTuple):
+    """A value of a histogram, and the trace that it is of."""
+
+    trace_id: str
+    value: float
+    at_s: float
+    """Seconds since the epoch."""
 
 
 class Distribution(NamedTuple):
@@ -20,6 +29,8 @@ class Distribution(NamedTuple):
     counts: tuple[int, ...]
     """By bucket: values up to and including each bound, then those beyond the last."""
     sum: float
+    exemplars: Mapping[int, Exemplar] = {}
+    """The last value of a bucket whose trace is recorded, by the bucket's index."""
 
 
 class Reading(NamedTuple):
@@ -51,19 +62,23 @@ class Counter:
 class Histogram:
     """Values in buckets."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self.exemplars: dict[int, Exemplar] = {}
 
-    def add(self, value: float, count: int = 1) -> None:
-        """Add a value `count` times."""
-        self.counts[bisect_left(self.bounds, value)] += count
+    def add(self, value: float, count: int = 1, trace_id: str = "") -> None:
+        """Add a value `count` times. With `trace_id` it is the exemplar of its bucket."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += count
         self.sum += value * count
+        if trace_id:
+            self.exemplars[bucket] = Exemplar(trace_id, value, time.time())
 
     def read(self) -> Distribution:
         """Return the current distribution."""
-        return Distribution(tuple(self.counts), self.sum)
+        return Distribution(tuple(self.counts), self.sum, self.exemplars.copy())
 
 
 class Meters:

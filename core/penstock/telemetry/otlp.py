@@ -133,7 +133,7 @@ def _convert_number(metric: Metric, reading: Reading, since_ns: int, now_ns: int
 
 def _convert_histogram(metric: Metric, reading: Reading, since_ns: int, now_ns: int) -> HistogramDataPoint:
     assert isinstance(reading.value, Distribution)
-    counts, total = reading.value
+    counts, total, _ = reading.value
     return HistogramDataPoint(
         attributes=_convert_labels(metric, reading),
         start_time_unix_nano=since_ns,

@@ -7,7 +7,8 @@ from typing import Any
 from penstock.messages import EndEvent, now_s
 from penstock.names import PriorityClass, WorkerKind
 from penstock.telemetry import catalog
-from penstock.telemetry.catalog import PROVIDER
+from penstock.telemetry.catalog import PROVIDER, Metric
+from penstock.telemetry.energy import EnergyReader
 from penstock.telemetry.meters import Histogram, Meters, Reading
 from penstock.telemetry.recent import RecentTotals
 from penstock.telemetry.seconds import WorkSeconds
@@ -55,8 +56,14 @@ class StageMetrics:
             for priority_class in ("interactive", "batch")
         }
         self._preprocess = meters.get_histogram(catalog.PREPROCESS, pipeline)
+        self._moves = {
+            catalog.KV_READ: meters.get_histogram(catalog.KV_READ, pipeline, stage),
+            catalog.KV_WRITE: meters.get_histogram(catalog.KV_WRITE, pipeline, stage),
+            catalog.HAND_OFF: meters.get_histogram(catalog.HAND_OFF, pipeline),
+        }
         self._take_overs = meters.get_counter(catalog.TAKE_OVERS, pipeline, stage)
         self._dead_letters = meters.get_counter(catalog.DEAD_LETTERS, pipeline, stage)
+        self._energy = EnergyReader() if meters.is_on else None
         self.seconds = WorkSeconds()
         self._recent = RecentTotals(self._read_totals)
         meters.add_source(self._read_gauges)
@@ -70,6 +77,10 @@ class StageMetrics:
     def record_preprocess(self, duration_s: float) -> None:
         """Record how long a request took to be read."""
         self._preprocess.add(max(0.0, duration_s))
+
+    def record_move(self, metric: Metric, begun_s: float, ended_s: float, trace_id: str = "") -> None:
+        """Record how long KV or a request was on its way: `KV_READ`, `KV_WRITE` or `HAND_OFF`."""
+        self._moves[metric].add(max(0.0, ended_s - begun_s), trace_id=trace_id)
 
     def count_take_over(self) -> None:
         """Count a request that was taken over from another worker."""
@@ -99,12 +110,12 @@ class StageMetrics:
         self._meters.get_counter(catalog.TEXTS, self._pipeline, priority_class).add(num_texts)
         self._meters.get_counter(catalog.TEXT_TOKENS, self._pipeline, priority_class).add(num_tokens)
 
-    def record_first_token(self, operation: Operation, published_s: float) -> None:
+    def record_first_token(self, operation: Operation, published_s: float, trace_id: str = "") -> None:
         """Record the latency of token 0."""
         found = self._meters.get_histogram(catalog.TIME_TO_FIRST_TOKEN, operation, PROVIDER, self._model)
         if found not in self._firsts:
             self._firsts.append(found)
-        found.add(max(0.0, now_s() - published_s))
+        found.add(max(0.0, now_s() - published_s), trace_id=trace_id)
         self._decode.add()
 
     def record_token(self, gap_s: float | None, priority_class: PriorityClass = "batch") -> None:
@@ -122,7 +133,9 @@ class StageMetrics:
         """Count a request that was handed off."""
         self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, priority_class, "handed_off").add()
 
-    def record_end(self, priority_class: PriorityClass, operation: Operation, end: EndEvent) -> None:
+    def record_end(
+        self, priority_class: PriorityClass, operation: Operation, end: EndEvent, trace_id: str = ""
+    ) -> None:
         """Record the end of a request."""
         self._ended += 1
         self._interactive["ended"] += priority_class == "interactive"
@@ -131,13 +144,13 @@ class StageMetrics:
         if times.published:
             code = "" if end.error is None else end.error.code
             duration = self._meters.get_histogram(catalog.REQUEST_DURATION, *about, code)
-            duration.add(max(0.0, times.finished - times.published))
+            duration.add(max(0.0, times.finished - times.published), trace_id=trace_id)
             if operation == "embeddings" and not code:
                 self._text_durations = duration
         num_further = end.usage.completion_tokens - 1
         if times.first_token and num_further > 0 and end.error is None:
             each_s = max(0.0, times.finished - times.first_token) / num_further
-            self._meters.get_histogram(catalog.TIME_PER_OUTPUT_TOKEN, *about).add(each_s)
+            self._meters.get_histogram(catalog.TIME_PER_OUTPUT_TOKEN, *about).add(each_s, trace_id=trace_id)
 
     # Read at each collection of the metrics.
 
@@ -178,6 +191,7 @@ class StageMetrics:
             seconds[what] = seconds.get(what, 0.0) + spent_s
         for what, spent_s in seconds.items():
             yield Reading(catalog.WORKER_SECONDS, (self._pipeline, self._stage, *what), spent_s)
+        yield from self._read_energy()
         view = self._view()
         mine = self._pipeline, self._stage, self._worker
         yield Reading(catalog.RUNNING, mine, view["running"])
@@ -200,6 +214,10 @@ class StageMetrics:
             for result in ("retained", "found"):
                 yield Reading(catalog.KV_RETENTION, (self._pipeline, self._stage, result), retention[result])
         yield from self._read_kv_counters(view["kv"])
+
+    def _read_energy(self) -> Iterable[Reading]:
+        joules = None if self._energy is None else self._energy.read_joules()
+        return () if joules is None else (Reading(catalog.ENERGY, (self._pipeline, self._worker), joules),)
 
     def _read_kv_counters(self, kv: Mapping[str, Any]) -> Iterable[Reading]:
         for tier, name in TIER_LABELS.items():

@@ -161,6 +161,7 @@ def build_attributes(operation: Operation, model: str, end: EndEvent) -> dict[st
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": end.usage.cached_tokens,
         "gen_ai.usage.output_tokens": end.usage.completion_tokens,
         "gen_ai.response.finish_reasons": (end.finish_reason,),
     }
@@ -184,6 +185,12 @@ def start_server_span(
         yield span
     finally:
         detach(token)
+
+
+def format_trace_id(context: Context) -> str:
+    """Return the id of the trace that a context is in, as exemplars have it; empty where it is not recorded."""
+    found = trace.get_current_span(context).get_span_context()
+    return trace.format_trace_id(found.trace_id) if found.is_valid and found.trace_flags.sampled else ""
 
 
 def with_span(span: Span, context: Context | None = None) -> Context:

@@ -53,6 +53,8 @@ class ServedModel:
     """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
     card: Beat = field(default_factory=dict)
     """What its workers say of the vectors or scores that it computes, and of pictures; empty where it has neither."""
+    is_endpoint: bool = False
+    """Whether its workers ask endpoints."""
     is_read: bool = field(default=False, compare=False)
     """Whether a worker that reads requests is known, which alone says whether the model sees."""
 
@@ -86,17 +88,26 @@ class ServedModel:
             "since": self.since_s,
             "max_model_len": self.max_model_len,
             "response_template": self.response_template,
+            **({"stage": "endpoint"} if self.is_endpoint else {}),
             **self.card,
         }
 
 
 class ServedModels:
-    """Models and their pipelines. If two pipelines serve one name, `preferred` gets it, else the first by name."""
+    """Models and their pipelines. If two pipelines serve one name, `preferred` gets it, else the first by name.
+
+    A pipeline whose workers ask endpoints has a name only if no other pipeline has or had it, unless it is `preferred`.
+    Beside another one it is that one's fallback.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", preferred: str) -> None:
         self._client, self._preferred = client, preferred
         self._known: dict[str, ServedModel] = {}
         """By what callers may ask for: names, and sources that are no name. Two models of one name differ in source."""
+        self._by_pipeline: dict[tuple[str, str], ServedModel] = {}
+        """Also those that do not get their name, by what callers may ask for and pipeline."""
+        self._fallbacks: dict[str, ServedModel] = {}
+        """By what callers may ask for: what endpoints can answer now, beside another pipeline."""
         self._notes: dict[str, Beat] = {}
         """The models that were served, by their fields in Redis, which may lose them."""
         self._read_at = -MODELS_TTL_S
@@ -119,6 +130,11 @@ class ServedModels:
         found = [model for asked, model in sorted(self._known.items()) if asked == model.name]
         return sorted(found, key=lambda model: model.pipeline != self._preferred)
 
+    async def list_pipelines(self) -> set[str]:
+        """Return all pipelines that serve a model, those of fallbacks too. Raises as `list_models`."""
+        await self.list_models()
+        return {pipeline for _, pipeline in self._by_pipeline}
+
     async def read_names(self) -> list[str] | None:
         """Return all names and sources of models, read now; None if none is known, so that it is open which exist."""
         with suppress(BusUnavailable):
@@ -135,6 +151,14 @@ class ServedModels:
         if not self._known:
             raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
         raise unknown_model_error(name, (model.name for model in self._known.values()))
+
+    def find_fallback(self, name: str) -> ServedModel | None:
+        """Return the model of this name that endpoints can answer now beside another pipeline, as last read."""
+        return self._fallbacks.get(name)
+
+    def find_at(self, name: str, pipeline: str) -> ServedModel | None:
+        """Return the model of this name at a pipeline, as last read."""
+        return self._by_pipeline.get((name, pipeline))
 
     async def _refresh_models(self, max_age_s: float = MODELS_TTL_S) -> None:
         """Read the heartbeats again if that was longer ago than `max_age_s`, once for all callers that wait."""
@@ -158,38 +182,48 @@ class ServedModels:
         live = {_name_field(pipeline, beat["model"]) for pipeline, beat in beats}
         away = [(field.partition(":")[0], note) for field, note in notes.items() if field not in live]
         beats += sorted(away, key=self._rank_pipeline)
-        found: dict[str, ServedModel] = {}
-        templates: dict[str, list[dict[str, Any] | None]] = {}
-        names, blind = {beat["model"] for _, beat in beats}, set[str]()
+        # A tenant's request does not leave for endpoints because the own workers are away.
+        beats.sort(key=lambda one: one[0] != self._preferred and one[1].get("stage") == "endpoint")
+        found: dict[tuple[str, str], ServedModel] = {}
+        templates: dict[tuple[str, str], list[dict[str, Any] | None]] = {}
+        names, blind, ready = {beat["model"] for _, beat in beats}, set[tuple[str, str]](), set[tuple[str, str]]()
         for pipeline, beat in beats:
             name = beat["model"]
             noted = notes.get(_name_field(pipeline, name), beat)
             source, since_s = beat.get("model_source") or name, min(float(beat["since"]), float(noted["since"]))
             for asked in {name} if "parent" in beat else {name, *({source} - names)}:
                 card = {told: beat[told] for told in CARD_FIELDS if beat.get(told) is not None}
-                served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, card=card))
+                place, is_endpoint = (asked, pipeline), beat.get("stage") == "endpoint"
+                made = ServedModel(name, source, pipeline, since_s, card=card, is_endpoint=is_endpoint)
+                served = found.setdefault(place, made)
                 served.since_s = min(served.since_s, since_s)
-                if served.pipeline == pipeline:
-                    if beat.get("stage") != "decode":  # those read no requests; of the others any may
-                        served.is_read = True
-                        blind |= set() if beat.get("sees") else {asked}
-                        served.card |= {told: card[told] for told in ("sees", "picture_tokens") if told in card}
-                    lengths = [
-                        length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
-                    ]
-                    served.max_model_len = min(lengths, default=None)
-                    templates.setdefault(asked, []).append(beat.get("response_template"))
-        for asked in blind:
-            found[asked].card.pop("sees", None)
-        for asked, reported in templates.items():
+                if beat.get("stage") != "decode":  # those read no requests; of the others any may
+                    served.is_read = True
+                    blind |= set() if beat.get("sees") else {place}
+                    served.card |= {told: card[told] for told in ("sees", "picture_tokens") if told in card}
+                lengths = [length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None]
+                served.max_model_len = min(lengths, default=None)
+                templates.setdefault(place, []).append(beat.get("response_template"))
+                ready |= {place} if beat.get("state") == "ready" else set()
+        for place in blind:
+            found[place].card.pop("sees", None)
+        for place, reported in templates.items():
             # While workers are replaced one after the other, they may report different ones.
             same = all(one == reported[0] for one in reported)
-            found[asked].response_template = reported[0] if same else None
+            found[place].response_template = reported[0] if same else None
+        known = dict[str, ServedModel]()
+        for (asked, _), served in found.items():
+            known.setdefault(asked, served)
+        fallbacks = {
+            asked: served
+            for (asked, pipeline), served in reversed(found.items())
+            if served.is_endpoint and not known[asked].is_endpoint and (asked, pipeline) in ready
+        }
         if any(one.response_template for one in found.values()):
             await asyncio.to_thread(import_response_parser)  # now, as it would hold up the first answer for a second
         self._notes = notes | {_name_field(one.pipeline, one.name): one.note for one in found.values()}
         await self._write_notes({field: note for field, note in self._notes.items() if told.get(field) != note})
-        self._known, self._read_at = found, now
+        self._known, self._by_pipeline, self._fallbacks, self._read_at = known, found, fallbacks, now
 
     def _rank_pipeline(self, one: tuple[str, Beat]) -> tuple[bool, str]:
         """Return a key that sorts what this gateway's own pipeline serves before the rest."""

@@ -52,6 +52,8 @@ class Caller:
     regions: tuple[str, ...] = ()
     """The regions that may have its data; empty: no list of them."""
     topics: Literal["shared", "own"] = "shared"
+    fallback: bool = False
+    """Whether endpoints may answer its requests where the own workers cannot in time."""
     key: str = ""
     """The id of its API key; empty where none is needed."""
 
@@ -75,6 +77,8 @@ class TenantEntry(BaseModel):
     regions: tuple[RegionName, ...] = ()
     """The regions that may have its data. With any, its topics are its own."""
     topics: Literal["shared", "own"] = "shared"
+    fallback: bool = False
+    """Whether endpoints may answer its requests where the own workers cannot in time."""
     webhook_url: str = Field(default="", repr=False)
     """Where its events go; empty: where PENSTOCK_WEBHOOK_URL says."""
 

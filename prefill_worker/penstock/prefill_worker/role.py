@@ -269,7 +269,7 @@ class PrefillRole(ModelRole):
             metrics.record_token(gap_s, task.priority_class)
         else:
             task.first_token_s = now_s()
-            metrics.record_first_token(task.operation, task.delivery.timestamp_s)
+            metrics.record_first_token(task.operation, task.delivery.timestamp_s, task.trace_id)
             tracing.record_span("first_token", task.context, sent_s, task.first_token_s)
         if gap_s is None and task.outcome is None and not task.hands_off:
             task.start_span("decode", now_s())

@@ -38,6 +38,10 @@ class Endpoint:
     """Its base address, with the path before `/completions`."""
     weight: float = 1.0
     max_requests: int = 32
+    key: str = field(default="", repr=False)
+    """The API key that is sent to it; empty: none."""
+    model: str = ""
+    """The model's name there; empty: the one name that it has at all endpoints."""
     under_way: list[float] = field(default_factory=list)
     """The times at which the requests under way were sent to this endpoint."""
     answered_s: float = -math.inf
@@ -159,8 +163,12 @@ def draw_pause_s(num_failures: int) -> float:
     return min(FIRST_PAUSE_S * 2.0 ** min(num_failures, MAX_DOUBLINGS), MAX_PAUSE_S) * random.uniform(0.8, 1.0)
 
 
-def parse_urls(text: str, max_requests: int) -> list[Endpoint]:
-    """Return the endpoints of a setting: `http://host:8000,https://other/openai/v1#2`. Raises `SettingsError`."""
+def parse_urls(text: str, max_requests: int, keys: str = "", models: str = "") -> list[Endpoint]:
+    """Return the endpoints of a setting: `http://host:8000,https://other/openai/v1#2`.
+
+    `keys` is one key for all, or one for each in their order with commas between; so are `models`. Raises
+    `SettingsError`.
+    """
     found = []
     for one in filter(None, (part.strip() for part in text.split(","))):
         parts = urlsplit(one)
@@ -179,4 +187,25 @@ def parse_urls(text: str, max_requests: int) -> list[Endpoint]:
         raise SettingsError(f"{VARIABLE} names no server: write http://HOST:8000")
     if len({endpoint.url for endpoint in found}) < len(found):
         raise SettingsError(f"{VARIABLE} names a server twice; #WEIGHT at its end gives it more requests")
+    for endpoint, key in zip(found, _split_for_each("PENSTOCK_ENDPOINT_KEY", keys, len(found)), strict=True):
+        endpoint.key = key
+    if "," in models and len(found) > 1:
+        names = _split_for_each("PENSTOCK_ENDPOINT_MODEL", models, len(found))
+        if not all(names):
+            raise SettingsError("PENSTOCK_ENDPOINT_MODEL has an empty name: write the model's name at each server")
+        for endpoint, name in zip(found, names, strict=True):
+            endpoint.model = name
     return found
+
+
+def _split_for_each(variable: str, text: str, count: int) -> list[str]:
+    """Return the part of a setting that each of `count` servers has. Raises `SettingsError`, without the text."""
+    if count == 1 or "," not in text:
+        return [text] * count
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != count:
+        raise SettingsError(
+            f"{variable} has {len(parts)} parts for {count} servers: write one for all, or one for each in the order "
+            f"of {VARIABLE}"
+        )
+    return parts

@@ -263,23 +263,21 @@ class EndpointEngine(WholeEngine):
                 continue
             with confine_error(seq.id, partial(self._end_with_error, seq)):
                 text = "".join(seq.pieces)
-                question = self._build_question(seq, text)
+                question = self._build_question(seq, text, endpoint.model or self.settings.model)
                 writer = AnswerWriter(seq.request, ToldAnswer.parse_log(text))
                 seq.num_pieces_before = len(seq.pieces)
                 seq.asked_s, seq.was_crowded = self.endpoints.clock(), bool(endpoint.under_way)
-                answer = EndpointReply(
-                    endpoint, question, writer, self.settings.key, self.settings.silence_s, self._report_event
-                )
+                answer = EndpointReply(endpoint, question, writer, self.settings.silence_s, self._report_event)
                 endpoint.under_way.append(seq.asked_s)
                 seq.refusals.pop(endpoint, None)
                 seq.answer, self._by_answer[answer] = answer, seq
                 failpoint("endpoint.2.asked")
 
-    def _build_question(self, seq: EndpointSequence, text: str) -> Question:
+    def _build_question(self, seq: EndpointSequence, text: str, model: str) -> Question:
         """Return the question behind a text. Raises `AnswerInterrupted` if it must not or cannot be continued."""
         if text and self.settings.interrupted != "continue":
             raise AnswerInterrupted("it was cut when readers had seen a part of it")
-        return build_question(seq.request, self.settings.model, text, len(seq.pieces))
+        return build_question(seq.request, model, text, len(seq.pieces))
 
     def _report_event(self, answer: EndpointReply, event: ReplyEvent) -> None:
         """Hand over an event. An answer's thread calls this."""

@@ -20,9 +20,9 @@ def run_endpoint_worker(*, next_name: bool = False) -> None:
     """Turn requests into token streams and results, by asking servers with OpenAI's API, until told to stop."""
     process = WorkerProcess("endpoint", next_name=next_name)
     settings = process.settings.endpoint
-    endpoints = Endpoints(parse_urls(settings.urls, settings.max_requests))
+    endpoints = Endpoints(parse_urls(settings.urls, settings.max_requests, settings.key, settings.model))
     with process:
-        model = settings.model or find_model(endpoints, settings.key, process.beat, process.stop)
+        model = endpoints.all[0].model or settings.model or find_model(endpoints, process.beat, process.stop)
         if model is None:
             return
         given = process.settings.engine
@@ -34,7 +34,7 @@ def run_endpoint_worker(*, next_name: bool = False) -> None:
         process.serve(EndpointRole(process.pipeline, name, engine), metrics, response_template=ENDPOINT_TEMPLATE)
 
 
-def find_model(endpoints: Endpoints, key: str, beat: Heartbeat, stop: StopSignal) -> str | None:
+def find_model(endpoints: Endpoints, beat: Heartbeat, stop: StopSignal) -> str | None:
     """Return the one model that the endpoints serve, as soon as one of them answers; None where told to stop.
 
     Raises `SettingsError` for an endpoint with several models.
@@ -43,7 +43,7 @@ def find_model(endpoints: Endpoints, key: str, beat: Heartbeat, stop: StopSignal
     while not stop:
         for endpoint in endpoints.all:
             try:
-                names = [str(one["id"]) for one in list_models(endpoint.url, key)]
+                names = [str(one["id"]) for one in list_models(endpoint.url, endpoint.key)]
             except OSError as error:
                 beat.update_status(doing=f"waiting for {endpoint.url} ({error})")
                 log.warning("listing the models of endpoint %s failed, retrying: %s", endpoint.url, error)

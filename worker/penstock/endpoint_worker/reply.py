@@ -121,7 +121,6 @@ class EndpointReply:
         endpoint: Endpoint,
         question: Question,
         writer: AnswerWriter,
-        key: str,
         silence_s: float,
         report: "Callable[[EndpointReply, ReplyEvent], None]",
     ) -> None:
@@ -129,7 +128,7 @@ class EndpointReply:
         self.endpoint, self.question = endpoint, question
         self.is_cut = False
         self._writer, self._reported_s, self._has_begun = writer, time.monotonic(), False
-        self._key, self._silence_s, self._report = key, silence_s, report
+        self._silence_s, self._report = silence_s, report
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="answer", daemon=True)
@@ -169,7 +168,8 @@ class EndpointReply:
                 connection.connect()
                 self._keep_socket(connection.sock)
                 is_sent = True
-                headers = build_headers(self._key) | {"Content-Type": "application/json", "Accept": "text/event-stream"}
+                own = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+                headers = build_headers(self.endpoint.key) | own
                 connection.request(
                     "POST", find_path(self.endpoint.url, self.question.path), self.question.body, headers
                 )
@@ -196,7 +196,7 @@ class EndpointReply:
     def _check_chat_continues(self) -> None:
         if self.endpoint.continues_chats is None:
             try:
-                models = list_models(self.endpoint.url, self._key)
+                models = list_models(self.endpoint.url, self.endpoint.key)
             except ModelsRefused as error:
                 raise _FailedError(Failed("models", str(error), may_have_begun=False)) from None
             owners = {str(one.get("owned_by")) for one in models}

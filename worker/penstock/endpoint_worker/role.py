@@ -95,7 +95,7 @@ class EndpointRole(WholeRole):
             metrics.record_token(gap_s)
             return
         task.first_token_s = now_s()
-        metrics.record_first_token(task.operation, task.delivery.timestamp_s)
+        metrics.record_first_token(task.operation, task.delivery.timestamp_s, task.trace_id)
         tracing.record_span("first_token", task.context, task.started_s, task.first_token_s)
 
     # 4. End.

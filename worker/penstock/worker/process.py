@@ -42,7 +42,7 @@ from penstock.errors import DependencyMissing, KVStoreError, ModelLoadError, Set
 from penstock.garbage import freeze_loaded_objects
 from penstock.names import WHOLE_KINDS, Pipeline, WorkerKind, describe_kind, may_serve_together
 from penstock.ops.access import check_access, check_redis_access
-from penstock.ops.eviction import watch_eviction
+from penstock.ops.eviction import refuse_cluster_mode, watch_eviction
 from penstock.ops.status import read_worker_status
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
@@ -106,7 +106,7 @@ class WorkerProcess:
 
     def __enter__(self) -> Self:
         """Check that host and servers allow what a worker of this kind does, take the name, and begin heartbeat and
-        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken`, `ServerEvicts` or `SettingsError`.
+        telemetry. Raise `KVStoreError`, `AccessRefused`, `NameTaken`, `ServerEvicts`, `ClusterMode` or `SettingsError`.
         """
         has_kv = self.kind not in WHOLE_KINDS
         if self.kind != "endpoint":
@@ -116,6 +116,7 @@ class WorkerProcess:
         settings, addresses = self.settings, self.addresses
         failpoints.arm(settings.faults.failpoints)
         pin_to_cores(settings.worker.cores)
+        refuse_cluster_mode(addresses)
         check_access(addresses, self.kind, kv=has_kv and settings.kv.redis_mb > 0)
         store_server_lists(addresses.stream_url, self.pipeline)
         wait_until_joined(addresses, settings.region, self.pipeline)

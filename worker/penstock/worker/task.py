@@ -85,6 +85,8 @@ class Task:
     """The trace context for the spans of the work on it."""
     settling_span: Span = INVALID_SPAN
     """The span of its settlement; a job's, which is a producer's, is the parent of the spans in the next worker."""
+    settling_since_s: float = 0.0
+    """When its settlement began."""
     started_s: float = field(default_factory=now_s)
     read_s: float = 0.0
     """When its message was read, where that takes time; else 0."""
@@ -98,6 +100,11 @@ class Task:
     def priority_class(self) -> PriorityClass:
         """The priority class of the topic that it came by."""
         return self.delivery.priority_class
+
+    @property
+    def trace_id(self) -> str:
+        """The id of its trace, for exemplars; empty where that is not recorded."""
+        return tracing.format_trace_id(self.context)
 
     @property
     def deadline(self) -> float | None:

@@ -70,7 +70,7 @@ from penstock.record import (
     Record,
     ShardedSession,
 )
-from penstock.telemetry import tracing
+from penstock.telemetry import catalog, tracing
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
@@ -209,6 +209,7 @@ class Worker:
                 case Stored(task, num_blocks, begun_s, ended_s):
                     with confine_error(task.id):
                         tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
+                        self.metrics.record_move(catalog.KV_WRITE, begun_s, ended_s, task.trace_id)
                 case Ended(task, outcome):
                     with self._confine(task):
                         self._end_told(task, outcome)
@@ -426,6 +427,8 @@ class Worker:
         if loaded.num_retained_blocks:
             found["retained"] = loaded.num_retained_blocks
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
+        if loaded.num_tier_blocks:
+            self.metrics.record_move(catalog.KV_READ, loaded.started_s, loaded.finished_s, task.trace_id)
         if self.running.get(task.id) is task:
             task.role.note_loaded(task, loaded)
 
@@ -663,7 +666,7 @@ class Worker:
             with confine_error(task.id):
                 if not task.hands_off:
                     self.load.mean_output_tokens[task.priority_class].add(end.usage.completion_tokens)
-                self.metrics.record_end(task.priority_class, task.operation, end)
+                self.metrics.record_end(task.priority_class, task.operation, end, task.trace_id)
                 tracing.record_span("end", task.context, begun_s, ended_s := now_s())
                 about = build_attributes(task.operation, self.role.model_name, end)
                 name, since_s = f"{task.operation} {self.role.model_name}", end.timings.published or task.started_s
@@ -700,6 +703,7 @@ class Worker:
         kind = SpanKind.PRODUCER if task.hands_off else SpanKind.INTERNAL
         name = "hand_off" if task.hands_off else "settle"
         task.settling_span = tracing.start_span(name, task.parent_context, begun_s, kind)
+        task.settling_since_s = begun_s
         stage_output = self._build_stage_output(task)
         if stage_output is None:
             self.intake.queue.defer(task.delivery)
@@ -752,6 +756,7 @@ class Worker:
             handed.append(task.claim)
             if task.outcome is None and not task.claim.is_ended:
                 self.metrics.count_hand_off(task.priority_class)
+                self.metrics.record_move(catalog.HAND_OFF, task.settling_since_s, now_s(), task.trace_id)
                 self.load.hand_offs[task.leaving_for] += 1
         self.record.note_all_handed_off(handed)
         if handed:

@@ -1,7 +1,7 @@
 """From a POST to requests in the pipeline.
 
-    1  find     the pipeline that serves the model; what cannot be answered is refused. Pictures are read, where the
-                model sees
+    1  find     the pipeline that serves the model (`fallback.py`); what cannot be answered is refused. Pictures are
+                read, where the model sees
     2  join     with an `Idempotency-Key`: another POST with the same key has made the request already; one whose answer
                 is no longer kept, while its id is remembered, is refused
     3  admit    the caller's limits, the lag, and the tenant's bucket
@@ -46,6 +46,7 @@ from penstock.errors import (
 from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import FULL_WAIT_S, Ticket
 from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.fallback import choose_pipeline
 from penstock.ingest.gateway.pictures import ReadPictures
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.models import ServedModel
@@ -156,11 +157,13 @@ async def accept_request(
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
     request_id = add_home(endpoint.id_prefix + name, gateway.settings.region.name)
     chain = None if input_items is None else request_id
-    if earlier_turns is not None:
-        chain = earlier_turns.first_id
+    chain = chain if earlier_turns is None else earlier_turns.first_id
     check_task(endpoint, served)
     made = endpoint.make_requests(body, request_id, sees=served.sees)
     pictures = await gateway.pictures.read_pictures(caller.tenant, made)
+    earlier = None if key is None else await gateway.stream_metas.find_meta(request_id)
+    own, has_pictures = served.pipeline, bool(pictures.pictures)
+    served = await choose_pipeline(gateway, caller, served, made, earlier, has_pictures=has_pictures)
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
         check_token_ids(made, takes_ids=gateway.settings.gateway.takes_token_ids)
@@ -179,7 +182,10 @@ async def accept_request(
         form=form,
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
-    earlier = None if key is None else await _find_earlier(gateway, meta)
+    if key is not None and earlier is None:  # the other pipeline may have answered it
+        fallback = gateway.models.find_fallback(served.name) if caller.fallback else None
+        for pipeline in {own, served.pipeline, *([] if fallback is None else [fallback.pipeline])}:
+            await _check_remembered(gateway.get_client(pipeline), meta.request_ids)
     check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
@@ -389,14 +395,6 @@ async def _join_earlier(
             await _publish_requests(gateway, caller, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
     return Accepted(found.model_copy(update={"options": options}), ignored=ignored)
-
-
-async def _find_earlier(gateway: Gateway, meta: StreamMeta) -> StreamMeta | None:
-    """Return the meta data of an earlier POST with the same key. Raises `ApiError` 410 where only its id is known."""
-    found = await gateway.stream_metas.find_meta(meta.id)
-    if found is None:
-        await _check_remembered(gateway.get_client(meta.pipeline), meta.request_ids)
-    return found
 
 
 async def _check_remembered(client: AsyncClient, request_ids: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
+from penstock.ingest.gateway.fallback import PIPELINE_HEADER
 from penstock.ingest.gateway.kept_responses import KeptResponse
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
@@ -76,6 +77,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         if ticket is not None:
             response.headers.update(ticket.headers)
         response.headers["request-id"] = meta.id
+        if caller.fallback:
+            response.headers[PIPELINE_HEADER] = meta.pipeline
         if ignored or loosened:
             response.headers[IGNORED_HEADER] = ", ".join([*ignored, *loosened])
         return response

@@ -187,7 +187,7 @@ class Gateway(Streams):
     async def _follow_pipelines(self) -> None:
         """Count the results of every pipeline that is served now, and index its copies of other regions."""
         with suppress(PenstockError):
-            self.metrics.pipelines |= {model.pipeline for model in await self.models.list_models()}
+            self.metrics.pipelines |= await self.models.list_pipelines()
         bus = self.settings.bus
         for which in itertools.product(self.metrics.pipelines, ("", *self.settings.region.list_copies())):
             if which not in self._readers or self._readers[which].done():

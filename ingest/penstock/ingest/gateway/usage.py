@@ -47,7 +47,7 @@ async def usage(
 ) -> UsageBody:
     """The usage of the caller's own tenant, counted from the results: about a second behind."""
     gateway = get_gateway(request)
-    pipelines = {gateway.addresses.pipeline} | {served.pipeline for served in await gateway.models.list_models()}
+    pipelines = {gateway.addresses.pipeline} | await gateway.models.list_pipelines()
     wanted = list_last_days(days)
     fields = [f"{name}:{caller.tenant}" for name in USAGE_COUNTERS]
     batch = gateway.redis.pipeline(transaction=False)
