@@ -5,7 +5,8 @@
 
 1  A question is a row of the backend's own table, with an id that never changes.
 2  Questions without an answer are produced. Each that Kafka acknowledges ends in exactly one result.
-3  Results are read. The first one of an id becomes the answer of its row; ids of other backends have no row here.
+3  Results are read, with REPLIES=TOPIC also replies in a topic of this backend's own. The first one of
+   an id becomes the answer of its row; ids of other backends have no row here.
 4  The consumer's offset is committed.
 
 A crash after 1 or 2: the next start produces the question again, the same id with the same body, and it is answered
@@ -23,6 +24,8 @@ from collections.abc import Iterator
 from confluent_kafka import Consumer, Producer
 
 KAFKA, PIPELINE = os.environ["KAFKA"], os.environ.get("PIPELINE", "demo")
+RESULTS, REPLIES = f"penstock.{PIPELINE}.results", os.environ.get("REPLIES", "")
+"""The topic of all results, and where the answers are wanted, if not there."""
 TIMEOUT_S = 120
 RETRYABLE_ERRORS = {"deadline_exceeded", "store_unreachable"}
 """Errors after which the same question may succeed with a new id."""
@@ -56,7 +59,8 @@ def produce_requests(requests: list[dict]) -> None:
                 "penstock-tenant": request["tenant"],
                 "penstock-class": request["class"],
                 "penstock-deadline": str(request["deadline"]),
-            },
+            }
+            | ({"penstock-reply-to": REPLIES} if REPLIES else {}),
             on_delivery=lambda error, message: failed.append(error) if error else None,
         )
     if producer.flush(30) or failed:
@@ -74,12 +78,15 @@ def read_results(group: str) -> Iterator[dict]:
             "auto.offset.reset": "earliest",
         }
     )
-    consumer.subscribe([f"penstock.{PIPELINE}.results"])
+    # What a topic of its own did not take is among all results, with the reason in the header penstock-reply-refused.
+    consumer.subscribe([RESULTS, *([REPLIES] if REPLIES else [])])
     last_result_at = time.monotonic()
     try:
         while time.monotonic() - last_result_at < TIMEOUT_S:
             message = consumer.poll(1.0)
             if message and not message.error():
+                if message.topic() == RESULTS and "penstock-reply-to" in dict(message.headers() or []):
+                    continue  # a copy without text of a reply
                 yield json.loads(message.value())
                 consumer.commit(message, asynchronous=False)
                 last_result_at = time.monotonic()

@@ -29,6 +29,7 @@ PenstockError
 │   ├── BusUnavailable         not reachable now; another attempt may succeed
 │   │   ├── AcceptanceUnknown    a message may be in the topic: it must not be sent anew under another id
 │   │   └── TopicsMissing        a tenant's own topics have not been made yet; the message says how to
+│   ├── ReplyRefused           a reply topic does not take a result; `reasons` says which, and why
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
 ├── ModelLoadError           a model cannot be loaded; the message says why
@@ -56,7 +57,7 @@ PenstockError
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 _VALIDATION_WORDS = (
@@ -280,6 +281,17 @@ class DeliveryLost(BusError):
     def __init__(self, deliveries: Sequence[Any]) -> None:
         super().__init__(f"{len(deliveries)} deliveries belong to another member now")
         self.deliveries = list(deliveries)
+
+
+class ReplyRefused(BusError):
+    """Topics of requesters did not take their replies. Nothing was settled.
+
+    `reasons` has a reason for each of the topics. If not `is_sure`, only some of the replies to them were refused.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], *, is_sure: bool) -> None:
+        super().__init__("; ".join(f"{topic}: {reason}" for topic, reason in sorted(reasons.items())))
+        self.reasons, self.is_sure = dict(reasons), is_sure
 
 
 class MemberFenced(BusError):

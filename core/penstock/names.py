@@ -166,8 +166,27 @@ CONNECT_PREFIX = "__connect.errors."
 """Kafka Connect names the headers of its dead letters with this prefix."""
 OPERATION_HEADER = "penstock-operation"
 FORM_HEADER, CANONICAL_FORM = "penstock-form", "canonical"
+REPLY_TO_HEADER = "penstock-reply-to"
+"""The topic in which a requester wants its result; on results without text, the one that the text went to."""
+REPLY_REFUSED_HEADER = "penstock-reply-refused"
+"""On results: why they are not in the topic that their requester wanted."""
+REPLY_TOPIC_HEADER, REPLY_PARTITION_HEADER = "kafka_replyTopic", "kafka_replyPartition"
+"""The same as Spring for Apache Kafka writes it: a topic, and a partition as four bytes, big-endian."""
+CORRELATION_HEADER = "kafka_correlationId"
+"""What a requester knows its reply by. Results have the bytes that the request came with."""
 CARD_HEADER = "penstock-card"
 """What gateways know of a stream, as JSON, where there are regions: the region that adopts its request reads it."""
+
+
+_OUR_NAME = re.compile(r"__|(.*\.)?penstock[.:]")
+_REPLY_NAME = re.compile(r"[A-Za-z0-9._:{}/-]{1,249}")
+
+
+def may_hold_replies(name: str) -> bool:
+    """Return whether a name can be that of a topic, or of a stream in Redis, in which requesters have replies: no
+    topic or key of any pipeline, no copy of one in another region, and none of Kafka's own topics.
+    """
+    return _REPLY_NAME.fullmatch(name) is not None and _OUR_NAME.match(name) is None
 
 
 def is_request_id(text: str) -> bool:

@@ -210,6 +210,25 @@ FLAWS = (
         "_, own = split_topic(self.delivery.topic)", 'own = ""', "kafka", ("stays=0.5",),
     ),
     Flaw(
+        "a job is published without its requester's reply topic",
+        "prefill_worker/penstock/prefill_worker/handoff.py",
+        "pick_reply_headers(told)", "{}", rates=("replies=0.8",),
+    ),
+    Flaw(
+        "replies go to any topic", f"{BUS}/replies.py", "if not reply.topic.startswith(allowed):", "if False:",
+        rates=("replies=0.8", *FEWER),
+    ),
+    Flaw(
+        "a reply that is refused stops what is settled with it", f"{WORKER}/settler.py",
+        'log.warning("replies are refused: %s", error)', "raise BusUnavailable(str(error)) from error",
+        rates=("replies=0.8", "closing_s=0.5", *FEWER),
+    ),
+    Flaw(
+        "a reply that brokers refuse leaves its transaction open", f"{BUS}/kafka/writers.py",
+        "except ReplyRefused:\n            self._abort_refused()\n", "except ReplyRefused:\n", "kafka",
+        ("replies=0.8", "closing_s=0.5", *FEWER),
+    ),
+    Flaw(
         "what was answered in a tenant's own topic before it was forgotten is answered again",
         f"{BUS}/kafka/places.py",
         "self._pipeline.results_topic + split_topic(topic)[1]", "self._pipeline.results_topic", "kafka",

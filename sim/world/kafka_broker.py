@@ -115,6 +115,8 @@ class KafkaBroker:
         self.stands_until_s: Callable[[], float] = lambda: 0.0
         self.full_until_s: Callable[[], float] = lambda: 0.0
         """Until when logs take no messages, and groups no offsets but those of transactions. All else goes on."""
+        self.refused = set[str]()
+        """Topics to which nobody may write any more, though the brokers say so only to who writes."""
         self._numbers = itertools.count(1)
         self._epoch = LEADER_EPOCH
         world.start_thread(world.outside, "kafka", self._watch)
@@ -155,6 +157,11 @@ class KafkaBroker:
         idempotent writer sends again are known by their number, from `first` on.
         """
         self._check_space()
+        topics = {partition[0] for partition, _ in entries}
+        if not topics <= self.topics.keys():
+            raise make_failure(KafkaError.UNKNOWN_TOPIC_OR_PART)
+        if topics & self.refused:
+            raise make_failure(KafkaError.TOPIC_AUTHORIZATION_FAILED)
         transaction = None
         if owner is not None:
             transaction = self._find_transaction(owner)
@@ -202,7 +209,7 @@ class KafkaBroker:
 
     def choose_partition(self, topic: str, key: bytes | None) -> int:
         """Return the partition of a key."""
-        return zlib.crc32(key or b"") % self.topics[topic]
+        return zlib.crc32(key or b"") % self.topics.get(topic, 1)
 
     # Transactions.
 

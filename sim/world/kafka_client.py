@@ -15,6 +15,7 @@ from typing import Any, cast
 from confluent_kafka import OFFSET_BEGINNING, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
+from penstock.bus.kafka.client import MAX_BATCH_BYTES
 from penstock.bus.kafka.offsets import Partition
 from penstock.errors import BusUnavailable
 from sim.world.kafka_broker import Entry, KafkaBroker, MemberKey, OwnerKey, make_failure
@@ -417,15 +418,24 @@ class WorldProducer(Client):
 class WorldAdmin(Client):
     """`confluent_kafka.admin.AdminClient`, as far as it tells topics' ids and partitions, and where logs end."""
 
-    def describe_topics(self, topics: Any, request_timeout: float) -> dict[str, SimpleNamespace]:
+    def describe_topics(
+        self, topics: Any, request_timeout: float, *, include_authorized_operations: bool = False
+    ) -> dict[str, SimpleNamespace]:
         """Return a topic's id, which is its name here, and its partitions."""
         counts = self._ask(lambda: dict(self._broker.topics), request_timeout)
 
         def describe(name: str) -> SimpleNamespace:
-            partitions = [SimpleNamespace(id=number) for number in range(counts.get(name, 0))]
-            return make_result(SimpleNamespace(topic_id=name, partitions=partitions))
+            partitions = [SimpleNamespace(id=number, leader=0) for number in range(counts.get(name, 0))]
+            about = SimpleNamespace(topic_id=name, partitions=partitions, authorized_operations=None)
+            return make_result(about)
 
         return {name: describe(name) for name in topics}
+
+    def describe_configs(self, resources: Any, request_timeout: float) -> dict[Any, SimpleNamespace]:
+        """Return the largest batch that each topic takes."""
+        self._ask(lambda: None, request_timeout)
+        limit = SimpleNamespace(value=str(MAX_BATCH_BYTES))
+        return {one: make_result({"max.message.bytes": limit}) for one in resources}
 
     def list_offsets(
         self, wanted: Mapping[TopicPartition, OffsetSpec], isolation_level: IsolationLevel, request_timeout: float

@@ -20,7 +20,7 @@ import redis
 from obstore.store import MemoryStore
 
 from penstock import failpoints
-from penstock.bus.contract import Outgoing, Publisher
+from penstock.bus.contract import Outgoing, Publisher, as_text
 from penstock.client.core import StreamReader, prepare_message
 from penstock.config.settings import BusSettings, EndpointSettings, PictureSettings, RecordSettings, StaySettings
 from penstock.decode_worker.role import DecodeRole
@@ -45,9 +45,13 @@ from penstock.messages import (
 )
 from penstock.names import (
     CANONICAL_FORM,
+    CORRELATION_HEADER,
     DEADLINE_HEADER,
     FORM_HEADER,
     REASON_HEADER,
+    REPLY_REFUSED_HEADER,
+    REPLY_TO_HEADER,
+    REPLY_TOPIC_HEADER,
     STAGES,
     VERSION_HEADER,
     Pipeline,
@@ -92,6 +96,12 @@ from sim.world.runtime import EPOCH_S, Doubles, Process, World
 from sim.world.servers import LEVELS, SIMULATED, KafkaServers, MemoryServers, Servers
 from sim.world.ways import PRODUCERS, Place, Ways
 
+REPLY_PREFIX = "replies."
+REPLY_TOPICS = tuple(f"{REPLY_PREFIX}{number}" for number in range(4))
+"""The topics that hold replies."""
+OTHERS_TOPIC = "others.replies"
+BAD_TOPICS = (f"{REPLY_PREFIX}missing", OTHERS_TOPIC, "penstock.world.requests.interactive", "__consumer_offsets")
+"""Topics to which no reply may go."""
 STAYING = "stays"
 """The tenant that has topics of its own."""
 NOTICE_S = (1.0, 12.0)
@@ -254,6 +264,10 @@ class Rates:
     """The mean time by which copies of a region are late."""
     task_s: float = 0.0
     """The mean time until the copying task dies, and is away for a while; 0 if it never does."""
+    replies: float = 0.0
+    """The share of producers' requests whose results are wanted in reply topics, good ones and bad ones."""
+    closing_s: float = 0.0
+    """The mean time until a reply topic takes no more, or takes replies again; 0 if nothing changes."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -281,6 +295,7 @@ class Rates:
             poison=(poison := 0.05 if chance.random() < 0.2 else 0.0), attempts=POISON_ATTEMPTS if poison else 0,
             texts=maybe(0.6), pictures=maybe(0.6), kv_loss=maybe(0.03),
             wipe_s=chance.uniform(1.0, 20.0) if chance.random() < 0.4 else 0.0,
+            replies=maybe(0.8), closing_s=chance.uniform(0.5, 10.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -324,6 +339,7 @@ class Scene:
 
     told: Mapping[str, Any] = MappingProxyType({})
     """What all workers' heartbeats tell beside the model."""
+    has_reply_topics = False
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.seed, self.rates = plan, plan.seed, plan.rates
@@ -358,6 +374,8 @@ class Scene:
         self.picture_settings = PictureSettings(redis_max_kb=random.Random(f"{plan.seed}/files").choice([0, 64, 64]))
         """With 0 their files are in the object store."""
         self.files = StorageAtOnce(MemoryStore())
+        self.replies: dict[str, dict[str, str]] = {}
+        """The headers by which requests want their results elsewhere."""
         self.seeing: set[str] = set()
         """The requests with pictures, whose files may be lost."""
 
@@ -385,6 +403,9 @@ class Scene:
         self.servers.start()
         if self.rates.stays and isinstance(servers, KafkaServers):
             servers.create_own_topics(STAYING)
+        self.has_reply_topics = bool(self.rates.replies)
+        if self.has_reply_topics:
+            self.servers.create_reply_topics([*REPLY_TOPICS, OTHERS_TOPIC])
         self.gateways: Gateways | None = None
         if self.memory is not None:
             self.gateways = Gateways(self.memory, self._note_failure, self._start_again)
@@ -448,6 +469,10 @@ class Scene:
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
         self._repeat_mishap(self.rates.forget_s, self._forget_request)
         self._repeat_mishap(self.rates.wipe_s, self._wipe)
+        if self.has_reply_topics:
+            self._repeat_mishap(
+                self.rates.closing_s, lambda: self.servers.close_or_open(self.chance.choice(REPLY_TOPICS))
+            )
         self._repeat_mishap(self.rates.away_s, partial(self._kill_workers, {*STAGES, "auto", "endpoint"}))
         self._repeat_mishap(self.rates.gone_s, partial(self._kill_workers, {"decode"}))
         self._repeat_mishap(self.rates.delete_s, self._delete_messages)
@@ -960,8 +985,21 @@ class Scene:
             self.publishers[name] = publisher
             with contextlib.suppress(BusUnavailable):
                 encoded = encode_request(request)
-                publisher.publish([prepare_message(self.pipeline, encoded, own_topics=stays)[1]])
+                _, message = prepare_message(self.pipeline, encoded, own_topics=stays)
+                headers = {**message.headers, **self._draw_reply(request.id)}
+                publisher.publish([replace(message, headers=headers)])
                 return
+
+    def _draw_reply(self, request_id: str) -> dict[str, str]:
+        """Return the headers by which a request wants its result elsewhere; none of most requests."""
+        chance = random.Random(f"{self.seed}/reply/{request_id}")
+        if not self.has_reply_topics or chance.random() >= self.rates.replies:
+            return {}
+        topic = chance.choice([*REPLY_TOPICS, *REPLY_TOPICS, *BAD_TOPICS])
+        correlation = as_text(chance.randbytes(16))
+        name = chance.choice([REPLY_TO_HEADER, REPLY_TOPIC_HEADER])
+        self.replies[request_id] = {name: topic, CORRELATION_HEADER: correlation}
+        return self.replies[request_id]
 
     def _is_staying(self, request_id: str) -> bool:
         draw = zlib.crc32(f"{request_id} stays".encode()) / 2**32
@@ -1087,9 +1125,36 @@ class Scene:
                 if request_id in self.accepted and stays != self._is_staying(request_id):
                     self.failures.append(f"{request_id} is in {message.topic}")
 
+    def _read_results(self) -> list[Outgoing]:
+        """Return the results of all requests, those with replies from the topics of these. Find what is in two topics,
+        or in a wrong one.
+        """
+        replies = {topic: self.servers.read_replies(topic) for topic in REPLY_TOPICS if self.has_reply_topics}
+        found = list[Outgoing]()
+        for message in self.servers.bus.read_all(self.pipeline.results_topic):
+            wanted, sent = self.replies.get(message.key or "", {}), message.headers.get(REPLY_TO_HEADER)
+            topic = wanted.get(REPLY_TO_HEADER) or wanted.get(REPLY_TOPIC_HEADER)
+            if message.headers.get(CORRELATION_HEADER) != wanted.get(CORRELATION_HEADER):
+                self.failures.append(f"the result of {message.key} has another correlation id")
+            if sent is None:
+                if topic is not None and REPLY_REFUSED_HEADER not in message.headers:
+                    self.failures.append(f"{message.key} has no reply, and no reason")
+                found.append(message)
+                continue
+            mine = [one for one in replies.get(sent, []) if one.key == message.key]
+            if sent != topic or sent in BAD_TOPICS or len(mine) != 1 or decode_message(Result, message.value).text:
+                self.failures.append(f"{message.key}: {len(mine)} replies in {sent}, which is to be {topic}")
+            for one in mine:
+                replies[sent].remove(one)
+                if one.headers.get(CORRELATION_HEADER) != wanted.get(CORRELATION_HEADER):
+                    self.failures.append(f"the reply of {message.key} has another correlation id")
+            found += mine
+        self.failures += [f"{one.key} has a reply too many in {topic}" for topic in replies for one in replies[topic]]
+        return found
+
     def _record_topics(self) -> None:
         self._find_strays()
-        for message in self.servers.bus.read_all(self.pipeline.results_topic):
+        for message in self._read_results():
             result = decode_message(Result, message.value)
             if result.error is not None:
                 self._note_error(result.id, result.error.message)

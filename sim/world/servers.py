@@ -5,7 +5,7 @@ run, and the doubles are those of their client libraries.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from obstore.store import MemoryStore
 from penstock.bus.contract import Bus, Member, Outgoing, Publisher
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.client import decode_entry
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.names import Pipeline, WorkerKind, batch_lease_key, find_stages
@@ -31,6 +32,7 @@ from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
 from sim.world.ways import JUDGE, Ways
 
+SETTINGS = BusSettings(reply_topics="*=replies.")
 SIMULATED = ("penstock.", "fakeredis.", "redis.")
 """What the names of modules begin with that run by the world's clock and threads."""
 
@@ -121,6 +123,18 @@ class Servers(ABC):
     def _ask_redis(self) -> Any:
         return redis_client(_make_url(self.judge, "redis"))
 
+    def create_reply_topics(self, topics: Sequence[str]) -> None:
+        """Create topics that hold replies. Not all levels can."""
+        raise NotImplementedError
+
+    def close_or_open(self, topic: str) -> None:
+        """Let a topic take no more replies, or take them again, of which nobody is told."""
+        raise NotImplementedError
+
+    def read_replies(self, topic: str) -> list[Outgoing]:
+        """Return the replies in a topic."""
+        raise NotImplementedError
+
     @abstractmethod
     def list_left(self) -> list[str]:
         """Return what the servers keep of requests that should be gone when all are answered."""
@@ -166,6 +180,23 @@ class MemoryServers(Servers):
         """Return a process's way to the object store."""
         return ObjectStorage(self.objects)
 
+    def create_reply_topics(self, topics: Sequence[str]) -> None:
+        """Create topics that hold replies."""
+        self.bus.reply_prefixes = SETTINGS.find_reply_prefixes()
+        for topic in topics:
+            self.bus.add_reply_topic(topic)
+        self._closed = dict[str, Any]()
+
+    def close_or_open(self, topic: str) -> None:
+        """Take a topic away, or bring it back."""
+        there, away = self.bus.topics, self._closed
+        one, other = (there, away) if topic in there else (away, there)
+        other[topic] = one.pop(topic)
+
+    def read_replies(self, topic: str) -> list[Outgoing]:
+        """Return the replies in a topic."""
+        return [one.message for one in (self._closed | self.bus.topics)[topic].entries.values()]
+
     def ask(self, who: str) -> None:
         """Ask both servers."""
         for server in ("redis", "bus"):
@@ -204,7 +235,23 @@ class StreamsServers(Servers):
         self.bus: ReadBus = bus
 
     def _open_bus(self, who: str) -> Bus:
-        return StreamsBus(self.pipeline, _make_url(who, "bus"), BusSettings())
+        return StreamsBus(self.pipeline, _make_url(who, "bus"), SETTINGS)
+
+    def create_reply_topics(self, topics: Sequence[str]) -> None:
+        """Create streams."""
+        for topic in topics:
+            self._ask_redis().xgroup_create(topic, "requester", id="0", mkstream=True)
+
+    def close_or_open(self, topic: str) -> None:
+        """Give a stream another name, or its own again."""
+        one, other = topic, f"closed {topic}"
+        client = self._ask_redis()
+        client.rename(*((one, other) if client.exists(one) else (other, one)))
+
+    def read_replies(self, topic: str) -> list[Outgoing]:
+        """Return the entries of a stream."""
+        found = [entry for key in (topic, f"closed {topic}") for _, entry in self._ask_redis().xrange(key)]
+        return [Outgoing(topic, *decode_entry(entry)) for entry in found]
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
@@ -273,7 +320,19 @@ class KafkaServers(StreamsServers):
         self._broker.create_topics(dict.fromkeys(self.pipeline.list_own_topics(tenant), count))
 
     def _open_bus(self, who: str) -> Bus:
-        return KafkaBus(self.pipeline, who, BusSettings(), redis_url=_make_url(who, "redis"))
+        return KafkaBus(self.pipeline, who, SETTINGS, redis_url=_make_url(who, "redis"))
+
+    def create_reply_topics(self, topics: Sequence[str]) -> None:
+        """Create topics of one partition."""
+        self._broker.create_topics(dict.fromkeys(topics, 1))
+
+    def close_or_open(self, topic: str) -> None:
+        """Let the brokers refuse what is written to a topic, or take it again."""
+        self._broker.refused ^= {topic}
+
+    def read_replies(self, topic: str) -> list[Outgoing]:
+        """Return the replies in a topic."""
+        return self.bus.read_all(topic)
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from penstock.config.addresses import Addresses
 from penstock.local.processes import Child, start_child
 from penstock.messages import Request, Result, decode_message
-from penstock.names import CLASSES, Pipeline
-from sim.line import InProcessPipeline, run_until_idle
+from penstock.names import CLASSES, CORRELATION_HEADER, Pipeline
+from sim.kafka_server import find_java
+from sim.line import BUS_SETTINGS, InProcessPipeline, run_until_idle
 from sim.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.proof
@@ -159,3 +163,85 @@ def test_a_backend_gets_one_answer_to_each_question(language: str, line: InProce
     assert late.error is not None
     assert late.error.code == "deadline_exceeded"
     assert "deadline_exceeded (ask again)" in backend.log.read_text()
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch, kafka: str, pipeline: Pipeline) -> str:
+    """The topic in which the tenant `shop` has its replies; the line that is made after it allows it."""
+    topic = f"{pipeline.name}.replies"
+    settings = BUS_SETTINGS.model_copy(update={"reply_topics": f"shop={topic}"})
+    monkeypatch.setattr("sim.line.BUS_SETTINGS", settings)
+    admin = AdminClient({"bootstrap.servers": kafka})
+    admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(PATIENCE_S)
+    return topic
+
+
+def test_a_backend_has_its_answers_in_a_topic_of_its_own(
+    replies: str, line: InProcessPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLIES", replies)
+    backend = Backend(LANGUAGES["python"](tmp_path), line, tmp_path)
+    process = backend.start()
+    wait_for(lambda: len(backend.rows()) == 3 or not process.is_alive(), "the questions are in the table")
+    wait_for(lambda: sum(line.bus.count_unsettled().values()) == 3 or not process.is_alive(), "they are produced")
+    process.kill()  # its replies come while it is not there
+    run_until_idle(line.prefill)
+    run_until_idle(line.decode)
+    backend.answered(backend.start())
+    answers = {one: answer for one, (_, answer) in backend.rows().items()}
+    found = {one.key: decode_message(Result, one.value) for one in line.bus.read_all(replies)}
+    assert found == answers
+    assert {one.finish_reason for one in found.values()} == {"length", "error"}, "refusals are replies, too"
+    copies = line.read_results()
+    assert sorted(one.id for one in copies) == sorted(found)
+    assert not any(one.text or one.token_ids for one in copies)
+    assert {one.id: one.usage for one in copies} == {one: answer.usage for one, answer in found.items()}
+
+
+@pytest.mark.clients
+def test_springs_template_gets_its_replies_and_finds_those_of_its_last_life(
+    replies: str, line: InProcessPipeline, tmp_path: Path
+) -> None:
+    if not (maven := shutil.which("mvn")):
+        pytest.skip("Maven fetches Spring, and is not here")
+    project = shutil.copytree(EXAMPLES / "backend_spring", tmp_path / "spring")
+    fetched = subprocess.run(
+        [maven, "-q", "-B", "dependency:copy-dependencies", "compile"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert fetched.returncode == 0, fetched.stdout
+    where = f"{project}/target/classes:{project}/target/dependency/*"
+    environment = {**os.environ, "KAFKA": line.addresses.kafka, "PIPELINE": line.pipeline.name, "TENANT": "shop"}
+    environment["REPLIES"] = replies
+
+    def start(*ids: str) -> Child:
+        command = [find_java(), "-cp", where, "Backend", *ids]
+        return start_child(command, name="spring", log=tmp_path / "-".join(ids), environment=environment)
+
+    def work_until(is_over: Callable[[], bool]) -> None:
+        def step() -> bool:
+            run_until_idle(line.prefill)
+            run_until_idle(line.decode)
+            return is_over()
+
+        wait_for(step, "Spring's template has what it waits for")
+
+    first = start("s1", "s2")
+    work_until(lambda: not first.is_alive())
+    assert first.returncode == 0, first.read_log_tail()
+    second = start("s3")
+    wait_for(lambda: sum(line.bus.count_unsettled().values()) or not second.is_alive(), "it is asked")
+    second.kill()
+    work_until(lambda: len(line.bus.read_all(replies)) == 3)
+    third = start("-s3")
+    work_until(lambda: not third.is_alive())
+    assert third.returncode == 0, third.read_log_tail()
+    logs = [(tmp_path / name).read_text().splitlines() for name in ("s1-s2", "-s3")]
+    told = [decode_message(Result, line.encode()) for log in logs for line in log if line.startswith("{")]
+    assert [(one.id, one.finish_reason, one.usage.completion_tokens) for one in told] == [
+        ("s1", "length", 16), ("s2", "length", 16), ("s3", "length", 16)
+    ]  # fmt: skip
+    assert all(len(one.headers[CORRELATION_HEADER]) for one in line.bus.read_all(replies))

@@ -44,6 +44,11 @@ class Outgoing:
     (`penstock.bus.placement`). Without it a message goes by its key. It is not part of the written message."""
     job: JobNeed | None = None
     """What a job needs, by which its worker is chosen in the same way."""
+    is_reply: bool = False
+    """Whether it goes to a topic of its requester's, not the pipeline's. On Redis Streams `topic` is the stream's key
+    then."""
+    partition: int | None = None
+    """The partition that a requester named for its reply."""
 
     @cached_property
     def num_bytes(self) -> int:
@@ -145,10 +150,14 @@ class Settlement:
 
     def place_outputs(self) -> list[Outgoing]:
         """Return the outputs as they are written: what follows from a message of a tenant's own topic goes to the same
-        tenant's own topics. That holds for results, jobs and dead letters, whoever has made them.
+        tenant's own topics. That holds for results, jobs and dead letters, whoever has made them. Replies go where
+        their requesters want them.
         """
         _, own = split_topic(self.delivery.topic)
-        return [replace(one, topic=find_shared_topic(one.topic) + own) if own else one for one in self.outputs]
+        return [
+            replace(one, topic=find_shared_topic(one.topic) + own) if own and not one.is_reply else one
+            for one in self.outputs
+        ]
 
 
 class Publisher(Protocol):
@@ -179,6 +188,12 @@ class Member(Protocol):
     """
 
     @property
+    def reply_prefixes(self) -> Mapping[str, Sequence[str]]:
+        """What the names of the topics begin with in which a tenant may have replies, by tenant
+        (`BusSettings.find_reply_prefixes`).
+        """
+
+    @property
     def current_problem(self) -> str:
         """Why this member cannot work now, as far as it knows without asking the bus; empty where it knows no problem.
 
@@ -201,9 +216,9 @@ class Member(Protocol):
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish all outputs, and finish all deliveries together with that.
 
-        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (no delivery was
-        finished, and no result published), `MemberFenced`, or `BusUnavailable`: then it is unknown whether the
-        settlement was made.
+        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `ReplyRefused` (it names the topics of
+        replies; nothing was done), `RequestTooLarge` (no delivery was finished, and no result published),
+        `MemberFenced`, or `BusUnavailable`: then it is unknown whether the settlement was made.
 
         After `BusUnavailable` a result may be settled again as it is: `DeliveryLost` means that the settlement was
         made, or that another member has the delivery, or had it: one that came to this member again is another
@@ -214,6 +229,11 @@ class Member(Protocol):
         delivery may come again even after this returned, to this member or another one: the record knows which requests
         were handed off. A settlement with an output for the results topic is made as by all others, and so is every
         later one of this member; the first of them also waits for what finishes earlier ones.
+        """
+
+    def find_reply_refusals(self, replies: Sequence[Outgoing]) -> list[str]:
+        """Return for each reply why its topic would not take it, as far as that is known before it is written; an empty
+        text where nothing is known against it. Raise `BusUnavailable`.
         """
 
     def count_held(self) -> int:

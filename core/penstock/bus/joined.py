@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
-from penstock.bus.contract import Delivery, Member, OrphanReader, Settlement, check_size
+from penstock.bus.contract import Delivery, Member, OrphanReader, Outgoing, Settlement, check_size
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind, find_shared_topic
 from penstock.redis.scripts import ScriptCall
 
@@ -45,6 +45,11 @@ class JoinedMember:
         """Deliveries that one member gave out in a poll before the other one's poll failed."""
         self._done: dict[object, Settlement] = {}
         """Settlements that one member made in calls that failed at the other one."""
+
+    @property
+    def reply_prefixes(self) -> Mapping[str, Sequence[str]]:
+        """What the names of reply topics begin with, by tenant."""
+        return self._requests.reply_prefixes
 
     @property
     def current_problem(self) -> str:
@@ -108,6 +113,10 @@ class JoinedMember:
                 self._done |= {_name(one): one for one in part}
         for one in settlements:
             self._done.pop(_name(one), None)
+
+    def find_reply_refusals(self, replies: Sequence[Outgoing]) -> list[str]:
+        """Return why topics would not take replies; see `contract.Member.find_reply_refusals`."""
+        return self._requests.find_reply_refusals(replies)
 
     def _find_member(self, delivery: Delivery) -> Member:
         is_job = find_shared_topic(delivery.topic) in self._job_topics

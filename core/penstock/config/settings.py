@@ -43,7 +43,7 @@ from penstock.config.sources import (
 )
 from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
-from penstock.names import MAX_RETENTION_S
+from penstock.names import MAX_RETENTION_S, may_hold_replies
 from penstock.regions import is_region_name, parse_peers
 
 log = logging.getLogger(__name__)
@@ -81,12 +81,48 @@ class BusSettings(Settings):
     rack: str = ""
     """Kafka: the zone of this process, as the brokers' `broker.rack` names it. Messages are read from the nearest copy
     where brokers have a `replica.selector.class`. Empty: from the partition's leader."""
+    reply_topics: str = ""
+    """Where requesters may have their results in [topics of their own](protocol.md#reply-topics): `TENANT=PREFIX`, with
+    commas between them, as in `shop=shop.replies.,crm=crm.`; `*=PREFIX` holds for all tenants. On Redis Streams it is
+    the beginning of a stream's key. Empty: nowhere. The same on all workers of a pipeline."""
     session_timeout_s: Constant[float] = 3.0
     """Redis Streams: a worker whose session has been over for this long loses its deliveries. (On Kafka the brokers'
     `group.consumer.session.timeout.ms` decides.)"""
     transaction_timeout_s: Constant[float] = 5.0
     """Kafka: how long the open transaction of a dead worker may hold up readers. A write in a transaction may take 0.6
     of it. Where brokers answer late, workers make it longer by themselves, up to 80 s."""
+
+    @field_validator("reply_topics")
+    @classmethod
+    def _check_replies(cls, value: str) -> str:
+        _parse_reply_prefixes(value)
+        return value
+
+    def find_reply_prefixes(self) -> dict[str, tuple[str, ...]]:
+        """Return what the names of the topics begin with in which each tenant may have results; `*` stands for all."""
+        return _parse_reply_prefixes(self.reply_topics)
+
+
+_REPLY_OWNER = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _parse_reply_prefixes(value: str) -> dict[str, tuple[str, ...]]:
+    """Return prefixes by tenant. Raise `ValueError`, also where a topic could belong to two tenants."""
+    found = dict[str, tuple[str, ...]]()
+    for one in filter(None, (part.strip() for part in value.split(","))):
+        tenant, _, prefix = one.partition("=")
+        if _REPLY_OWNER.fullmatch(tenant) is None or not prefix:
+            raise ValueError(f"{one!r} is not TENANT=PREFIX, as in shop=shop.replies.")
+        if not may_hold_replies(prefix):
+            raise ValueError(f"{prefix!r} is the beginning of Penstock's or Kafka's own names, or of none")
+        for other, theirs in found.items():
+            if other != tenant and any(prefix.startswith(mine) or mine.startswith(prefix) for mine in theirs):
+                raise ValueError(
+                    f"topics that begin with {prefix!r} could be those of {tenant!r} or of {other!r}: end prefixes "
+                    "with a dot, or give all tenants one with *="
+                )
+        found[tenant] = (*found.get(tenant, ()), prefix)
+    return found
 
 
 EvictionChoice = Literal["refuse", "warn"]

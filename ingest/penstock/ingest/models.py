@@ -156,6 +156,10 @@ class ServedModels:
         """Return the model of this name that endpoints can answer now beside another pipeline, as last read."""
         return self._fallbacks.get(name)
 
+    def find_pipelines(self, name: str) -> set[str]:
+        """Return the pipelines that serve this name or did so, as last read."""
+        return {pipeline for asked, pipeline in self._by_pipeline if asked == name}
+
     def find_at(self, name: str, pipeline: str) -> ServedModel | None:
         """Return the model of this name at a pipeline, as last read."""
         return self._by_pipeline.get((name, pipeline))

@@ -9,6 +9,7 @@ from opentelemetry.context import Context
 from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.bus.placement import JobNeed
+from penstock.bus.replies import pick_reply_headers
 from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
@@ -74,12 +75,19 @@ def build_job_message(
     pipeline: Pipeline, job: Job, task: Task, context: Context, block_size: int = 0, sender: str = ""
 ) -> Outgoing:
     """Return the message for the jobs topic of the job's class. Without KV, `block_size` is 0."""
-    headers = task.account_headers | {
-        names.VERSION_HEADER: str(job.v),
-        names.TENANT_HEADER: job.tenant,
-        names.CLASS_HEADER: job.priority_class,
-        names.OPERATION_HEADER: task.operation,
-    }
+    told = task.delivery.headers
+    # Of a request that cannot be read the tenant is known by its header alone.
+    tenant = told.get(names.TENANT_HEADER, job.tenant) if task.message is None else job.tenant
+    headers = (
+        task.account_headers
+        | pick_reply_headers(told)
+        | {
+            names.VERSION_HEADER: str(job.v),
+            names.TENANT_HEADER: tenant,
+            names.CLASS_HEADER: job.priority_class,
+            names.OPERATION_HEADER: task.operation,
+        }
+    )
     trace_headers = (
         tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     )

@@ -19,7 +19,14 @@ from penstock.bus.contract import (
     create_started_future,
 )
 from penstock.bus.joined import EventBell, JoinedMember, join_both
-from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError, SettingsError
+from penstock.errors import (
+    BusUnavailable,
+    DeliveryLost,
+    MemberFenced,
+    PenstockError,
+    ReplyRefused,
+    SettingsError,
+)
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.scripts import ScriptCall
 
@@ -60,6 +67,9 @@ class MemoryBus:
         self.changed = threading.Condition()
         """Guards everything here, and is notified of each new message and of each that waits again."""
         self.topics: dict[str, Topic] = {}
+        """The pipeline's topics, and those that hold replies."""
+        self.reply_prefixes: Mapping[str, Sequence[str]] = {}
+        """What the names of reply topics begin with, by tenant."""
         self._bells: list[EventBell] = []
         self.members: dict[tuple[WorkerKind, str], MemoryMember] = {}
 
@@ -71,6 +81,11 @@ class MemoryBus:
             missing = self.find_missing_topics()
             self.topics |= {topic: Topic() for topic in missing}
             return missing
+
+    def add_reply_topic(self, topic: str) -> None:
+        """Create a topic for replies."""
+        with self.changed:
+            self.topics.setdefault(topic, Topic())
 
     def find_missing_topics(self) -> list[str]:
         """Return the pipeline's topics that do not exist."""
@@ -200,10 +215,22 @@ class MemoryMember:
             lost = [one for one in deliveries if not self.is_holding(one)]
             if lost:
                 raise DeliveryLost(lost)
+            unknown = {one.topic for one in outputs if one.is_reply}.difference(self._bus.topics)
+            if unknown:
+                raise ReplyRefused(dict.fromkeys(unknown, "there is no such topic"), is_sure=True)
             self._bus.append(outputs)
             for one in deliveries:
                 entry, _ = self._held.pop(one.address)
                 self._bus.topics[one.topic].entries.pop(entry.offset, None)
+
+    @property
+    def reply_prefixes(self) -> Mapping[str, Sequence[str]]:
+        """What the names of reply topics begin with, by tenant."""
+        return self._bus.reply_prefixes
+
+    def find_reply_refusals(self, replies: Sequence[Outgoing]) -> list[str]:
+        """Return nothing against any: `settle` looks at their topics itself."""
+        return [""] * len(replies)
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
-from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
+from penstock.bus.replies import ReplyRouter, pick_reply_headers
+from penstock.errors import BusUnavailable, DeliveryLost, InternalError, ReplyRefused, RequestTooLarge
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Job, Result, decode_message
 from penstock.names import (
@@ -56,6 +57,10 @@ class Settling:
     """Makes the settlement anew, on the settler's thread."""
     num_dead_letters: int = 0
     """How many dead letters the settlement had when the loop asked for it."""
+    is_doubtful: bool = False
+    """Whether a transaction failed that had its reply alone, and the client did not say why."""
+    refused: str = ""
+    """Why its result does not go to the topic in which its requester wants it."""
     name: object = field(default_factory=object)
     """It stays when the settlement is made anew."""
 
@@ -78,6 +83,7 @@ class Settler:
     def __init__(self, member: Member, pipeline: Pipeline, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called on the settler's thread when there is an outcome to collect."""
         self._member, self._pipeline, self._wake = member, pipeline, wake
+        self._replies = ReplyRouter(pipeline, member)
         self._trouble = ""
         self._called_s: float | None = None
         """When the settlement call under way began; None while there is none."""
@@ -196,7 +202,7 @@ class Settler:
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
-                self._settle_on_bus([pending.settlement for pending in batch])
+                self._settle_on_bus(batch)
             except DeliveryLost as error:
                 lost = {id(delivery) for delivery in error.deliveries}  # one that came again has the same address
                 gone = [pending for pending in batch if id(pending.settlement.delivery) in lost]
@@ -204,15 +210,13 @@ class Settler:
                 self._set_trouble("")
                 self._record_outcomes(gone, settled=False)
                 batch = [pending for pending in batch if id(pending.settlement.delivery) not in lost]
-            except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
-                if len(batch) == 1:
-                    log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
-                    smaller = replace_oversized(self._pipeline, batch[0].settlement, error)
-                    batch = [replace(batch[0], settlement=smaller, again=None)]
-                else:
-                    for pending in batch:
-                        self._settle_all([_make_anew(pending)])
+            except (ReplyRefused, RequestTooLarge) as error:  # nothing was done
+                parts = self._part_refused(batch, error)
+                if len(parts) > 1:
+                    for part in parts:
+                        self._settle_all(part)
                     return
+                batch = parts[0]
             except BusUnavailable as error:
                 now_s = time.monotonic()
                 if (
@@ -233,10 +237,33 @@ class Settler:
                 self._record_outcomes(batch, settled=True)
                 return
 
-    def _settle_on_bus(self, settlements: list[Settlement]) -> None:
+    def _part_refused(self, batch: list[Settling], error: ReplyRefused | RequestTooLarge) -> list[list[Settling]]:
+        """Return a batch of which the bus refused a message as one that it takes, or in parts that show which it was.
+
+        A result whose reply was refused goes among all results. Any other message that is too large becomes smaller.
+        """
+        if isinstance(error, ReplyRefused):
+            log.warning("replies are refused: %s", error)
+            self._replies.note_refused(error)
+            why = [error.reasons.get(self._replies.find_topic(one.settlement), "") for one in batch]
+            suspects = [one for one, reason in zip(batch, why, strict=True) if reason and not one.refused]
+            assert suspects, "refused replies are of those that were to be settled"
+            if error.is_sure or (len(suspects) == 1 and suspects[0].is_doubtful):
+                return [[replace(one, refused=one.refused or why[at]) for at, one in enumerate(batch)]]
+            names = {one.name for one in suspects}
+            others = [one for one in batch if one.name not in names]
+            return [others, *([replace(one, is_doubtful=len(suspects) == 1)] for one in suspects)]
+        if len(batch) > 1:
+            return [[_make_anew(pending)] for pending in batch]
+        log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
+        smaller = replace_oversized(self._pipeline, batch[0].settlement, error)
+        return [[replace(batch[0], settlement=smaller, again=None)]]
+
+    def _settle_on_bus(self, batch: list[Settling]) -> None:
         self._called_s = time.monotonic()
         try:
-            self._member.settle(settlements)
+            settlements = [pending.settlement for pending in batch]
+            self._member.settle(self._replies.route_results(settlements, [pending.refused for pending in batch]))
         finally:
             self._called_s = None
 
@@ -283,6 +310,7 @@ def _make_error_output(
     """Return a result, or a job under its name, with an error in place of its content."""
     kept = (VERSION_HEADER, TENANT_HEADER, KEY_HEADER, CLASS_HEADER, OPERATION_HEADER)
     headers = {name: output.headers[name] for name in kept if name in output.headers}
+    headers |= pick_reply_headers(output.headers)
     tenant, error = headers.get(TENANT_HEADER, "default"), ErrorInfo.from_error(cause)
     message: Result | Job
     if output.topic == pipeline.results_topic:

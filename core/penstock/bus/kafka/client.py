@@ -10,7 +10,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
 from penstock.bus.kafka.offsets import Partition
-from penstock.bus.kafka.partitioner import Partitioner
+from penstock.bus.kafka.partitioner import ANY_PARTITION, Partitioner
 from penstock.errors import BusUnavailable, MemberFenced, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass
@@ -74,7 +74,10 @@ def producer_settings(clients: Mapping[str, Any]) -> dict[str, Any]:
 
 def produce_message(producer: Producer, message: Outgoing, partitions: Partitioner, report: Any) -> None:
     """Hand a message to the producer. Wait while its queue is full."""
-    partition = partitions.choose_partition(message)
+    if message.is_reply:  # by its key, as all its partitions have leaders
+        partition = ANY_PARTITION if message.partition is None else message.partition
+    else:
+        partition = partitions.choose_partition(message)
     while True:
         try:
             producer.produce(

@@ -17,7 +17,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from penstock.bus.contract import Delivery, OrphanReader, Settlement
+from penstock.bus.contract import Delivery, OrphanReader, Outgoing, Settlement
 from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.bus.kafka.client import (
     DAMAGED_BATCH_ERRORS,
@@ -33,6 +33,7 @@ from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
 from penstock.bus.kafka.places import PlaceKeeper
 from penstock.bus.kafka.position_lookup import LookupThread, PositionLookup, ReadProgress
+from penstock.bus.kafka.reply_topics import ReplyTopics
 from penstock.bus.kafka.settling import MemberSettling
 from penstock.bus.kafka.shared import SharedState
 from penstock.bus.kafka.writers import (
@@ -115,6 +116,7 @@ class KafkaMember:
         self._pipeline, self._stage, self._clients, self._pace = bus.pipeline, stage, bus.clients, bus.pace
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
+        self.reply_prefixes, self._reply_topics = bus.settings.find_reply_prefixes(), ReplyTopics(bus.clients)
         self._holdings, self._leaving = PrefetchBuffer(bus.pipeline), threading.Event()
         self._shared = SharedState(self._holdings, wake)
         self._state, self._closing = self._shared.changed, self._shared.closing
@@ -196,6 +198,10 @@ class KafkaMember:
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish the outputs and finish the deliveries; see `contract.Member.settle` for what each stage promises."""
         self._settling.settle(settlements)
+
+    def find_reply_refusals(self, replies: Sequence[Outgoing]) -> list[str]:
+        """Return why topics would not take replies; see `contract.Member.find_reply_refusals`."""
+        return self._reply_topics.find_refusals(replies)
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""

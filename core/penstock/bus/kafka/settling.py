@@ -20,7 +20,7 @@ from penstock.bus.kafka.writers import (
     Transactions,
     to_topic_partitions,
 )
-from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, ReplyRefused
 from penstock.failpoints import failpoint
 from penstock.names import find_shared_topic
 from penstock.pace import ServerPace
@@ -141,6 +141,11 @@ class MemberSettling:
                 try:
                     self._run_transaction(writer, deliveries, outputs)
                     return
+                except ReplyRefused:
+                    if writer.is_broken:
+                        self.transactions = None  # the next settlement opens them
+                        writer.close()
+                    raise
                 except GroupRebalanced as moved:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None

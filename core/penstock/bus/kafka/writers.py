@@ -20,7 +20,7 @@ from penstock.bus.kafka.client import (
 )
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.partitioner import LEADERS_TIMEOUT_S, Partitioner, ReadBeats
-from penstock.errors import MemberFenced, NameShared
+from penstock.errors import MemberFenced, NameShared, ReplyRefused
 from penstock.failpoints import failpoint
 from penstock.pace import ServerPace
 
@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 20.0
 """How long an output may wait to be acknowledged. It takes less to elect a new leader for a partition."""
+
+
+GIVEN_UP_ERRORS = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)  # noqa: SLF001 - that is their name
+"""Errors of messages that the client gave up itself, as the transaction failed by another one."""
 
 
 class OutputWriter:
@@ -52,17 +56,55 @@ class OutputWriter:
             raise
 
 
-def write_and_flush(producer: Producer, partitions: Partitioner, outputs: Sequence[Outgoing], timeout_s: float) -> None:
-    """Write messages and wait until all are acknowledged. Raise `KafkaException`."""
-    errors: list[KafkaError] = []
-    for output in outputs:
-        produce_message(producer, output, partitions, lambda error, _: errors.append(error) if error else None)
-    if outputs and _flush_producer(producer, timeout_s):
+def write_and_flush(
+    producer: Producer,
+    partitions: Partitioner,
+    outputs: Sequence[Outgoing],
+    timeout_s: float,
+    reply_timeout_s: float = 0.0,
+) -> None:
+    """Write messages and wait until all are acknowledged. Raise `KafkaException`, or `ReplyRefused` where replies alone
+    are at fault: they are refused, or not acknowledged within `reply_timeout_s` though all else is.
+    """
+    waiting, errors = dict(enumerate(outputs)), list[tuple[KafkaError, Outgoing]]()
+
+    def report(number: int, error: KafkaError | None) -> None:
+        output = waiting.pop(number)
+        if error is not None:
+            errors.append((error, output))
+
+    replies = {output.topic for output in outputs if output.is_reply}
+    for number, output in enumerate(outputs):
+        produce_message(producer, output, partitions, lambda error, _, number=number: report(number, error))
+    num_left = _flush_producer(producer, reply_timeout_s if replies else timeout_s) if outputs else 0
+    if num_left and replies:
+        if not errors and all(output.is_reply for output in waiting.values()):
+            late = {output.topic: "no acknowledgement in time" for output in waiting.values()}
+            raise ReplyRefused(late, is_sure=True)
+        num_left = _flush_producer(producer, timeout_s)
+    if num_left:
         timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
         raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
     if errors:
+        if replies:
+            _raise_refused(errors, replies)
         # With a message that is too large others fail that are fine, so the error is about that one.
-        raise KafkaException(next((one for one in errors if one.code() in TOO_LARGE_ERRORS), errors[0]))
+        codes = [error for error, _ in errors]
+        raise KafkaException(next((one for one in codes if one.code() in TOO_LARGE_ERRORS), codes[0]))
+
+
+def _raise_refused(errors: Sequence[tuple[KafkaError, Outgoing]], replies: Iterable[str]) -> None:
+    """Raise `ReplyRefused` if no message failed by itself but replies. What the client gave up because another message
+    had failed does not count; where there is nothing else, any of the `replies` may have been refused.
+    """
+    if any(error.fatal() or error.code() in FENCED_ERRORS for error, _ in errors):
+        return
+    named = [(error, output) for error, output in errors if error.code() not in GIVEN_UP_ERRORS]
+    if not named:
+        raise ReplyRefused(dict.fromkeys(replies, "the brokers refused a transaction with this reply"), is_sure=False)
+    if all(output.is_reply for _, output in named):
+        is_sure = all(error.code() not in TOO_LARGE_ERRORS for error, _ in named)  # smaller ones fit
+        raise ReplyRefused({output.topic: error.str() for error, output in named}, is_sure=is_sure)
 
 
 def _flush_producer(producer: Producer, timeout_s: float) -> int:
@@ -112,6 +154,8 @@ class Transactions:
         self._pace, self.slowness, timeout_s = pace, pace.slowness, pace.transaction_timeout_s
         write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences the producer
         self._flush_s, self._timeout_s = write_s + 1, timeout_s
+        # Their topics may have been deleted since they were looked at, and librdkafka waits for these without end.
+        self._reply_s = write_s / 2
         self._id, self._brokers = transactional_id, clients["bootstrap.servers"]
         self._begun_s = 0.0
         self._producer = Producer(
@@ -127,6 +171,8 @@ class Transactions:
         self._partitions = Partitioner(self._producer, read_beats, timeout_s=pace.stretch(LEADERS_TIMEOUT_S))
         self._open = False
         self._in_doubt = False
+        self.is_broken = False
+        """Whether this object can write nothing more, though no other has its id."""
         with bus_errors():
             try:  # this ends a transaction that an older member of the same name left open
                 self._producer.init_transactions(pace.stretch(INIT_TIMEOUT_S))
@@ -160,13 +206,13 @@ class Transactions:
     def run_transaction(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
         """Run one transaction: steps 3 to 5 of `KafkaMember._run_transaction`.
 
-        Raise `GroupRebalanced`, `MemberFenced` or `KafkaException`. After the last of these, call `clear_doubt` before
-        the next transaction.
+        Raise `GroupRebalanced`, `MemberFenced`, `ReplyRefused` or `KafkaException`. After the last of these, call
+        `clear_doubt` before the next transaction.
         """
         try:
             self._producer.begin_transaction()
             self._open, self._begun_s = True, time.monotonic()
-            write_and_flush(self._producer, self._partitions, outputs, self._flush_s)  # 3
+            write_and_flush(self._producer, self._partitions, outputs, self._flush_s, self._reply_s)  # 3
             failpoint("kafka.3.written")
             if offsets:  # else the membership may not be known yet
                 limit_s = self._pace.stretch(BROKER_TIMEOUT_S)
@@ -174,6 +220,9 @@ class Transactions:
             failpoint("kafka.4.offsets")
             self._commit(self._pace.stretch(BROKER_TIMEOUT_S))  # 5
             failpoint("kafka.5.committed")
+        except ReplyRefused:
+            self._abort_refused()
+            raise
         except KafkaException as raised:
             self._handle_error(raised)
             raise
@@ -198,6 +247,20 @@ class Transactions:
             # The broker ended the transaction of a producer that was silent. librdkafka cannot use it any more then.
             raise MemberFenced(f"away too long, this producer is of no more use: {error.str()}") from raised
         self._open = False
+
+    def _abort_refused(self) -> None:
+        """Abort after a reply that was refused. Raise `KafkaException` or `MemberFenced`.
+
+        Brokers that know no partition of the transaction, as they have refused all with the first, know no transaction
+        to abort either. For librdkafka that is fatal: `is_broken` is set, and a new producer goes on.
+        """
+        try:
+            self._abort()
+        except MemberFenced as fenced:
+            cause = fenced.__cause__
+            if not isinstance(cause, KafkaException) or cause.args[0].code() != KafkaError.INVALID_TXN_STATE:
+                raise
+            self.is_broken = True
 
     def _handle_error(self, raised: KafkaException) -> None:
         """Abort after a failed step, if possible now. Raise `MemberFenced` or `GroupRebalanced` if that was why."""

@@ -14,11 +14,12 @@ from typing import Any, Self
 import redis
 
 from penstock.bus.beats import BEATS, parse_beats
-from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
+from penstock.bus.contract import Delivery, OrphanReader, Outgoing, Settlement, check_size
 from penstock.bus.lost import LOST_KEPT_S
 from penstock.bus.placement import ON_THE_WAY_S, WorkerBeat
 from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
+    MAX_KEPT_ENTRIES,
     bus_errors,
     connect_client,
     create_groups,
@@ -28,7 +29,7 @@ from penstock.bus.streams.client import (
 )
 from penstock.bus.streams.pull import Share, find_share
 from penstock.config.settings import BusSettings
-from penstock.errors import DeliveryLost, MemberFenced
+from penstock.errors import DeliveryLost, MemberFenced, ReplyRefused
 from penstock.names import CLASSES, WORKERS_KEY, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.client import find_pace, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
@@ -77,6 +78,7 @@ class StreamsMember:
         self._consumer = f"{name}/{self._token}"
         self._key = pipeline.member_key(self._group, name)
         self._key_prefix = pipeline.member_key(self._group, "")
+        self.reply_prefixes = settings.find_reply_prefixes()
         self._timeout_s = settings.session_timeout_s
         self._lasts_s = self._timeout_s
         """How long this member is kept after a renewal: the timeout begins when the session is over, if it has one."""
@@ -136,7 +138,7 @@ class StreamsMember:
             self._pipeline.meter_key("places"),
             self._pipeline.finished_key,
             *(stream_key(topic) for topic, _ in places),
-            *(stream_key(o.topic) for o in outputs),
+            *(output.topic if output.is_reply else stream_key(output.topic) for output in outputs),
         ]
         words: list[Any] = [
             self._token,
@@ -148,10 +150,22 @@ class StreamsMember:
         words += [*(position for _, position in places), *(topic for topic, _ in places)]
         for output in outputs:
             entry = [word for pair in encode_entry(output).items() for word in pair]
-            is_counted = int(output.topic == self._pipeline.results_topic)
-            words += [max_stream_entries(self._pipeline, output.topic), is_counted, len(entry), *entry]
+            what = "reply" if output.is_reply else "result" if output.topic == self._pipeline.results_topic else ""
+            most = MAX_KEPT_ENTRIES if output.is_reply else max_stream_entries(self._pipeline, output.topic)
+            words += [most, what, len(entry), *entry]
+        replies = sorted({output.topic for output in outputs if output.is_reply})
         with bus_errors():
-            refused = SETTLE.run(self.client, keys, words)
+            try:
+                refused = SETTLE.run(self.client, keys, words)
+            except redis.exceptions.NoPermissionError as error:  # it was not run, as a key of it is not allowed
+                if replies:
+                    raise ReplyRefused(dict.fromkeys(replies, f"Redis: {error}"), is_sure=False) from error
+                raise
+        if refused[:1] == [-2]:
+            raise ReplyRefused(
+                {outputs[index].topic: "it is no stream: create it first (XGROUP CREATE … MKSTREAM)"
+                 for index in refused[1:]}, is_sure=True,
+            )  # fmt: skip
         if refused == [-1]:
             self._fenced = True
             self._raise_if_fenced()
@@ -161,6 +175,10 @@ class StreamsMember:
                 self._held.pop(gone.address, None)
         if lost:
             raise DeliveryLost(lost)
+
+    def find_reply_refusals(self, replies: Sequence[Outgoing]) -> list[str]:
+        """Return nothing against any: the script that settles looks at their streams itself."""
+        return [""] * len(replies)
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""

@@ -162,8 +162,7 @@ async def accept_request(
     made = endpoint.make_requests(body, request_id, sees=served.sees)
     pictures = await gateway.pictures.read_pictures(caller.tenant, made)
     earlier = None if key is None else await gateway.stream_metas.find_meta(request_id)
-    own, has_pictures = served.pipeline, bool(pictures.pictures)
-    served = await choose_pipeline(gateway, caller, served, made, earlier, has_pictures=has_pictures)
+    served = await choose_pipeline(gateway, caller, served, made, earlier, has_pictures=bool(pictures.pictures))
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
         check_token_ids(made, takes_ids=gateway.settings.gateway.takes_token_ids)
@@ -182,10 +181,8 @@ async def accept_request(
         form=form,
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
-    if key is not None and earlier is None:  # the other pipeline may have answered it
-        fallback = gateway.models.find_fallback(served.name) if caller.fallback else None
-        for pipeline in {own, served.pipeline, *([] if fallback is None else [fallback.pipeline])}:
-            await _check_remembered(gateway.get_client(pipeline), meta.request_ids)
+    if key is not None and earlier is None:
+        await _check_no_answer_is_forgotten(gateway, served, meta)
     check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
@@ -395,6 +392,14 @@ async def _join_earlier(
             await _publish_requests(gateway, caller, found, requests, {}, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
     return Accepted(found.model_copy(update={"options": options}), ignored=ignored)
+
+
+async def _check_no_answer_is_forgotten(gateway: Gateway, served: ServedModel, meta: StreamMeta) -> None:
+    """Raise `ApiError` 410 if a pipeline with this model, which may have been the fallback then, knows a request by its
+    id alone.
+    """
+    for pipeline in {served.pipeline, *gateway.models.find_pipelines(served.name)}:
+        await _check_remembered(gateway.get_client(pipeline), meta.request_ids)
 
 
 async def _check_remembered(client: AsyncClient, request_ids: Sequence[str]) -> None:
