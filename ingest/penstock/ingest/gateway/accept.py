@@ -57,6 +57,7 @@ from penstock.ingest.openai.endpoint import (
     Task,
     build_request,
     cap_open_answers,
+    encode_meta,
     hash_answer_fields,
     make_stream_meta,
     name_loosened,
@@ -404,7 +405,7 @@ async def _publish_requests(
         if meta.input_items is not None:
             await gateway.responses.mark_open(meta)
         is_own = caller.has_own_topics
-        card = meta.model_dump_json() if gateway.settings.region.peers and not is_own else ""
+        card = encode_meta(meta).decode() if gateway.settings.region.peers and not is_own else ""
         card = card if len(card) <= MAX_CARD_CHARS else ""
         sending = (client.send(encoded, arrived_s, caller.key, card, own_topics=is_own) for encoded in requests)
         sent = await asyncio.gather(*sending, return_exceptions=True)
