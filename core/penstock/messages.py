@@ -795,10 +795,8 @@ def decode_message(kind: type[M], value: bytes) -> M:
     Raises `RequestTooLarge`, `UnsupportedVersion` or `InvalidRequest`; `ContentErased` or `TenantKeyMissing` for what
     is sealed with a key that is not here.
     """
-    value, sealed = drop_schema_prefix(value), None
-    if is_sealed(value):
-        sealed = read_envelope(value)
-        value = open_message(sealed, kind.__name__.lower())
+    sealed = read_envelope(value) if is_sealed(value) else None
+    value = drop_schema_prefix(value) if sealed is None else open_message(sealed, kind.__name__.lower())
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise _make_size_error(value)
     _refuse_prefix(value)

@@ -86,9 +86,12 @@ class DeadLetter:
             body["job"] = uuid.uuid4().hex
         value = json.dumps(body, ensure_ascii=False).encode()
         try:
-            message: Request | Job = decode_message(Request if stage == "prefill" else Job, value)
-            kind, clear = ("request", {}) if isinstance(message, Request) else ("job", {"job": message.job})
-            value = seal_message(kind, message.tenant, message.id, value, {"v": message.v, **clear})
+            if stage == "prefill":
+                request = decode_message(Request, value)
+                value = seal_message("request", request.tenant, request.id, value, {"v": request.v})
+            else:
+                job = decode_message(Job, value)
+                value = seal_message("job", job.tenant, job.id, value, {"v": job.v, "job": job.job})
         except RequestError as error:
             raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
         left_out = {*_OWN_HEADERS, *([] if "deadline" in body else [names.DEADLINE_HEADER])}

@@ -13,7 +13,7 @@ from penstock.messages import EndEvent, ErrorInfo, Timings, TokenEvent, now_s
 from penstock.names import START_HASH, Pipeline
 from penstock.redis.client import execute_all, raise_first_error
 from penstock.redis.scripts import load_script
-from penstock.sealing import open_event
+from penstock.sealing import is_sealed_event, open_event
 
 CANCEL = load_script("penstock.record", "cancel")
 END_UNREAD = load_script("penstock.record", "unread")
@@ -32,13 +32,10 @@ def parse_event(payload: bytes, request_id: str = "") -> TokenEvent | EndEvent:
     Raises `StreamError` for anything else; `ContentErased` or `TenantKeyMissing` without that key.
     """
     try:
-        return _EVENT.validate_json(payload)
+        return _EVENT.validate_json(open_event(request_id, payload) if is_sealed_event(payload) else payload)
+    except InvalidRequest as error:
+        raise StreamError(f"the stream has an entry that cannot be opened: {error}") from None
     except ValidationError as error:
-        try:
-            if (opened := open_event(request_id, payload)) is not None:
-                return _EVENT.validate_json(opened)
-        except (InvalidRequest, ValidationError) as damage:
-            raise StreamError(f"the stream has a sealed entry that cannot be opened: {damage}") from None
         raise StreamError(
             f"the stream has an entry that is no event of this version: {error.error_count()} errors"
         ) from None

@@ -84,12 +84,14 @@ class StreamMetaStore:
             await self.renew_ids([meta.id])
 
     async def find_meta(self, stream_id: str) -> StreamMeta | None:
-        """Return the meta data of an id, of any tenant, or None."""
+        """Return the meta data of an id, of any tenant, or None, also where its tenant's key was dropped."""
         if not is_request_id(stream_id):
             return None
         with translate_outages():
             found: Any = await self._client.get(stream_meta_key(stream_id))
-        return None if found is None else decode_meta(stream_id, found)
+        with suppress(ContentErased):
+            return None if found is None else decode_meta(stream_id, found)
+        return None
 
     async def find_of_tenant(self, stream_id: str, tenant: str) -> StreamMeta:
         """Return a tenant's meta data. Raises `ApiError` 404, the same if it is another tenant's."""
