@@ -205,10 +205,13 @@ class Intake:
     # 3. Claim.
 
     def make_claim_request(self, delivery: Delivery) -> UnclaimedMessage | None:
-        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be parked.
+        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be parked, also
+        as its key is not here yet.
 
         Any thread may call this.
         """
+        if not has_key_of(delivery.value):
+            return None
         task = self._find_role(delivery).identify_request(delivery)
         waiting = None if task is None else task.to_claim_request()
         return waiting if waiting is not None and waiting.message else None
