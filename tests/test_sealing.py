@@ -33,6 +33,7 @@ from penstock.names import Pipeline
 from penstock.objects import ObjectStorage
 from penstock.ops.dead_letters import DeadLetter
 from penstock.record import parse_event
+from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
 
 PIPELINE = Pipeline("p")
 MARK = "the-secret-recipe"
@@ -163,6 +164,16 @@ def test_a_name_that_is_no_tenants_reads_no_file(keys: Path) -> None:
     sealing.forget_tenant_keys()
     with pytest.raises(SettingsError, match="not a directory"):
         sealing.use_tenant_keys(str(keys / "acme"))
+
+
+def test_the_copy_of_a_message_in_a_record_is_sealed(keys: Path) -> None:
+    taken = Delivery("t", "0:1", MARK.encode(), "r", {}, "interactive", 1.0, is_held=False)
+    kept = serialize_delivery(taken, "acme", "r")
+    assert MARK.encode() not in kept
+    assert deserialize_delivery(kept) == taken
+    assert MARK.encode() in serialize_delivery(taken, "other", "r")
+    erase(keys)
+    assert serialize_delivery(taken, "acme", "r") == b""
 
 
 def test_dead_letters_stay_sealed_and_are_sent_again(keys: Path) -> None:

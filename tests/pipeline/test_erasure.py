@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from penstock import sealing
+from penstock.bus.contract import Delivery
 from penstock.client.core import make_request, prepare_message
 from penstock.config.addresses import Addresses
 from penstock.config.settings import KVSettings, RecordSettings
@@ -138,6 +139,10 @@ def test_a_key_that_is_not_mounted_ends_nothing(keys: Path, make_line: MakeLine)
     send(line, "other-1", "other")
     assert list(run_until_results(line, 1)) == ["other-1"]
     assert line.make_record().read_status("acme-1") is None
+    topic = line.pipeline.request_topic("interactive")
+    (waiting, *_) = line.bus.read_all(topic)  # what it cannot read it does not offer to others under a wrong hash
+    delivery = Delivery(topic, "1-0", waiting.value, waiting.key, waiting.headers, "interactive", 1.0)
+    assert line.prefill.intake.make_claim_request(delivery) is None
     hidden.rename(keys / "acme")
     assert run_until_results(line, 2)["acme-1"].error is None
 
