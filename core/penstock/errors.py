@@ -16,6 +16,7 @@ PenstockError
 │   ├── AnswerInterrupted      an endpoint's or an adapter's answer was cut, and cannot be continued
 │   ├── PictureGone            a picture of it is not in the store any more
 │   ├── PicturesNeeded         a row of a picture is to be computed by a worker without its pixels
+│   ├── ContentErased          the key of its tenant, with which it is encrypted, was dropped
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
 │   ├── OutOfMemory            computing it takes more memory than there is
 │   ├── StoreUnreachable       its stored data cannot be read or written
@@ -41,6 +42,7 @@ PenstockError
 ├── SequenceFailed           a step of the engine failed because of one sequence; `error` is for its request
 ├── PlanError                a trace that cannot be read, or a load that no number of workers can carry
 ├── AdoptionRefused          a region may live, or another one may have adopted it
+├── TenantKeyMissing         content is encrypted, and its tenant's key is not here yet; the message says which
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
@@ -203,6 +205,12 @@ class PicturesNeeded(RequestError):
     """
 
     code = "pictures_needed"
+
+
+class ContentErased(RequestError):
+    """The key with which the request or its answer is encrypted was dropped. Nothing can bring it back."""
+
+    code = "content_erased"
 
 
 class AttemptsExhausted(RequestError):
@@ -374,6 +382,10 @@ class PlanError(PenstockError):
 
 class AdoptionRefused(PenstockError):
     """A region must not be adopted now, as it may live, or another region may have adopted it; or not be given back."""
+
+
+class TenantKeyMissing(PenstockError):
+    """Content is encrypted with a key that is not here, and that was not dropped: it can be read once the key is."""
 
 
 class DeadLetterError(PenstockError):

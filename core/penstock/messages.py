@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from penstock.errors import (
     REQUEST_ERRORS,
+    ContentErased,
     InternalError,
     InvalidRequest,
     RequestError,
@@ -34,6 +35,15 @@ from penstock.names import (
     PriorityClass,
     event_id,
     is_request_id,
+)
+from penstock.sealing import (
+    has_tenant_keys,
+    is_sealed,
+    mask_digest,
+    open_message,
+    read_clear_part,
+    read_envelope,
+    seal_message,
 )
 
 VERSION: Literal[1] = 1
@@ -431,7 +441,8 @@ class EncodedRequest(NamedTuple):
     """The SHA-256 (hex) of its body, by which a request that is sent again under its id is recognised.
 
     Deadline, class, session, weight, retention and the engine that checked a grammar are left out: they may differ when
-    it is sent again. Defaults are left out too, so that a worker whose version knows one more field computes the same
+    it is sent again. For a tenant with a key it is an HMAC of that, by which nobody else can guess a prompt. Defaults
+    are left out too, so that a worker whose version knows one more field computes the same
     hash. So is the order of the keys in `chat_template_kwargs`, and of a picture all but its digest and its detail.
     """
 
@@ -456,7 +467,7 @@ def encode_request(request: Request) -> EncodedRequest:
     value = b"".join((before, body, after))
     if len(value) > MAX_REQUEST_BYTES:
         raise _make_size_error(value)
-    return EncodedRequest(request, value, _hash_body(request, body))
+    return EncodedRequest(request, value, mask_digest(request.tenant, _hash_body(request, body)))
 
 
 def compute_body_hash(request: Request, value: bytes = b"", headers: Mapping[str, str] | None = None) -> str:
@@ -464,8 +475,10 @@ def compute_body_hash(request: Request, value: bytes = b"", headers: Mapping[str
 
     If `value` is canonical, it is hashed as it is. Otherwise the request is encoded for it, so a producer that writes
     JSON in its own way gets the same hash. If one says falsely that its JSON is canonical, two messages of it are one
-    body only if they agree byte by byte.
+    body only if they agree byte by byte. What came in clear has the hash that it had before its tenant had a key.
     """
+    if is_sealed(value):
+        return mask_digest(request.tenant, _hash_body(request, _encode_body(request)))
     if headers is not None and headers.get(FORM_HEADER) == CANONICAL_FORM:
         before, after = _encode_beside_body(request)
         if value.startswith(before) and value.endswith(after):
@@ -614,6 +627,18 @@ class Job(Wire):
     timings: Timings = Timings()
     error: ErrorInfo | None = None
 
+    def encode(self) -> bytes:
+        """Return the JSON that goes on the wire: sealed for a tenant with a key, an error alone if that was dropped."""
+        plain = super().encode()
+        if not has_tenant_keys():
+            return plain
+        try:
+            clear = {"v": self.v, "job": self.job, "class": self.priority_class}
+            return seal_message("job", self.tenant, self.id, plain, clear)
+        except ContentErased as erased:
+            kept = self.model_dump(include={"id", "job", "tenant", "priority_class", "timings"})
+            return super(Job, Job.model_validate(kept | {"error": ErrorInfo.from_error(erased)})).encode()
+
 
 class TokenLogprob(Wire):
     """A token that could have been chosen."""
@@ -676,6 +701,22 @@ class Result(Wire):
     truncated: Literal[True] | None = None
     """If set, `text` is only the beginning of a text too large for the topic, and there are no `logprobs` and
     `prompt_tokens`. `token_ids` and the stream's log are complete."""
+
+    def encode(self) -> bytes:
+        """Return the JSON that goes on the wire: sealed for a tenant with a key, an error alone if that was dropped.
+
+        What was used is in clear, for those who count it.
+        """
+        plain = super().encode()
+        if not has_tenant_keys():
+            return plain
+        try:
+            names = {"v", "priority_class", "model", "finish_reason", "usage", "timings"}
+            return seal_message("result", self.tenant, self.id, plain, self.model_dump(include=names, by_alias=True))
+        except ContentErased as erased:
+            kept = self.model_dump(include={"id", "tenant", "priority_class", "model", "usage", "timings"})
+            error = {"finish_reason": "error", "error": ErrorInfo.from_error(erased)}
+            return super(Result, Result.model_validate(kept | error)).encode()
 
 
 class TokenEvent(Wire):
@@ -749,19 +790,28 @@ _JSON_STARTS = (b"{", b" ", b"\t", b"\n", b"\r")
 
 
 def decode_message(kind: type[M], value: bytes) -> M:
-    """Return a message of class `kind` from its JSON.
+    """Return a message of class `kind` from its JSON, which may be sealed.
 
-    Raises `RequestTooLarge`, `UnsupportedVersion` or `InvalidRequest`.
+    Raises `RequestTooLarge`, `UnsupportedVersion` or `InvalidRequest`; `ContentErased` or `TenantKeyMissing` for what
+    is sealed with a key that is not here.
     """
+    sealed = read_envelope(value) if is_sealed(value) else None
+    value = drop_schema_prefix(value) if sealed is None else open_message(sealed, kind.__name__.lower())
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise _make_size_error(value)
-    value = drop_schema_prefix(value)
     _refuse_prefix(value)
     with translate_validation_errors():
         message = kind.model_validate_json(value, by_alias=True, by_name=False)
     if "v" in kind.model_fields and "v" not in message.model_fields_set:
         raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
+    if sealed and any(getattr(message, name) != sealed[name] for name in ("id", "tenant")):
+        raise InvalidRequest("a sealed message has another id or tenant in clear")
     return message
+
+
+def decode_clear_part(kind: type[M], value: bytes) -> M:
+    """Return a message as far as it is in clear, which takes no key. Raises as `decode_message`."""
+    return decode_message(kind, read_clear_part(value) if is_sealed(value) else value)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def test_bytes_in_key_and_headers_come_back_as_they_were(bus: Bus, pipeline: Pip
     publish_messages(bus, [sent])
     with bus.join_group("prefill", "a") as member:
         (taken,) = take_deliveries(member, 1)
-        kept = deserialize_delivery(serialize_delivery(taken))
+        kept = deserialize_delivery(serialize_delivery(taken, "default", "r"))
         assert (kept.key, kept.headers) == (taken.key, taken.headers)
         member.settle([Settlement(taken, [build_dead_letter(pipeline, taken, "unreadable")])])
     (letter,) = bus.read_all(pipeline.dead_letter_topic)

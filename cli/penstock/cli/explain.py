@@ -19,6 +19,7 @@ from penstock.names import Pipeline, is_request_id
 from penstock.record.log import RequestStatus, TokenLog
 from penstock.redis.client import redis_client
 from penstock.redis.servers import Sharded
+from penstock.sealing import use_tenant_keys
 from penstock.telemetry.timeline import (
     HOPS_ATTRIBUTE,
     PLACEMENT_ATTRIBUTE,
@@ -65,6 +66,7 @@ def explain(
     if not is_request_id(request_id):
         raise PenstockError(f"{request_id[:80]!r} is no id of a request")
     addresses = load_settings(Addresses)
+    use_tenant_keys(addresses.tenant_keys)
     servers, pipeline = Sharded.from_urls(addresses.stream_url, redis_client), Pipeline(addresses.pipeline)
     with closing(servers[request_id]) as client:
         log = TokenLog(client, pipeline, load_settings(RecordSettings))

@@ -20,6 +20,7 @@ from penstock.names import (
     TRUNCATED_HEADER,
     Pipeline,
 )
+from penstock.sealing import is_sealed
 
 MAX_REASON_CHARS = 1000
 MAX_STACK_CHARS = 6000
@@ -31,6 +32,8 @@ def build_dead_letter(
 ) -> Outgoing:
     """Return the message for the dead-letter topic. `attempts` is how often the delivery was tried."""
     headers = dict(delivery.headers)
+    if is_sealed(delivery.value):  # they may quote it
+        reason, stack = reason.partition(":")[0], ""
     if stack:
         headers[STACK_HEADER] = replace_surrogates(stack[-MAX_STACK_CHARS:])
     headers[ORIGIN_HEADER] = delivery.topic

@@ -42,8 +42,8 @@ from penstock.client.core import (
     split_texts,
     unpack_floats,
 )
-from penstock.errors import BusUnavailable, PenstockError, RequestLost
-from penstock.messages import Detail, EncodedRequest, Picture, Text, encode_request, now_s
+from penstock.errors import BusUnavailable, ContentErased, PenstockError, RequestLost
+from penstock.messages import Detail, EncodedRequest, EndEvent, ErrorInfo, Picture, Text, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
 from penstock.record.live import AsyncMailbox, LiveFeed
@@ -173,6 +173,8 @@ class AsyncClient(BaseClient):
                     else:
                         self.is_let_in = self.is_let_in or not isinstance(step, TakeLive)
                         step = steps.send(reply)
+        except ContentErased as erased:  # nothing comes after it
+            yield [EndEvent(finish_reason="error", error=ErrorInfo.from_error(erased))]
         finally:
             self._mailboxes.remove(mailbox)
             live.remove_listener(channel, mailbox.put_event)

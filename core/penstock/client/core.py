@@ -63,6 +63,7 @@ from penstock.messages import (
 from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
 from penstock.ops.lag import LagWatch
 from penstock.record.log import RequestStatus, parse_event
+from penstock.sealing import seal_message, use_tenant_keys
 from penstock.telemetry import tracing
 from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 
@@ -170,6 +171,7 @@ class BaseClient(ABC):
         self._bus_settings = bus or load_settings(BusSettings)
         self._record_settings = record or load_settings(RecordSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
+        use_tenant_keys(self._addresses.tenant_keys)
         self._defaults = RequestFields(tenant=tenant) if tenant else RequestFields()
         self._own_topics = topics == "own"
         if self._own_topics and not self._addresses.kafka:
@@ -211,7 +213,7 @@ class BaseClient(ABC):
             closing(ObjectStorage.open(load_settings(BatchSettings).store_url)) as objects,
             closing(PictureStore(self._addresses, objects, settings, self._record_settings)) as store,
         ):
-            digest = store.put(data)
+            digest = store.put(data, self._defaults.get("tenant", "default"))
         return Picture(digest=digest, num_bytes=len(data), width=width, height=height, detail=detail)
 
     @abstractmethod
@@ -292,7 +294,8 @@ def prepare_message(
     topic = pipeline.request_topic(priority_class)
     topic = names.add_tenant(topic, request.tenant) if own_topics else topic
     explain = partial(span.set_attribute, PLACEMENT_ATTRIBUTE) if span.is_recording() else None
-    return span, Outgoing(topic, encoded.value, request.id, headers, chain_prompt(request, explain))
+    value = seal_message("request", request.tenant, request.id, encoded.value, {"v": request.v})
+    return span, Outgoing(topic, value, request.id, headers, chain_prompt(request, explain))
 
 
 @contextmanager
@@ -427,6 +430,8 @@ class StreamReader:
         self.has_read_event = False
         """This reader has read an event: a log that is missing now was lost with its server, it did not expire."""
         self.end: EndEvent | None = None
+        self.request_id = ""
+        """The request whose stream is read, by which sealed events are opened; `read_stream` sets it."""
         self._first, self._hashes = 0, list[str]()
         if after is not None:
             self._first, rolled = parse_event_id(after)
@@ -445,7 +450,7 @@ class StreamReader:
     def feed_payload(self, payload: bytes) -> list[Event]:
         """Return the event of a message of the live channel, as `feed_live`. An unreadable message is a gap."""
         try:
-            event = parse_event(payload)
+            event = parse_event(payload, self.request_id)
             place = self._locate_event(event)
         except StreamError:
             self.is_behind = True
@@ -563,7 +568,7 @@ def read_stream(
     error is an event as any other. With `body`, the hash of a request's body, `IdConflict` is raised before the first
     event if the id's record names another one. Raises otherwise as `Client.stream`.
     """
-    is_body_checked = not body
+    reader.request_id, is_body_checked = request_id, not body
     events: list[Event] = []  # kept until the body is checked
     deadline = StreamDeadline(request_id, timeout_s, max_silence_s)
     is_listening = not begins_with_log

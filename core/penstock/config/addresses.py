@@ -72,6 +72,10 @@ class Addresses(Settings):
     redis_key_file: ReadableFile = ""
     """Redis: the key of the client's certificate, PEM."""
 
+    tenant_keys: str = ""
+    """A directory with a file of keys for each tenant whose content is encrypted in topics, logs, files and KV, such as
+    a mounted secret. All processes and clients need the same. Empty: everything is stored in clear."""
+
     @property
     def first_url(self) -> str:
         """The address of the first stream server, which keeps everything that does not belong to a single request."""

@@ -23,6 +23,7 @@ from penstock.bus.contract import Outgoing
 from penstock.errors import DeadLetterError, RequestError
 from penstock.messages import Job, Request, decode_message, drop_schema_prefix, extract_request_id, now_s
 from penstock.names import MAX_ID_CHARS, STAGES, Pipeline, find_shared_topic
+from penstock.sealing import is_sealed, open_message, read_envelope, seal_message
 
 _RETRY_ID = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
 _OWN_HEADERS = (names.ATTEMPT_HEADER, names.ORIGIN_HEADER, names.REASON_HEADER, names.STACK_HEADER, names.BURIED_HEADER)
@@ -85,7 +86,12 @@ class DeadLetter:
             body["job"] = uuid.uuid4().hex
         value = json.dumps(body, ensure_ascii=False).encode()
         try:
-            decode_message(Request if stage == "prefill" else Job, value)
+            if stage == "prefill":
+                request = decode_message(Request, value)
+                value = seal_message("request", request.tenant, request.id, value, {"v": request.v})
+            else:
+                job = decode_message(Job, value)
+                value = seal_message("job", job.tenant, job.id, value, {"v": job.v, "job": job.job})
         except RequestError as error:
             raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
         left_out = {*_OWN_HEADERS, *([] if "deadline" in body else [names.DEADLINE_HEADER])}
@@ -98,8 +104,14 @@ class DeadLetter:
 
 
 def _parse_body(letter: DeadLetter) -> dict[str, Any]:
+    value = drop_schema_prefix(letter.message.value)
     try:
-        body = json.loads(drop_schema_prefix(letter.message.value))
+        if is_sealed(value):
+            envelope = read_envelope(value)
+            value = open_message(envelope, envelope["kind"])
+        body = json.loads(value)
+    except RequestError as error:
+        raise DeadLetterError(f"{letter.id} cannot be sent again: {error.code}: {error}") from None
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or letter.id.startswith("#"):

@@ -27,6 +27,7 @@ from penstock.objects import ObjectStorage, T
 from penstock.ops.eviction import measure_share
 from penstock.redis.client import redis_client, translate_outages
 from penstock.redis.servers import Sharded
+from penstock.sealing import has_tenant_keys, mask_digest, open_bytes, seal_bytes
 
 FOLDER = "pictures"
 MAX_REDIS_SHARE = 0.5
@@ -48,25 +49,33 @@ class PictureStore:
         self._objects = objects
         self._max_redis_bytes, self._keep_s = settings.redis_max_kb * 1024, round(record.pending_keep_s)
 
-    def put(self, data: bytes) -> str:
-        """Store a picture's file, and return its digest."""
-        digest = hashlib.sha256(data).hexdigest()
+    def put(self, data: bytes, tenant: str = "default") -> str:
+        """Store a picture's file, and return its digest. The file of a tenant with a key is that tenant's own."""
+        found = hashlib.sha256(data).hexdigest()
+        digest, data = mask_digest(tenant, found), bytes(seal_bytes("picture", tenant, found, data))
         server = self._servers[digest]
         with translate_outages():
             if len(data) <= self._max_redis_bytes and (measure_share(server) or 0.0) < MAX_REDIS_SHARE:
                 server.set(picture_key(digest), data, ex=self._keep_s)
-                return digest
+                return found
         asyncio.run(limit_time(self._objects.put(f"{FOLDER}/{digest}", data), MAX_OBJECT_S))
-        return digest
+        return found
 
-    def get(self, digest: str) -> bytes:
+    def get(self, digest: str, tenant: str = "default") -> bytes:
         """Return a picture's file. Raises `PictureGone`, also for one that was damaged."""
-        with translate_outages():
-            data = self._servers[digest].getex(picture_key(digest), ex=self._keep_s)
-        if not isinstance(data, bytes):
-            data = asyncio.run(limit_time(self._objects.get(f"{FOLDER}/{digest}"), MAX_OBJECT_S))
+        stored = self._read_stored(mask_digest(tenant, digest))
+        if stored is None and has_tenant_keys():  # stored before its tenant had a key
+            stored = self._read_stored(digest)
+        data = None if stored is None else open_bytes("picture", tenant, digest, stored)
         if data is None or hashlib.sha256(data).hexdigest() != digest:
             raise PictureGone(f"the picture {digest[:12]}… is not in the store any more: send it again")
+        return data
+
+    def _read_stored(self, name: str) -> bytes | None:
+        with translate_outages():
+            data = self._servers[name].getex(picture_key(name), ex=self._keep_s)
+        if not isinstance(data, bytes):
+            data = asyncio.run(limit_time(self._objects.get(f"{FOLDER}/{name}"), MAX_OBJECT_S))
         return data
 
     def close(self) -> None:

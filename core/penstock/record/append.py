@@ -13,6 +13,7 @@ from penstock.messages import TokenEvent
 from penstock.record.claim import AppendOutcome, Claim
 from penstock.redis.client import raise_outage
 from penstock.redis.scripts import load_script
+from penstock.sealing import SEALED_HASH, seal_event
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,11 @@ class TokenAppender:
         for claim, tokens in groupby(entries, lambda entry: entry[0]):  # a step may give a request several tokens
             events = [event for _, event in tokens]
             position, rolled = int(events[0].id.partition("-")[0]), events[-1].id.partition("-")[2]
-            values = b"%d" % position, rolled.encode(), *(event.encode() for event in events)
+            entries_of, hash_after = [event.encode() for event in events], rolled.encode()
+            if (sealer := claim.sealer) is not None:
+                entries_of = [seal_event(sealer, position + n, entry) for n, entry in enumerate(entries_of)]
+                hash_after = SEALED_HASH
+            values = b"%d" % position, hash_after, *entries_of
             words = b"*%d\r\n" % (NUM_HEAD_WORDS + len(values)), claim.append_head, _encode_bulk_strings(*values)
             batch.append(_Sent(claim, len(events), position, claim.rolling_hash, b"".join(words)))
             claim.num_tokens, claim.rolling_hash = position + len(events), rolled

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Literal
 
 from penstock.messages import EndEvent, Logprobs, TokenEvent
 from penstock.names import Stage, roll_hash
+from penstock.sealing import Sealer
 
 GOOD_PROGRESS = 256
 """An attempt that makes more tokens (or pieces of text) than this resets the count of attempts."""
@@ -36,6 +38,10 @@ class Claim:
     """In decode the events in the log when the request was claimed. From then on only this worker writes to it."""
     damage: str = ""
     """The reason why the record or the log cannot be read; then `log` is empty, and the worker ends the request."""
+    lock: Literal["", "missing", "erased"] = ""
+    """Why the log cannot be decrypted: its key is not here yet, or was dropped. Then there is `damage`, too."""
+    sealer: Sealer | None = field(repr=False, default=None)
+    """Encrypts what is written to the log, if its tenant has a key."""
     is_unbound: bool = False
     """It has ended, and no message is bound: a job has to settle the result."""
     most_tokens: int = 0

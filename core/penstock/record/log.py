@@ -8,11 +8,12 @@ import redis.asyncio
 from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import AnswerInterrupted, RequestError, StreamError
+from penstock.errors import AnswerInterrupted, InvalidRequest, RequestError, StreamError
 from penstock.messages import EndEvent, ErrorInfo, Timings, TokenEvent, now_s
 from penstock.names import START_HASH, Pipeline
 from penstock.redis.client import execute_all, raise_first_error
 from penstock.redis.scripts import load_script
+from penstock.sealing import is_sealed_event, open_event
 
 CANCEL = load_script("penstock.record", "cancel")
 IS_REMEMBERED = load_script("penstock.record", "ended", "is_remembered")
@@ -25,13 +26,16 @@ _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
 )
 
 
-def parse_event(payload: bytes) -> TokenEvent | EndEvent:
-    """Return the event of a log entry or of a message of the live channel: both hold the event's JSON.
+def parse_event(payload: bytes, request_id: str = "") -> TokenEvent | EndEvent:
+    """Return the event of a log entry or of a message of the live channel of a request: both hold the event's JSON,
+    sealed if its tenant has a key.
 
-    Raises `StreamError` for anything else.
+    Raises `StreamError` for anything else; `ContentErased` or `TenantKeyMissing` without that key.
     """
     try:
-        return _EVENT.validate_json(payload)
+        return _EVENT.validate_json(open_event(request_id, payload) if is_sealed_event(payload) else payload)
+    except InvalidRequest as error:
+        raise StreamError(f"the stream has an entry that cannot be opened: {error}") from None
     except ValidationError as error:
         raise StreamError(
             f"the stream has an entry that is no event of this version: {error.error_count()} errors"
@@ -71,7 +75,7 @@ class TokenLog:
         """Return the events after the token at `after_position`, at most `limit`. The end event is the last."""
         count = () if limit is None else ("COUNT", limit)
         command = ["XRANGE", self._pipeline.log_key(request_id), f"{after_position + 1}-0", "+", *count]
-        return parse_entries(raise_first_error(execute_all(self._client, [command]))[0])
+        return parse_entries(raise_first_error(execute_all(self._client, [command]))[0], request_id)
 
     def read_status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record, or None where there is none."""
@@ -105,7 +109,7 @@ class AsyncTokenLog:
         """Return the events after the token at `after_position`, at most `limit`. The end event is the last."""
         key = self._pipeline.log_key(request_id)
         entries: Any = await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit)
-        return [parse_event(fields.get(b"e", b"")) for _, fields in entries]
+        return [parse_event(fields.get(b"e", b""), request_id) for _, fields in entries]
 
     async def read_status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record, or None where there is none."""
@@ -145,13 +149,13 @@ def _encode_error_end(error: RequestError) -> bytes:
     return end.encode()
 
 
-def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:
-    """Return the events in a range of a log's entries, as the server sends them. Raises `StreamError` where one is no
-    event, and for an error in place of the entries.
+def parse_entries(entries: Any, request_id: str) -> list[TokenEvent | EndEvent]:
+    """Return the events in a range of a log's entries, as the server sends them. Raises as `parse_event`, and
+    `StreamError` for an error in place of the entries.
     """
     if isinstance(entries, redis.ResponseError):
         raise StreamError(f"the log cannot be read: {entries}")
-    return [parse_event(fields[1] if fields[0] == b"e" else b"") for _, fields in entries or ()]
+    return [parse_event(fields[1] if fields[0] == b"e" else b"", request_id) for _, fields in entries or ()]
 
 
 def _parse_status(values: Any) -> RequestStatus | None:

@@ -4,12 +4,12 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import StateMismatch, StreamError
+from penstock.errors import ContentErased, StateMismatch, StreamError, TenantKeyMissing
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import STAGES, START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
@@ -17,6 +17,7 @@ from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, T
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
 from penstock.redis.client import execute_all, execute_pipeline, find_pace, raise_outage
 from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_together
+from penstock.sealing import SEALED_HASH, seal_end
 
 log = logging.getLogger(__name__)
 
@@ -191,10 +192,16 @@ class Record:
         keys, channel = self._request_keys(request_id), self._pipeline.live_channel(request_id)
         _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens, reading, num_returns = reply
         events, damage = list[TokenEvent | EndEvent](), ""
+        lock: Literal["", "missing", "erased"] = ""
         try:
-            rolling_hash, events = rolled.decode(), parse_entries(log)
-        except (StreamError, UnicodeDecodeError) as error:  # only this request is damaged: the other claims go on
+            rolling_hash, events = rolled.decode(), parse_entries(log, request_id)
+            if rolling_hash.encode() == SEALED_HASH:
+                rolling_hash = next(one.id.partition("-")[2] for one in reversed(events) if isinstance(one, TokenEvent))
+        # Only this request is damaged, or encrypted: the other claims go on.
+        except (StreamError, UnicodeDecodeError, StopIteration, ContentErased, TenantKeyMissing) as error:
             rolling_hash, damage = START_HASH, f"its record or log cannot be read ({type(error).__name__})"
+            is_missing = isinstance(error, TenantKeyMissing)
+            lock = "missing" if is_missing else "erased" if isinstance(error, ContentErased) else ""
         return Claim(
             id=request_id,
             stage=stage,
@@ -208,6 +215,7 @@ class Record:
             is_exhausted=attempts > self._settings.max_attempts,
             log=events,
             damage=damage,
+            lock=lock,
             append_head=encode_append_head(keys, channel, self._pending_ms, epoch, num_tokens),
             most_tokens=most_tokens,
             is_read_raw=not reading,
@@ -263,9 +271,10 @@ class Record:
 
     def _finish_args(self, claim: Claim, end: EndEvent, name: str) -> list[str | int | bytes]:
         event, keep_ms = self._complete_end(claim, end, name)
-        channel = self._pipeline.live_channel(claim.id)
+        channel, entry = self._pipeline.live_channel(claim.id), event.encode()
+        entry = entry if claim.sealer is None else seal_end(claim.sealer, entry)
         remembered = self._pipeline.ended_key("%d", "%s"), self._settings.remember_days
-        told: Args = [claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held, name]
+        told: Args = [claim.epoch, claim.num_tokens, entry, keep_ms, claim.id, self._held, name]
         return [channel, *told, *remembered]
 
     def _complete_end(self, claim: Claim, end: EndEvent, name: str) -> tuple[EndEvent, int]:

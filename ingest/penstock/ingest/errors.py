@@ -14,6 +14,7 @@ from penstock.errors import (
     StreamError,
     StreamExpired,
     StreamTimeout,
+    TenantKeyMissing,
     TopicsMissing,
 )
 
@@ -31,6 +32,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "out_of_memory": 500,
     "store_unreachable": 503,
     "picture_gone": 503,
+    "content_erased": 410,
     "answer_interrupted": 502,
     "attempts_exhausted": 500,
     "model_error": 500,
@@ -45,6 +47,7 @@ TYPE_BY_STATUS: Mapping[int, str] = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     409: "conflict_error",
+    410: "not_found_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     422: "invalid_request_error",
@@ -119,6 +122,8 @@ def to_api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
             found = ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case RequestError():
             found = ApiError(STATUS_BY_CODE.get(error.code, 500), str(error), code=error.code)
+        case TenantKeyMissing():
+            found = ApiError(503, "the key of this tenant is not here now", code="tenant_key_missing")
         case StreamExpired():
             found = ApiError(404, str(error), code="stream_expired")
         case StreamDiverged():

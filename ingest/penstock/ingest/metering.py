@@ -23,7 +23,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import RequestError
 from penstock.ingest.leased_reader import LeasedReader
-from penstock.messages import Result, decode_message
+from penstock.messages import Result, decode_clear_part
 from penstock.names import Pipeline, find_key
 from penstock.redis.scripts import load_script
 
@@ -85,7 +85,7 @@ def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[tuple[Result
         if followed.message is None:
             continue
         try:
-            result = decode_message(Result, followed.message.value)
+            result = decode_clear_part(Result, followed.message.value)
         except RequestError as error:
             log.warning("skipped %s, which is no result: %s", followed.offset, error)
             continue

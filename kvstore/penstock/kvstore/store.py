@@ -10,11 +10,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol, Self
 
 from penstock.config.settings import KVSettings
-from penstock.errors import KVStoreError
+from penstock.errors import ContentErased, InvalidRequest, KVStoreError, TenantKeyMissing
 from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.block import (
     Block,
@@ -33,6 +33,7 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.redis.urls import split_urls
+from penstock.sealing import BYTES_OVERHEAD, derive_secret, has_tenant_keys, open_bytes, seal_bytes
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +124,12 @@ class StoreLayout:
             pool.scan_chunk_tokens,
         )
 
-    def make_block_format(self) -> BlockFormat:
-        """Return the format of stored blocks."""
-        words = f"{self.block_size}|{self.payload_bytes}|{self.shapes_text}|"
+    def make_block_format(self, *, is_sealed: bool = False) -> BlockFormat:
+        """Return the format of stored blocks; that of sealed ones has room for nonce and tag, and is another one."""
+        payload_bytes = self.payload_bytes + (BYTES_OVERHEAD if is_sealed else 0)
+        words = f"{self.block_size}|{payload_bytes}|{self.shapes_text}|" + ("sealed" if is_sealed else "")
         layout = hashlib.sha256(words.encode()).digest()[:16]
-        return BlockFormat(bytes.fromhex(self.fingerprint), layout, self.payload_bytes)
+        return BlockFormat(bytes.fromhex(self.fingerprint), layout, payload_bytes)
 
 
 @dataclass
@@ -152,6 +154,10 @@ class KVStore:
         self.layout, self.tiers, self.stats = layout, list(tiers), StoreStats()
         self.cost, self._counting = CostModel(layout.block_size), threading.Lock()
         self._salt_secret = settings.salt_secret
+        self._sealed_tiers = {"disk", "redis"} if has_tenant_keys() else set[str]()
+        """Tiers that outlive the host's memory: blocks of tenants with a key are encrypted there."""
+        self._sealed_tenants: dict[bytes, str] = {}
+        """The tenants with a key, by the tag of their blocks."""
         self.call_retention_s, self._retained_share = settings.call_retention_s, settings.retained_share
         names = [tier.name for tier in tiers]
         sizes_mb = {"shared": settings.shared_mb, "disk": settings.disk_mb, "redis": settings.redis_mb}
@@ -166,6 +172,7 @@ class KVStore:
         Shared memory of a size that nobody asked for is left out instead.
         """
         block_format, tiers = layout.make_block_format(), list[Tier]()
+        lasting_format = layout.make_block_format(is_sealed=has_tenant_keys())
         if settings.shared_mb:
             budget_bytes, directory = settings.shared_mb * 2**20, settings.shared_dir
             try:
@@ -177,12 +184,12 @@ class KVStore:
         if settings.disk_mb:
             budget_bytes = settings.disk_mb * 2**20
             tiers.append(
-                HostTier(Arena.open_on_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
+                HostTier(Arena.open_on_disk(lasting_format, settings.disk_path, budget_bytes, settings.shared_dir))
             )
         if settings.redis_mb:
             addresses, budget_bytes = split_urls(urls), settings.redis_mb * 2**20
-            codecs = make_codecs(layout.element)
-            tiers.append(RedisTier.open(block_format, addresses, budget_bytes, KEEP_S, codecs))
+            codecs = None if has_tenant_keys() else make_codecs(layout.element)  # what is encrypted gets no shorter
+            tiers.append(RedisTier.open(lasting_format, addresses, budget_bytes, KEEP_S, codecs))
         return cls(layout, tiers, settings)
 
     def make_hasher(
@@ -192,8 +199,12 @@ class KVStore:
 
         `adapter` is the digest of the adapter that computes it; empty for the model alone.
         """
-        layout = self.layout
-        root, tag = derive_tenant_root(self._salt_secret, layout.fingerprint, tenant, adapter)
+        layout, secret = self.layout, self._salt_secret
+        if self._sealed_tiers and (own := derive_secret("kv", tenant)):
+            secret += own  # nobody else can name the blocks of a prompt
+        root, tag = derive_tenant_root(secret, layout.fingerprint, tenant, adapter)
+        if secret is not self._salt_secret:
+            self._sealed_tenants[tag] = tenant
         return BlockHasher(root, tag, layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens, spans)
 
     def hash_prompt(
@@ -289,10 +300,54 @@ class KVStore:
 
     def _read_from_tier(self, tier: Tier, requests: list[ReadRequest]) -> list[bool]:
         started_s = tier.clock()
-        whole = tier.get(requests)
+        whole = self._get_blocks(tier, requests)
         if num_read := sum(whole):
             self.cost.tier_speed(tier.name).record_read(num_read, tier.clock() - started_s)
         return whole
+
+    def _get_blocks(self, tier: Tier, requests: Sequence[ReadRequest]) -> list[bool]:
+        """Read blocks of a tier to their targets. Return which are whole."""
+        if tier.name not in self._sealed_tiers:
+            return tier.get(requests)
+        whole, size = list[bool](), self.layout.payload_bytes + BYTES_OVERHEAD
+        for start in range(0, len(requests), MAX_COPIED_BLOCKS):
+            part = requests[start : start + MAX_COPIED_BLOCKS]
+            memory = memoryview(bytearray(len(part) * size))
+            stored = [memory[place * size : (place + 1) * size] for place in range(len(part))]
+            found = tier.get([ReadRequest(one.key, view) for one, view in zip(part, stored, strict=True)])
+            read = zip(found, part, stored, strict=True)
+            whole += [is_whole and self._open_block(one, view) for is_whole, one, view in read]
+        return whole
+
+    def _put_blocks(self, tier: Tier, blocks: Sequence[Block]) -> None:
+        """Write blocks to a tier, encrypted where their tenant has a key; none of a tenant whose key was dropped."""
+        if tier.name not in self._sealed_tiers:
+            tier.put(blocks)
+            return
+        for start in range(0, len(blocks), MAX_COPIED_BLOCKS):
+            part = map(self._seal_block, blocks[start : start + MAX_COPIED_BLOCKS])
+            tier.put([block for block in part if block is not None])
+
+    def _seal_block(self, block: Block) -> Block | None:
+        tenant, key = self._sealed_tenants.get(block.key.tenant_tag), block.key
+        if tenant is None:
+            return replace(block, payload=memoryview(bytes(block.payload) + bytes(BYTES_OVERHEAD)))
+        try:
+            sealed = seal_bytes("kv", tenant, "", block.payload.cast("B"), key.hash)
+        except (ContentErased, TenantKeyMissing):
+            return None
+        return replace(block, payload=memoryview(sealed))
+
+    def _open_block(self, request: ReadRequest, stored: memoryview) -> bool:
+        """Decrypt a block to its target. Return False for one that cannot be: it is computed again."""
+        tenant, target = self._sealed_tenants.get(request.key.tenant_tag), request.target.cast("B")
+        try:
+            target[:] = (
+                stored[: len(target)] if tenant is None else open_bytes("kv", tenant, "", stored, request.key.hash)
+            )
+        except (ContentErased, TenantKeyMissing, InvalidRequest, ValueError):
+            return False
+        return True
 
     def find_missing_tiers(
         self, hashes: Sequence[bytes], tiers_of: Sequence[int], *, hand_off: bool
@@ -327,7 +382,7 @@ class KVStore:
         for index, tier in enumerate(self.tiers):
             to_write = [block for block, missing in blocks if missing >> index & 1]
             if to_write and (index > self.hand_off_index) == below:
-                tier.put(to_write)
+                self._put_blocks(tier, to_write)
 
     def retain_blocks(self, keys: Sequence[BlockKey], seconds: float, *, below: bool) -> None:
         """Retain blocks (`Tier.retain_blocks`) in the tiers down to the hand-off tier, or in those `below` it.
@@ -352,9 +407,10 @@ class KVStore:
             here = tier.has_blocks([key.hash for _, key in left])
             found = [pair for pair, is_here in zip(left, here, strict=True) if is_here]
             views = [memory[place * size : (place + 1) * size] for place, _ in found]
-            whole = tier.get([ReadRequest(key, view) for (_, key), view in zip(found, views, strict=True)])
+            read = [ReadRequest(key, view) for (_, key), view in zip(found, views, strict=True)]
+            whole = self._get_blocks(tier, read)
             copied = [(pair, Block(pair[1], view)) for pair, view, ok in zip(found, views, whole, strict=True) if ok]
-            self.tiers[index].put([block for _, block in copied])
+            self._put_blocks(self.tiers[index], [block for _, block in copied])
             left = [pair for pair in left if pair not in [done for done, _ in copied]]
 
     def lease_blocks(self, owner: str, keys: Sequence[BlockKey]) -> None:

@@ -10,7 +10,18 @@ from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.bus.placement import JobNeed
 from penstock.bus.replies import pick_reply_headers
-from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
+from penstock.errors import ContentErased
+from penstock.messages import (
+    EndEvent,
+    ErrorInfo,
+    Job,
+    Request,
+    Timings,
+    Usage,
+    decode_clear_part,
+    decode_message,
+    now_s,
+)
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.worker.pictures import tell_pictures
@@ -47,7 +58,9 @@ def build_job(task: Task, fingerprint: str) -> Job:
     timings = prefill_timings(task, handed_off=now_s())
     error = task.wire_error
     if not isinstance(request, Request):
-        return Job(id=task.id, job=job_id, priority_class=task.priority_class, timings=timings, error=error)
+        return Job(
+            id=task.id, job=job_id, tenant=task.tenant, priority_class=task.priority_class, timings=timings, error=error
+        )
     return Job(
         id=task.id,
         job=job_id,
@@ -98,5 +111,8 @@ def build_job_message(
 
 def rename_job(message: Outgoing) -> Outgoing:
     """Return the message of the same job under a new name."""
-    job = decode_message(Job, message.value)
+    try:
+        job = decode_message(Job, message.value)
+    except ContentErased as error:
+        job = decode_clear_part(Job, message.value).model_copy(update={"error": ErrorInfo.from_error(error)})
     return replace(message, value=job.model_copy(update={"job": uuid.uuid4().hex}).encode())

@@ -29,7 +29,7 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
 from penstock.engine.vectors import TextRequest
-from penstock.errors import REFUSED_TEXTS, InternalError, InvalidRequest, RequestError, is_failure
+from penstock.errors import REFUSED_TEXTS, ContentErased, InternalError, InvalidRequest, RequestError, is_failure
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
@@ -117,7 +117,7 @@ class PrefillRole(ModelRole):
         request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
             return None
-        body = hashlib.sha256(delivery.value).hexdigest()
+        body = "" if isinstance(outcome.error, ContentErased) else hashlib.sha256(delivery.value).hexdigest()
         unread, name = get_operation(None), delivery.name
         task = Task(request_id, delivery, None, unread, body, name, outcome=outcome, started_s=started_s)
         return self._set_context(task)

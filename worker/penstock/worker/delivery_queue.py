@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.bus.contract import Delivery, Member
+from penstock.errors import ContentErased, TenantKeyMissing
 from penstock.names import PriorityClass
+from penstock.sealing import is_sealed, open_message, read_envelope, seal_message
 
 IDLE_POLL_S = 0.2
 """How long an idle worker waits in one poll: also how soon it sees that it should stop."""
@@ -120,8 +122,11 @@ class DeliveryQueue:
         return max(0.0, min(most_s, self._deferred[0].due_s - time.monotonic()))
 
 
-def serialize_delivery(delivery: Delivery) -> bytes:
-    """Encode a delivery for a claim in Redis, so that others can go on without it: a line of JSON, then the message."""
+def serialize_delivery(delivery: Delivery, tenant: str, request_id: str) -> bytes:
+    """Encode a delivery for a claim in Redis, so that others can go on without it: a line of JSON, then the message.
+
+    A message that came in clear is sealed if its tenant has a key; return nothing where that is not here.
+    """
     about = {
         "topic": delivery.topic,
         "position": delivery.position,
@@ -130,11 +135,22 @@ def serialize_delivery(delivery: Delivery) -> bytes:
         "class": delivery.priority_class,
         "at": delivery.timestamp_s,
     }
-    return json.dumps(about).encode() + b"\n" + delivery.value
+    encoded = json.dumps(about).encode() + b"\n" + delivery.value
+    if is_sealed(delivery.value):
+        return encoded
+    try:
+        return seal_message("delivery", tenant, request_id, encoded)
+    except (ContentErased, TenantKeyMissing):
+        return b""
 
 
 def deserialize_delivery(encoded: bytes) -> Delivery:
-    """Decode a delivery from a claim. It is not held, so it cannot be settled."""
+    """Decode a delivery from a claim. It is not held, so it cannot be settled.
+
+    Raises `ContentErased` and `TenantKeyMissing`.
+    """
+    if is_sealed(encoded):
+        encoded = open_message(read_envelope(encoded), "delivery")
     line, value = encoded.split(b"\n", 1)
     about = json.loads(line)
     return Delivery(

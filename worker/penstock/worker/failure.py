@@ -35,6 +35,7 @@ from penstock.errors import (
     AttemptsExhausted,
     BusError,
     Cancelled,
+    ContentErased,
     DeadlineExceeded,
     InternalError,
     KVStoreError,
@@ -228,7 +229,7 @@ def give_up_claim(record: Record, claim: Claim, error: RequestError, pieces: int
     Where that failed as often as a request may fail, its log ends with the error. The worker that has the delivery
     settles it.
     """
-    if claim.attempts_in_vain < record.settings.fail_attempts:
+    if claim.attempts_in_vain < record.settings.fail_attempts and not isinstance(error, ContentErased):
         record.release_claim(claim, failed=True, delivered=False, wait_s=record.settings.retry_cap_s)
         return
 

@@ -15,6 +15,7 @@ What a crash costs: before 3 the bus has the deliveries, and gives them to anoth
 and another worker takes the requests over.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -33,6 +34,7 @@ from penstock.names import (
     split_topic,
 )
 from penstock.record import Bound, Busy, Claim, Conflict, Record, ShardedSession, TakenOver, UnclaimedMessage
+from penstock.sealing import has_key_of
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import POSTPONE_S, DeliveryQueue
 from penstock.worker.failure import build_writable_dead_letter, confine_error, give_up_claim, try_for_request
@@ -43,6 +45,10 @@ from penstock.worker.settler import Settler
 from penstock.worker.task import Role, Task
 from penstock.worker.watch import LoopWatch
 
+log = logging.getLogger(__name__)
+
+KEY_DEFERRAL_S = 5.0
+"""Wait before a message is tried again whose key is not here yet."""
 SETTLING_DEFERRAL_S = 0.05
 """Wait before a delivery is tried again that is being settled."""
 MAX_CAPACITY_TURNS = 8
@@ -128,12 +134,22 @@ class Intake:
         """Return the requests of short messages, and have long ones decoded on a thread beside the engine's steps."""
         tasks = []
         for delivery in deliveries:
+            if not has_key_of(delivery.value):
+                self.await_key(delivery)
+                continue
             with self._confine_message(delivery):
                 if self.is_long(delivery):
                     self.reader.submit(delivery, None)
                 else:
                     tasks += self._accept_task(delivery, self.identify_message(delivery))
         return tasks
+
+    def await_key(self, delivery: Delivery) -> None:
+        """Try a message again later that is encrypted with a key which this worker does not have yet. It is not claimed
+        meanwhile.
+        """
+        log.error("a message of %s waits for the key of its tenant: see PENSTOCK_TENANT_KEYS", delivery.topic)
+        self.queue.defer(delivery, KEY_DEFERRAL_S)
 
     def accept_identified(self, reading: PendingMessage) -> list[Task]:
         """Return the request of a message that the reader has decoded and that has no claim yet."""
@@ -189,10 +205,13 @@ class Intake:
     # 3. Claim.
 
     def make_claim_request(self, delivery: Delivery) -> UnclaimedMessage | None:
-        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be parked.
+        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be parked, also
+        as its key is not here yet.
 
         Any thread may call this.
         """
+        if not has_key_of(delivery.value):
+            return None
         task = self._find_role(delivery).identify_request(delivery)
         waiting = None if task is None else task.to_claim_request()
         return waiting if waiting is not None and waiting.message else None

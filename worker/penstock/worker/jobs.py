@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from penstock.bus.contract import Delivery
 from penstock.engine.contract import Outcome
-from penstock.errors import InternalError, RequestError
+from penstock.errors import ContentErased, InternalError, RequestError
 from penstock.messages import Job, decode_message, extract_job_name, extract_request_id
 from penstock.names import TENANT_HEADER, Pipeline
 from penstock.telemetry import tracing
@@ -28,7 +28,8 @@ def identify_job(pipeline: Pipeline, delivery: Delivery) -> Task | None:
         if request_id is None:
             return None
         job = _readable_part(delivery, request_id)
-        error = InternalError(f"its job cannot be read: {refused.code}: {refused}")
+        is_erased = isinstance(refused, ContentErased)
+        error = refused if is_erased else InternalError(f"its job cannot be read: {refused.code}: {refused}")
     if error is None and job.error is not None:
         error = job.error.to_exception()
     elif error is None and not job.token_ids and job.texts is None:

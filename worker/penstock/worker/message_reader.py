@@ -25,6 +25,7 @@ from typing import Any
 
 from penstock.bus.contract import Delivery
 from penstock.record import Claim
+from penstock.sealing import is_sealed
 from penstock.worker.task import Task
 from penstock.worker.watch import LoopWatch
 
@@ -34,7 +35,7 @@ GRAMMAR_KEY = b'"grammar"'
 
 def may_have_grammar(value: bytes) -> bool:
     """Return whether a message may have a grammar, without reading it."""
-    return GRAMMAR_KEY in value
+    return GRAMMAR_KEY in value or is_sealed(value)
 
 
 @dataclass(frozen=True)

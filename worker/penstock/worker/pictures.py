@@ -52,7 +52,7 @@ class TaskPictures:
         for picture in sorted(given, key=lambda one: one.data is None):  # one with its file may be named again
             if picture.digest not in files:
                 left = self._settings.max_bytes - sum(map(len, files.values()))
-                files[picture.digest] = self._read_file(picture, left)
+                files[picture.digest] = self._read_file(picture, left, request.tenant)
         seen = ((bytes.fromhex(one.digest), self._decode(files[one.digest], one.detail)) for one in given)
         prompt = self._reader.read_chat(token_ids, seen, self._engine.limits.max_length)
         by_name = {told.name: picture for told, picture in zip(prompt.pictures, given, strict=True)}
@@ -60,11 +60,11 @@ class TaskPictures:
         def read(told: "PromptPicture") -> "Pixels":
             if (pixels := prompt.pixels.pop(told.name, None)) is not None:  # they are large, and seen once
                 return pixels
-            return self.read_again(by_name[told.name], told.name)
+            return self.read_again(by_name[told.name], told.name, request.tenant)
 
         return prompt.token_ids, self._engine.make_pictures(request.tenant, prompt.token_ids, prompt.pictures, read)
 
-    def _read_file(self, picture: Picture, max_bytes: int) -> bytes:
+    def _read_file(self, picture: Picture, max_bytes: int, tenant: str) -> bytes:
         """Return a picture's file. One that is in the message is stored: whoever reads it again finds it there."""
         try:
             data = None if picture.data is None else base64.b64decode(picture.data, validate=True)
@@ -73,20 +73,20 @@ class TaskPictures:
         if data is not None and hashlib.sha256(data).hexdigest() != picture.digest:
             raise InvalidRequest(f"the data of the picture {picture.digest[:12]}… has another digest")
         with _wait_for_store():
-            found = self._store.get(picture.digest) if data is None else data
+            found = self._store.get(picture.digest, tenant) if data is None else data
             if len(found) > max_bytes:
                 raise InvalidRequest(f"the pictures of a request may have {self._settings.max_bytes:,} bytes together")
             if data is not None:
-                self._store.put(data)
+                self._store.put(data, tenant)
         return found
 
     def _decode(self, data: bytes, detail: Detail | None) -> "Image":
         return decode_picture(data, self._settings.max_pixels, detail)
 
-    def read_again(self, picture: Picture | JobPicture, name: bytes) -> "Pixels":
+    def read_again(self, picture: Picture | JobPicture, name: bytes, tenant: str) -> "Pixels":
         """Return the pixels of a picture that was read before, here or by another worker."""
         with _wait_for_store():
-            data = self._store.get(picture.digest)
+            data = self._store.get(picture.digest, tenant)
         try:
             image = self._decode(data, picture.detail)
         except InvalidRequest as error:  # the worker that read it may have allowed more
@@ -116,7 +116,7 @@ def find_pictures(engine: "InferenceEngine", job: Job, files: TaskPictures | Non
 
     def read(picture: PromptPicture) -> "Pixels":
         assert files is not None, "only an engine that sees asks for pixels"
-        return files.read_again(by_name[picture.name], picture.name)
+        return files.read_again(by_name[picture.name], picture.name, job.tenant)
 
     return engine.make_pictures(job.tenant, job.token_ids, told, read)
 

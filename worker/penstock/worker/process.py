@@ -47,6 +47,7 @@ from penstock.ops.status import read_worker_status
 from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S, learn_pace
 from penstock.redis.servers import store_server_lists
+from penstock.sealing import use_tenant_keys
 from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
@@ -91,6 +92,7 @@ class WorkerProcess:
         """
         self.kind, self._next_name = kind, next_name
         self.addresses, self.settings = load_settings(Addresses), load_group(ProcessSettings)
+        use_tenant_keys(self.addresses.tenant_keys)  # before the KV store is opened, whose blocks are encrypted
         if self.settings.engine.kind == "openai" and kind != "endpoint":
             raise SettingsError(
                 "with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint"

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.errors import InternalError
-from penstock.messages import EndEvent, ErrorInfo, Job, Result, TokenEvent
+from penstock.errors import ContentErased, InternalError
+from penstock.messages import EndEvent, ErrorInfo, Job, Result, Timings, TokenEvent, now_s
 from penstock.names import Pipeline
+from penstock.sealing import has_tenant_keys
 from penstock.telemetry import tracing
 from penstock.worker.failure import UNWRITABLE, make_dead_letters
 from penstock.worker.task import StageOutput, Task
@@ -23,6 +24,8 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     lost the record between the claim and the reading.
     """
     end = None if task.outcome is None else task.outcome.end_event
+    if end is None and not task.claim.log and isinstance(task.error, ContentErased):
+        end = EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=task.wire_error)
     events: Iterable[TokenEvent | EndEvent] = task.claim.log if end is None else [*task.log_events, end]
     options = None if task.message is None else task.message.embed
     model = model if task.adapter is None else task.adapter.name
@@ -82,10 +85,12 @@ def build_result_message(pipeline: Pipeline, result: Result, more_headers: dict[
 
 
 def _truncate_result(result: Result) -> Result:
-    """Return a result that fits into a topic with its headers. A character is at most six bytes of JSON."""
+    """Return a result that fits into a topic with its headers. A character is at most six bytes of JSON, and eight
+    where that is sealed.
+    """
     bare = result.model_copy(update={"text": "", "logprobs": None, "prompt_tokens": None, "truncated": True})
     num_left = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - len(bare.encode())
-    return bare.model_copy(update={"text": result.text[: max(0, num_left // 6)]})
+    return bare.model_copy(update={"text": result.text[: max(0, num_left // (8 if has_tenant_keys() else 6))]})
 
 
 def build_failed_result(pipeline: Pipeline, request_id: str, tenant: str, delivery: Delivery) -> Outgoing:

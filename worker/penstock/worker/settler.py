@@ -14,7 +14,7 @@ from penstock.bus.dead_letters import build_dead_letter, shorten_dead_letter
 from penstock.bus.replies import ReplyRouter, pick_reply_headers
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, ReplyRefused, RequestTooLarge
 from penstock.failpoints import failpoint
-from penstock.messages import ErrorInfo, Job, Result, decode_message
+from penstock.messages import ErrorInfo, Job, Result, decode_clear_part
 from penstock.names import (
     CLASS_HEADER,
     KEY_HEADER,
@@ -320,7 +320,7 @@ def _make_error_output(
             id=output.key, tenant=tenant, priority_class=priority_class, finish_reason="error", error=error
         )
     else:
-        told = decode_message(Job, output.value)
+        told = decode_clear_part(Job, output.value)
         message = Job(
             id=told.id, job=told.job, tenant=tenant, priority_class=priority_class, timings=told.timings, error=error
         )

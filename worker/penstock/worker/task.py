@@ -15,6 +15,7 @@ from penstock.errors import RequestError, RequestTooLarge
 from penstock.messages import Adapter, EndEvent, ErrorInfo, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import KEY_HEADER, STAGES, PriorityClass, Stage, WorkerKind, find_key
 from penstock.record import Claim, UnclaimedMessage
+from penstock.sealing import find_tenant
 from penstock.telemetry import tracing
 from penstock.telemetry.seconds import Work
 from penstock.telemetry.stage import StageMetrics
@@ -124,7 +125,7 @@ class Task:
     @property
     def tenant(self) -> str:
         """The request's tenant."""
-        return "default" if self.message is None else self.message.tenant
+        return find_tenant(self.delivery.value) if self.message is None else self.message.tenant
 
     @cached_property
     def works(self) -> dict[Stage, Work]:
@@ -171,7 +172,7 @@ class Task:
         The message is left out where it is too large to keep. Then only its delivery can bring the request back.
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
-        message = serialize_delivery(self.delivery) if is_kept else b""
+        message = serialize_delivery(self.delivery, self.tenant, self.id) if is_kept else b""
         return UnclaimedMessage(self.id, self.body_hash, self.name, message, self.delivery.since_result_s)
 
     @property

@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import Outcome, SampledToken
-from penstock.errors import InvalidRequest, RequestError, UnknownModel, is_failure
+from penstock.errors import ContentErased, InvalidRequest, RequestError, UnknownModel, is_failure
 from penstock.messages import (
     EndEvent,
     Job,
@@ -70,7 +70,9 @@ class WholeRole(Role):
         request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
         if request_id is None:
             return None
-        if request is None:
+        if outcome is not None and isinstance(outcome.error, ContentErased):
+            body = ""  # that of the claims before is not known any more
+        elif request is None:
             body = hashlib.sha256(delivery.value).hexdigest()
         else:
             body = compute_body_hash(request, delivery.value, delivery.headers)

@@ -52,6 +52,7 @@ from penstock.engine.contract import Ended, Loaded, Outcome, SampledToken, Store
 from penstock.errors import (
     AttemptsExhausted,
     Cancelled,
+    ContentErased,
     GrammarFailed,
     InternalError,
     PictureGone,
@@ -59,6 +60,7 @@ from penstock.errors import (
     RequestError,
     SequenceFailed,
     StoreUnreachable,
+    TenantKeyMissing,
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
@@ -70,6 +72,7 @@ from penstock.record import (
     Record,
     ShardedSession,
 )
+from penstock.sealing import find_sealer, has_key_of
 from penstock.telemetry import catalog, tracing
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.seconds import Work
@@ -91,7 +94,7 @@ from penstock.worker.failure import (
     try_for_request,
 )
 from penstock.worker.heartbeat import Heartbeat
-from penstock.worker.intake import SETTLING_DEFERRAL_S, Intake
+from penstock.worker.intake import KEY_DEFERRAL_S, SETTLING_DEFERRAL_S, Intake
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import may_have_grammar
 from penstock.worker.settler import Settler, Settling
@@ -254,7 +257,11 @@ class Worker:
         for stage in self.intake.stages if accept else ():
             for taken in self.intake.take_over(stage):
                 with self.intake.confine_claim(taken.claim):
-                    self._begin_taken(deserialize_delivery(taken.message), taken.claim)
+                    delivery = deserialize_delivery(taken.message) if has_key_of(taken.message) else None
+                    if delivery is not None and has_key_of(delivery.value):
+                        self._begin_taken(delivery, taken.claim)
+                    else:
+                        self.record.release_claim(taken.claim, delivered=False, wait_s=KEY_DEFERRAL_S)
         self._read_opened()
 
     def _begin_taken(self, delivery: Delivery, claim: Claim) -> None:
@@ -295,7 +302,12 @@ class Worker:
         """
         if not self._replace_older_task(task):
             return
-        if claim.damage:
+        if not self._find_sealer(task, claim):
+            self.session.remove_claim(claim)
+            self.record.release_claim(claim, delivered=task.delivery.is_held, wait_s=KEY_DEFERRAL_S)
+            self.intake.await_key(task.delivery)
+            return
+        if claim.damage and claim.lock != "erased":
             raise InternalError(claim.damage)
         task.log_events = [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
@@ -309,6 +321,20 @@ class Worker:
             return
         # A request that is over may be one that ends workers: it is read only if its log proves that it was read once.
         self._opened.append((task, task.outcome is None and (claim.num_tokens > 0 or not is_over)))
+
+    def _find_sealer(self, task: Task, claim: Claim) -> bool:
+        """Find what encrypts a request's log. Return False where a key of its tenant is not here yet. Where one was
+        dropped, the request has its outcome.
+        """
+        try:
+            claim.sealer = find_sealer("event", task.tenant, claim.id)
+            if claim.lock == "erased":
+                raise ContentErased(f"the answer was encrypted with a key that was dropped: {claim.id}")
+        except TenantKeyMissing:
+            return False
+        except RequestError as error:
+            task.outcome = Outcome.of_error(error)
+        return claim.lock != "missing"
 
     def _read_opened(self) -> None:
         """Read requests under their claims, and begin them. The thread reads requests that take time."""

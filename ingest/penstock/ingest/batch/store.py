@@ -24,6 +24,7 @@ from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, FileObject, Purpose
 from penstock.ingest.errors import ApiError, not_found_error
 from penstock.objects import ObjectStorage
 from penstock.regions import add_home
+from penstock.sealing import open_file, seal_file
 
 IdPrefix = Literal["file-", "batch_"]
 _ID_PATTERN = re.compile(r"(file-|batch_)([0-9a-f]{12})[0-9a-f]{20}(?:-([a-z][a-z0-9-]{0,31}))?")
@@ -61,7 +62,9 @@ class FileStore:
     ) -> tuple[str, int]:
         """Write a content, step 1; return the new id and the length."""
         file_id = make_id("file-", self._home)
-        return file_id, await self._objects.write_stream(content_path(tenant, file_id), _limit_bytes(chunks, max_bytes))
+        measured = _MeasuredBytes(max_bytes)
+        await self._objects.write_stream(content_path(tenant, file_id), seal_file(tenant, measured.count(chunks)))
+        return file_id, measured.num_bytes
 
     async def save_metadata(
         self, tenant: str, saved: tuple[str, int], filename: str, purpose: Purpose, life_s: int = FILE_LIFE_S
@@ -112,7 +115,7 @@ class FileStore:
 
     def read_content(self, tenant: str, file: FileObject) -> AsyncIterator[bytes]:
         """Yield a file's content in chunks."""
-        return self._objects.read_stream(content_path(tenant, file.id))
+        return open_file(tenant, self._objects.read_stream(content_path(tenant, file.id)))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file."""
@@ -156,13 +159,19 @@ def _is_expired(file: FileObject) -> bool:
     return file.expires_at is not None and file.expires_at <= time.time()
 
 
-async def _limit_bytes(chunks: AsyncIterator[bytes], max_bytes: int | None) -> AsyncIterator[bytes]:
-    num_bytes = 0
-    async for chunk in chunks:
-        num_bytes += len(chunk)
-        if max_bytes is not None and num_bytes > max_bytes:
-            raise ApiError(413, f"a file may have {max_bytes:,} bytes", code="file_too_large", param="file")
-        yield chunk
+class _MeasuredBytes:
+    """Counts the bytes of a content, which may be sealed behind it."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self._max_bytes, self.num_bytes = max_bytes, 0
+
+    async def count(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the chunks. Raises `ApiError` 413 where they are too many bytes."""
+        async for chunk in chunks:
+            self.num_bytes += len(chunk)
+            if self._max_bytes is not None and self.num_bytes > self._max_bytes:
+                raise ApiError(413, f"a file may have {self._max_bytes:,} bytes", code="file_too_large", param="file")
+            yield chunk
 
 
 def make_id(prefix: IdPrefix, home: str = "") -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from penstock.config.settings import BatchSettings
+from penstock.errors import ContentErased
 from penstock.ingest.batch.answer import BatchJob, BatchRun, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, FinishedParts, object_path
 from penstock.ingest.batch.lines import FinishedRow, check_lines, estimate_row_tokens, parse_row, split_lines
@@ -23,6 +24,7 @@ from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, Requ
 from penstock.ingest.batch.store import FileStore, parse_home
 from penstock.ingest.webhooks import Webhooks
 from penstock.objects import ObjectStorage
+from penstock.sealing import open_file
 
 FLUSH_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 1.0
@@ -75,6 +77,13 @@ class BatchWork:
             await self._leave_batch()
             return
         self._state = await self._batches.read_state(self._spec)
+        try:
+            await self._work_on()
+        except ContentErased as error:
+            errors = LineErrors(data=[LineError(code=error.code, message=str(error))])
+            await self._end_batch(BatchState(status="failed", errors=errors, failed_at=int(time.time())))
+
+    async def _work_on(self) -> None:
         if self._state.status == "validating" and not await self._validate_input():
             return
         await self._parts.load_finished()
@@ -186,4 +195,4 @@ class BatchWork:
         return made.id
 
     def _read_input(self) -> AsyncIterator[bytes]:
-        return self._objects.read_stream(object_path(self._spec, "input"))
+        return open_file(self._spec.tenant, self._objects.read_stream(object_path(self._spec, "input")))

@@ -60,6 +60,7 @@ from penstock.ingest.openai.endpoint import (
     Task,
     build_request,
     cap_open_answers,
+    encode_meta,
     hash_answer_fields,
     make_stream_meta,
     name_loosened,
@@ -161,7 +162,7 @@ async def accept_request(
     check_task(endpoint, served)
     made = endpoint.make_requests(body, request_id, sees=served.sees)
     pictures = await gateway.pictures.read_pictures(caller.tenant, made)
-    earlier = None if key is None else await gateway.stream_metas.find_meta(request_id)
+    earlier = None if key is None else await _find_earlier(gateway, served, request_id, made)
     served = await choose_pipeline(gateway, caller, served, made, earlier, has_pictures=bool(pictures.pictures))
     if isinstance(endpoint, TextsEndpoint):
         endpoint.choose_prompt(body, made, served.card.get("prompts") or ())
@@ -181,8 +182,6 @@ async def accept_request(
         form=form,
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
-    if key is not None and earlier is None:
-        await _check_no_answer_is_forgotten(gateway, served, meta)
     check = partial(_check_grammar, gateway, endpoint, body, submit_args, form)
     if earlier is not None:
         return await _join_earlier(gateway, caller, earlier, meta, submit_args, pictures, check)
@@ -394,12 +393,17 @@ async def _join_earlier(
     return Accepted(found.model_copy(update={"options": options}), ignored=ignored)
 
 
-async def _check_no_answer_is_forgotten(gateway: Gateway, served: ServedModel, meta: StreamMeta) -> None:
-    """Raise `ApiError` 410 if a pipeline with this model, which may have been the fallback then, knows a request by its
-    id alone.
+async def _find_earlier(
+    gateway: Gateway, served: ServedModel, stream_id: str, made: Sequence[SubmitArgs]
+) -> StreamMeta | None:
+    """Return the meta data of an earlier POST with the same key. Raises `ApiError` 410 where a pipeline of this model,
+    which may have been the fallback then, knows one of its requests by the id alone.
     """
-    for pipeline in {served.pipeline, *gateway.models.find_pipelines(served.name)}:
-        await _check_remembered(gateway.get_client(pipeline), meta.request_ids)
+    found = await gateway.stream_metas.find_meta(stream_id)
+    if found is None:
+        for pipeline in {served.pipeline, *gateway.models.find_pipelines(served.name)}:
+            await _check_remembered(gateway.get_client(pipeline), [args["id"] for args in made])
+    return found
 
 
 async def _check_remembered(client: AsyncClient, request_ids: Sequence[str]) -> None:
@@ -428,7 +432,7 @@ async def _publish_requests(
         if meta.input_items is not None:
             await gateway.responses.mark_open(meta)
         is_own = caller.has_own_topics
-        card = meta.model_dump_json() if gateway.settings.region.peers and not is_own else ""
+        card = encode_meta(meta).decode() if gateway.settings.region.peers and not is_own else ""
         card = card if len(card) <= MAX_CARD_CHARS else ""
         sending = (client.send(encoded, arrived_s, caller.key, card, own_topics=is_own) for encoded in requests)
         sent = await asyncio.gather(*sending, return_exceptions=True)

@@ -25,6 +25,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.http.handlers import error_responses
 from penstock.ingest.http.upload import Upload
+from penstock.sealing import find_sealer
 
 router = APIRouter()
 MAX_NAME_CHARS = 255
@@ -131,6 +132,7 @@ async def content(request: Request, caller: CallerDep, file_id: str) -> Streamin
     """Sent in chunks, as fast as the client reads."""
     files = get_gateway(request).batch_service.files
     file = await files.find_file(caller.tenant, file_id)
+    find_sealer("file", caller.tenant, "")  # raises where all that the tenant has is erased
     chunks: AsyncIterator[bytes] = files.read_content(caller.tenant, file)
     headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
     return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)

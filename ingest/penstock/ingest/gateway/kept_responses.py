@@ -50,6 +50,7 @@ from penstock.objects import ObjectStorage
 from penstock.record.log import parse_event
 from penstock.redis.client import translate_outages
 from penstock.redis.scripts import RENEW_LEASE, load_script
+from penstock.sealing import open_bytes, seal_bytes
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +227,8 @@ class ResponseKeeper:
             log.warning("%s is not kept: %s", response_id, error)
             return
         content = await asyncio.to_thread(_encode_object, meta, events)
-        await self._objects.put(_object_path(meta.tenant, response_id), content)
+        sealed = bytes(seal_bytes("response", meta.tenant, response_id, content))
+        await self._objects.put(_object_path(meta.tenant, response_id), sealed)
         now_marked = await self._read_mark(meta)
         if now_marked is not None and now_marked.is_deleted:
             await self._objects.delete(_object_path(meta.tenant, response_id))
@@ -237,7 +239,9 @@ class ResponseKeeper:
 
     async def _read_object(self, tenant: str, response_id: str) -> KeptResponse | None:
         found = await self._objects.get(_object_path(tenant, response_id))
-        return None if found is None else await asyncio.to_thread(_decode_object, found)
+        if found is None:
+            return None
+        return await asyncio.to_thread(_decode_object, open_bytes("response", tenant, response_id, found))
 
     def _is_expired(self, found: KeptResponse) -> bool:
         end = None if found.events is None else found.events[-1]

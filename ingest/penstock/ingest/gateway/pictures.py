@@ -91,7 +91,7 @@ class PictureDesk:
 
         Raises `ApiError` that names the picture.
         """
-        read = ReadPictures(lambda data: self._call_store(lambda: self._store.put(data)))
+        read = ReadPictures(lambda data: self._call_store(lambda: self._store.put(data, tenant)))
         shared: Any = requests[0].get("messages") or ()
         turns = [turn for turn in shared if not isinstance(turn["content"], str)]
         given = list_pictures(requests)
@@ -114,14 +114,14 @@ class PictureDesk:
         await (await self.read_pictures(tenant, [SubmitArgs(messages=turns)])).store()
         return [SubmitArgs({**args, "messages": turns}) for args in requests]
 
-    async def show_kept(self, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def show_kept(self, tenant: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the items of a kept response with the data URLs of those pictures that are still stored."""
 
         def show(address: str) -> str:
             kept = KeptPicture.of_kept(address)
             if isinstance(kept, KeptPicture):
                 with suppress(PictureGone):
-                    return kept.write_url(self._store.get(kept.digest))
+                    return kept.write_url(self._store.get(kept.digest, tenant))
             return address
 
         return await self._call_store(lambda: change_addresses(items, show))
@@ -161,7 +161,7 @@ class PictureDesk:
             return await limit_time(self._read_upload(tenant, given.file_id, max_bytes), MAX_STORE_S)
         if isinstance(given.url, KeptPicture):
             digest = given.url.digest
-            return await self._call_store(lambda: self._store.get(digest))
+            return await self._call_store(lambda: self._store.get(digest, tenant))
         head, comma, body = given.url.partition(",")
         if given.url[:5].lower() != "data:":
             async with self._fetches:

@@ -150,7 +150,7 @@ async def list_input_items(
         if after not in ids:
             raise ApiError(400, f"{after!r} is no item of this response", param="after", code="invalid_value")
         items = items[ids.index(after) + 1 :]
-    page = await get_gateway(request).pictures.show_kept(items[:limit])
+    page = await get_gateway(request).pictures.show_kept(caller.tenant, items[:limit])
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return InputItemList(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit)
 

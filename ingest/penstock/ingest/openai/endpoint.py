@@ -24,6 +24,7 @@ from penstock.ingest.openai.answer_parser import CallsForm
 from penstock.ingest.openai.body import Body, ModelBody, invalid_value, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, ChatMessage, EndEvent, FunctionCall, Request, TokenEvent, ToolCall
+from penstock.sealing import is_sealed, open_message, read_envelope, seal_message
 
 B = TypeVar("B", bound=ModelBody)
 Task = Literal["generate", "embed", "score"]
@@ -331,3 +332,20 @@ def cap_open_answers(requests: Sequence[SubmitArgs], max_tokens: int | None) -> 
 def make_request_ids(request_id: str, num_choices: int) -> list[str]:
     """Return the ids of the pipeline's requests of one HTTP request."""
     return [request_id] if num_choices == 1 else [f"{request_id}.{index}" for index in range(num_choices)]
+
+
+def encode_meta(meta: StreamMeta) -> bytes:
+    """Return meta data as JSON, sealed if its tenant has a key: it may have what a response was asked."""
+    return seal_message("card", meta.tenant, meta.id, meta.model_dump_json().encode())
+
+
+def decode_meta(stream_id: str | None, found: bytes) -> StreamMeta:
+    """Return meta data from its JSON, of a stream or of any (None). Raises `ContentErased` and `TenantKeyMissing`, and
+    `InvalidRequest` for that of another stream.
+    """
+    if is_sealed(found):
+        body = read_envelope(found)
+        if stream_id not in (None, body["id"]):
+            raise InvalidRequest(f"the meta data of {stream_id} is another stream's")
+        found = open_message(body, "card")
+    return StreamMeta.model_validate_json(found)

@@ -46,9 +46,9 @@ from penstock.bus.kafka.follower import PlacedMessage, read_places
 from penstock.bus.placement import chain_prompt
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, RegionSettings
-from penstock.errors import AdoptionRefused, AnswerInterrupted, RequestError
+from penstock.errors import AdoptionRefused, AnswerInterrupted, RequestError, TenantKeyMissing
 from penstock.failpoints import failpoint
-from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.endpoint import StreamMeta, decode_meta
 from penstock.ingest.regions.copies import CopyIndex, CopyPlace, check_bus
 from penstock.ingest.regions.peers import STATE_PATH
 from penstock.ingest.regions.returning import ADOPTED_PATH, AdoptedIds
@@ -141,8 +141,8 @@ class OpenRequest(NamedTuple):
 
     def find_card(self, pipeline: Pipeline) -> StreamMeta | None:
         """Return what gateways need to stream the answer, if the message has it, about this request and its tenant."""
-        with suppress(ValidationError):
-            card = StreamMeta.model_validate_json(self.message.headers.get(CARD_HEADER, ""))
+        with suppress(ValidationError, RequestError, TenantKeyMissing):
+            card = decode_meta(None, self.message.headers.get(CARD_HEADER, "").encode())
             tenant = None if self.request is None else self.request.tenant
             if (card.pipeline, card.tenant) == (pipeline.name, tenant) and self.id in card.request_ids:
                 return card.model_copy(update={"is_adopted": True})

@@ -18,9 +18,9 @@ from typing import Any, cast
 import redis.asyncio
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, ContentErased, TenantKeyMissing
 from penstock.ingest.errors import not_found_error
-from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.endpoint import StreamMeta, decode_meta, encode_meta
 from penstock.messages import now_s
 from penstock.names import GATEWAY_SECRET_KEY, Pipeline, is_request_id, stream_meta_key
 from penstock.redis.client import translate_outages
@@ -67,11 +67,9 @@ class StreamMetaStore:
         with translate_outages():
             found = cast(
                 "bytes | None",
-                await self._client.set(
-                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self.keep_ms
-                ),
+                await self._client.set(stream_meta_key(meta.id), encode_meta(meta), nx=True, get=True, px=self.keep_ms),
             )
-        kept = meta if found is None else StreamMeta.model_validate_json(found)
+        kept = meta if found is None else decode_meta(meta.id, found)
         self._open[kept.id] = kept
         return kept
 
@@ -86,12 +84,14 @@ class StreamMetaStore:
             await self.renew_ids([meta.id])
 
     async def find_meta(self, stream_id: str) -> StreamMeta | None:
-        """Return the meta data of an id, of any tenant, or None."""
+        """Return the meta data of an id, of any tenant, or None, also where its tenant's key was dropped."""
         if not is_request_id(stream_id):
             return None
         with translate_outages():
             found: Any = await self._client.get(stream_meta_key(stream_id))
-        return None if found is None else StreamMeta.model_validate_json(found)
+        with suppress(ContentErased):
+            return None if found is None else decode_meta(stream_id, found)
+        return None
 
     async def find_of_tenant(self, stream_id: str, tenant: str) -> StreamMeta:
         """Return a tenant's meta data. Raises `ApiError` 404, the same if it is another tenant's."""
@@ -150,8 +150,8 @@ class StreamMetaStore:
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 for one in renewed:
-                    if one in written:
-                        batch.set(stream_meta_key(one), self._open[one].model_dump_json(), xx=True, px=self.keep_ms)
+                    if one in written and (encoded := _try_to_encode(self._open[one])) is not None:
+                        batch.set(stream_meta_key(one), encoded, xx=True, px=self.keep_ms)
                     else:
                         batch.pexpire(stream_meta_key(one), self.keep_ms)
                 is_there: list[int] = await batch.execute()
@@ -178,6 +178,14 @@ class StreamMetaStore:
         """Return for each whether all its requests have ended; False while their server is away."""
         ended = await self.find_ended(itertools.chain.from_iterable(map(_list_records, metas)))
         return [all(key in ended for _, key in _list_records(meta)) for meta in metas]
+
+
+def _try_to_encode(meta: StreamMeta) -> bytes | None:
+    """Return meta data as JSON; None where the key of its tenant was dropped or lost: nobody can read it anyway."""
+    try:
+        return encode_meta(meta)
+    except (ContentErased, TenantKeyMissing):
+        return None
 
 
 def _list_records(meta: StreamMeta) -> list[tuple[str, str]]:
