@@ -354,7 +354,7 @@ async def test_rows_whose_prompts_begin_alike_follow_one_another(
         pipeline = ScriptedClient()
         pipeline.close_after = close_after
         async with under_way(batch.run(pipeline)) as running:
-            await until(lambda at=pipeline: at.close_after == len(at.answered) or running.done())  # type: ignore[misc]
+            await until(lambda at=pipeline: at.close_after == len(at.answered) or running.done())
         asked += pipeline.answered
     numbers = [int(request_id.rpartition("-")[2]) - 1 for request_id in asked]
     assert sorted(numbers) == list(range(30))
