@@ -34,6 +34,17 @@ _HEADERS: dict[str, Json] = {
         "description": "What gateways know of the stream, where there are regions.",
         "maxLength": 32768,
     },
+    names.REPLY_TO_HEADER: {
+        "description": "The topic in which the result is wanted; of results without text, the one that has it.",
+        "maxLength": 249,
+    },
+    names.REPLY_REFUSED_HEADER: {"description": "Of results: the topic that was wanted, and why it is not there."},
+    names.REPLY_TOPIC_HEADER: {"description": "As `penstock-reply-to`, as Spring writes it.", "maxLength": 249},
+    names.REPLY_PARTITION_HEADER: {"description": "A partition of that topic: 4 bytes, big-endian."},
+    names.CORRELATION_HEADER: {
+        "description": "Bytes by which a requester knows its reply; results have those of their request.",
+        "maxLength": 1024,
+    },
     names.CLASS_HEADER: {"description": "As in the topic's name.", "enum": list(CLASSES)},
     names.DEADLINE_HEADER: {
         "description": "The message's `deadline`, as decimal text.",

@@ -193,7 +193,7 @@ def test_a_backend_has_its_answers_in_a_topic_of_its_own(
     assert found == answers
     assert {one.finish_reason for one in found.values()} == {"length", "error"}, "refusals are replies, too"
     copies = line.read_results()
-    assert sorted(one.id for one in copies) == sorted(found)
+    assert sorted(one.id for one in copies) == sorted(answers)
     assert not any(one.text or one.token_ids for one in copies)
     assert {one.id: one.usage for one in copies} == {one: answer.usage for one, answer in found.items()}
 
