@@ -13,6 +13,7 @@ from penstock.names import Pipeline
 from sim.servers import start_or_skip
 from tests.security.certificates import Authority
 from tests.security.secure_servers import REDIS_ACL_FILE, USERS, SecureKafka, SecureRedis
+from tests.security.token_server import TokenServer
 
 WORDS = {"WORKER_PASSWORD": "open-sesame", "GATEWAY_PASSWORD": "abracadabra", "CLIENT_PASSWORD": "swordfish"}
 PASSWORDS = {
@@ -20,6 +21,11 @@ PASSWORDS = {
     "penstock-client": WORDS["CLIENT_PASSWORD"],
 }  # fmt: skip
 """Of the users of Redis."""
+SECRETS = {
+    "penstock-worker": "client/secret +1", "penstock-client": "secret of a client", "acme": "secret of acme",
+    "beta": "secret of beta",
+}  # fmt: skip
+"""Of clients of the token server, who have these names at Kafka."""
 ADMIN = "user admin on >admin ~* &* +@all\n"
 
 
@@ -33,7 +39,8 @@ class SecureServers:
         for name, word in WORDS.items():
             acl = acl.replace(name, word)
         self.redis = SecureRedis(directory / "redis", self.authority, acl + ADMIN)
-        self.kafka = SecureKafka(directory / "kafka", self.authority)
+        self.tokens = TokenServer(SECRETS)
+        self.kafka = SecureKafka(directory / "kafka", self.authority, self.tokens)
 
     def start(self) -> None:
         """Both at once; the topics are made by the administrator."""
@@ -47,6 +54,7 @@ class SecureServers:
         """Both."""
         self.redis.stop()
         self.kafka.stop()
+        self.tokens.stop()
 
     def redis_access(self, user: str) -> dict[str, str]:
         """The environment of who uses Redis so."""
@@ -59,10 +67,13 @@ class SecureServers:
 
     def kafka_access(self, user: str, mechanism: str = "SCRAM-SHA-512") -> dict[str, str]:
         """The environment of who uses Kafka so."""
+        is_token = mechanism == "OAUTHBEARER"
         return {
             "PENSTOCK_KAFKA": self.kafka.sasl, "PENSTOCK_KAFKA_SECURITY": "SASL_SSL",
-            "PENSTOCK_KAFKA_MECHANISM": mechanism, "PENSTOCK_KAFKA_USER": user, "PENSTOCK_KAFKA_PASSWORD": USERS[user],
+            "PENSTOCK_KAFKA_MECHANISM": mechanism, "PENSTOCK_KAFKA_USER": user,
+            "PENSTOCK_KAFKA_PASSWORD": SECRETS[user] if is_token else USERS[user],
             "PENSTOCK_KAFKA_CA_FILE": str(self.authority.file),
+            **({"PENSTOCK_KAFKA_TOKEN_URL": self.tokens.url} if is_token else {}),
         }  # fmt: skip
 
     def admin(self) -> "redis.Redis":

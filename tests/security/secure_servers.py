@@ -22,6 +22,7 @@ from penstock.local.processes import Child, find_free_port, start_child, wait_un
 from sim.kafka_server import KafkaServer
 from sim.waiting import PATIENCE_S
 from tests.security.certificates import Authority
+from tests.security.token_server import AUDIENCE, TokenServer
 
 USERS = {
     "penstock-worker": "correct horse", "penstock-gateway": "open gate", "penstock-client": "battery staple",
@@ -35,9 +36,10 @@ KAFKA_ACL_FILE, REDIS_ACL_FILE = (Path(__file__).with_name(f"{server}.acl") for 
 class SecureKafka(KafkaServer):
     """Beside the plain listener, where the tests are the administrator: one with SASL, one for client certificates."""
 
-    def __init__(self, directory: Path, authority: Authority) -> None:
-        super().__init__(directory)
-        self._sasl, self._tls = find_free_port(), find_free_port()
+    def __init__(self, directory: Path, authority: Authority, tokens: TokenServer) -> None:
+        """`tokens` is asked for the keys of tokens; it runs already."""
+        super().__init__(directory, jvm_options=[f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={tokens.keys_url}"])
+        self._sasl, self._tls, self._tokens = find_free_port(), find_free_port(), tokens
         self._authority = authority
 
     @property
@@ -75,9 +77,17 @@ class SecureKafka(KafkaServer):
             "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL,SSL:SSL",
             "ssl.keystore.type": "PEM", "ssl.keystore.location": str(keystore), "ssl.truststore.type": "PEM",
             "ssl.truststore.location": str(self._authority.file), "ssl.principal.mapping.rules": "RULE:^CN=(.*)$/$1/",
-            "listener.name.ssl.ssl.client.auth": "required", "sasl.enabled.mechanisms": "SCRAM-SHA-512,PLAIN",
+            "listener.name.ssl.ssl.client.auth": "required",
+            "sasl.enabled.mechanisms": "SCRAM-SHA-512,PLAIN,OAUTHBEARER",
             "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": f"{module}.scram.ScramLoginModule required;",
             "listener.name.sasl_ssl.plain.sasl.jaas.config": f"{module}.plain.PlainLoginModule required {users};",
+            "listener.name.sasl_ssl.oauthbearer.sasl.jaas.config":
+                f"{module}.oauthbearer.OAuthBearerLoginModule required;",
+            "listener.name.sasl_ssl.oauthbearer.sasl.server.callback.handler.class":
+                f"{module}.oauthbearer.OAuthBearerValidatorCallbackHandler",
+            # A connection ends with its token, unless it has logged in anew.
+            "listener.name.sasl_ssl.oauthbearer.connections.max.reauth.ms": "3600000",
+            "sasl.oauthbearer.jwks.endpoint.url": self._tokens.keys_url, "sasl.oauthbearer.expected.audience": AUDIENCE,
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": "User:ANONYMOUS",
         }  # fmt: skip

@@ -1,6 +1,7 @@
-"""`penstock topics create | record`: create missing topics; make a trace of what the pipeline has served."""
+"""`penstock topics create | rights | record`: topics; rights on those of one tenant; a trace of what was served."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,24 @@ def create_topics(
         Console().print(f"made {topic}", highlight=False)
     if not made:
         Console().print("all topics exist")
+
+
+@app.command("rights")
+def print_rights(
+    tenant: Annotated[str, typer.Argument(help="A tenant with own topics.")],
+    user: Annotated[str, typer.Argument(help="The user of its backend at the brokers, without `User:`.")],
+) -> None:
+    """Print the commands of Kafka's own tools that let a backend use the topics of one tenant alone."""
+    from penstock.ops.kafka_access import list_tenant_rights  # confluent_kafka is loaded only where it is used
+
+    addresses = load_settings(Addresses)
+    for right in list_tenant_rights(Pipeline(addresses.pipeline), tenant):
+        Console(soft_wrap=True).print(
+            f"kafka-acls.sh --bootstrap-server {addresses.kafka or 'HOST:9092'} --add "
+            f"--allow-principal {shlex.quote(f'User:{user}')} --operation {right.operation.title()} "
+            f"--{right.kind.lower()} {right.name} --resource-pattern-type {right.pattern.lower()}",
+            highlight=False, markup=False,
+        )  # fmt: skip
 
 
 @app.command("record")

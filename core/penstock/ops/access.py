@@ -35,6 +35,7 @@ from penstock.names import (
 )
 from penstock.ops.tls import speaks_tls
 from penstock.redis.client import redis_client
+from penstock.redis.logins import LoginUnavailable, find_login
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels, split_address
 from penstock.redis.urls import hide_password, split_urls
 
@@ -178,6 +179,10 @@ def explain_refusal(error: BaseException, url: str, variable: str) -> str:
     untrusted = _find_cause(error, ssl.SSLCertVerificationError)
     if isinstance(untrusted, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
+    if isinstance(error, LoginUnavailable):
+        return f"{error}: see {variable}"
+    if isinstance(error, redis.AuthenticationError) and (login := find_login(url)):
+        return f"it refuses the password of {login}, which may have expired or be another user's: see {variable}"
     if isinstance(error, redis.AuthenticationError) or str(error).startswith("NOAUTH"):
         return f"wrong user or password: see {variable}"
     if (unread := _find_cause(error, redis.InvalidResponse)) is not None:

@@ -26,6 +26,7 @@ from redis.retry import Retry
 
 from penstock.errors import BusUnavailable
 from penstock.pace import NUM_STEADY, ServerPace
+from penstock.redis.logins import split_login
 from penstock.redis.sentinel import AsyncMasterPool, MasterPool, is_sentinel
 
 REDIS_TIMEOUT_S = 2.0
@@ -81,7 +82,9 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     of its answers grow with the server's pace.
     """
     options["driver_info"] = None  # telling a driver's name takes two round trips for each connection
-    pool: Any = MasterPool(url, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(url, **options)
+    plain, login = split_login(url)
+    options |= login
+    pool: Any = MasterPool(plain, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(plain, **options)
     pool.url, pool.pace = url, _paces.setdefault(url, ServerPace())
     pace: ServerPace = pool.pace
 
@@ -139,6 +142,8 @@ def learn_pace(client: "redis.Redis", limit_s: float = REDIS_TIMEOUT_S) -> None:
 
 def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
     """Return an asyncio pool of connections. A caller that finds all of them in use waits for one."""
+    url, login = split_login(url)
+    options |= login
     pool: Any = redis.asyncio.BlockingConnectionPool
     made: Any = AsyncMasterPool(url, **options) if is_sentinel(url) else pool.from_url(url, **options)
     made.connection_class = _keep_cancellation(made.connection_class)

@@ -5,6 +5,7 @@ import re
 from redis.connection import parse_url
 
 from penstock.own_servers import format_place
+from penstock.redis.logins import InvalidLogin, split_login
 from penstock.redis.sentinel import SENTINEL_URL_FORM, is_sentinel, parse_sentinels, split_address
 
 _ADDRESS_ENDS = re.compile(r",(?=\s*[a-z+]+://)")
@@ -48,6 +49,9 @@ def check_urls(text: str) -> str:
                 parse_sentinels(url)
             else:
                 parse_url(url)  # type: ignore[no-untyped-call]
+            split_login(url)
+        except InvalidLogin as error:
+            raise ValueError(f"{hide_password(url)}: {error}") from None
         except (ValueError, TypeError):
             if is_sentinel(url):
                 raise ValueError(

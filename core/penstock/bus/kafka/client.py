@@ -49,7 +49,7 @@ MAX_UNPACK_ATTEMPTS = 3
 """How often a batch is fetched before it is passed over: it may have been damaged on the way here."""
 
 
-def client_settings(bootstrap: str, access: Mapping[str, str] | None = None) -> dict[str, Any]:
+def client_settings(bootstrap: str, access: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings of all clients. librdkafka writes nothing to the console: lost connections show in errors."""
     return {
         **(access or {}),

@@ -22,7 +22,7 @@ class KafkaClientFactory:
     """Creates the clients that a member needs."""
 
     def __init__(
-        self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, str] | None = None
+        self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, Any] | None = None
     ) -> None:
         """`access`: the settings with which clients log in, see `config.addresses.kafka_security_config`."""
         self.pipeline = pipeline

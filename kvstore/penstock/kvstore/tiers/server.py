@@ -42,7 +42,9 @@ class KVServer:
         try:
             pool = connection_pool(url, protocol=2, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
             options = {**pool.connection_kwargs, "redis_connect_func": _skip_greeting}
-            self._greeting = _make_greeting(options)
+            self._make_greeting = partial(_make_greeting, options)
+            if "credential_provider" not in options:
+                self._make_greeting()
             self._make_connection = partial(
                 pool.connection_class, **options
             )  # the pool itself would never make more than 100
@@ -102,8 +104,9 @@ class KVServer:
         connection: ConnectionInterface = self._make_connection()
         try:
             wire = RespConnection(connection, self._large)
-            wire.send([*self._greeting, *(encode_command("SCRIPT", "LOAD", script.text) for script in SCRIPTS)])
-            for _ in self._greeting:
+            greeting = self._make_greeting()
+            wire.send([*greeting, *(encode_command("SCRIPT", "LOAD", script.text) for script in SCRIPTS)])
+            for _ in greeting:
                 if (reply := wire.read_reply()) != b"OK":
                     raise (
                         reply
@@ -142,6 +145,8 @@ class KVServer:
 def _make_greeting(options: Mapping[str, Any]) -> list[bytes]:
     """Return the first commands of a connection. Each is answered OK."""
     username, password, name, database = (options.get(key) for key in ("username", "password", "client_name", "db"))
+    if (login := options.get("credential_provider")) is not None:
+        username, password = login.get_credentials()
     commands: list[bytes] = []
     if username or password:
         commands.append(encode_command("AUTH", *([username] if username else []), password or ""))
