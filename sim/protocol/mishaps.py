@@ -64,8 +64,14 @@ def _forget_commits(state: State, rules: Rules) -> Steps:
         yield Step("forget commits", call=("forget",)), after
         expired, rec = NEW._replace(epoch=state.clock), state.rec
         yield Step("expire", call=("forget",)), after._replace(rec=expired)
-        if rec.stage == "end" and rec.bound:  # the id is remembered, and nobody finds a result
-            told = tuple([(message._replace(is_answered=False), at) for message, at in bus])
+        if rec.stage == "end" and rec.bound:  # the id is remembered: that tells of all messages but the bound one
+            is_mine = [(message.job or message.name) == rec.bound for message, _ in bus]
+            told = tuple(
+                [
+                    (message if mine else message._replace(is_answered=False), at)
+                    for (message, at), mine in zip(bus, is_mine, strict=True)
+                ]
+            )
             remembered = expired._replace(bound=rec.bound, body=rec.body)
             yield Step("expire", call=("forget",)), after._replace(rec=remembered, bus=told)
 
