@@ -92,6 +92,7 @@ public final class Backend {
                 System.out.println(reply);
             }
         } finally {
+            template.stop(); // its container, whose thread would keep the process
             template.destroy();
         }
     }
