@@ -402,7 +402,7 @@ async def _find_earlier(
     found = await gateway.stream_metas.find_meta(stream_id)
     if found is None:
         for pipeline in {served.pipeline, *gateway.models.find_pipelines(served.name)}:
-            await _check_remembered(gateway.get_client(pipeline), [args["id"] for args in made])
+            await _check_remembered(gateway.get_client(pipeline), [str(args["id"]) for args in made])
     return found
 
 
