@@ -284,7 +284,7 @@ def test_a_request_waits_while_the_store_of_pictures_is_away(
     data, line, get, left = draw_png(1), site.line, PictureStore.get, [2 * site.line.record_settings.fail_attempts]
     picture = site.put(data)
 
-    def fail(store: PictureStore, digest: str) -> bytes:
+    def fail(store: PictureStore, digest: str, __: str) -> bytes:
         if left[0]:
             left[0] -= 1
             raise error
