@@ -47,7 +47,7 @@ from tests.pipeline.checks import Streams
 from tests.record.play import die, end, prefill, say, tokens_of
 from tests.security.conftest import SECRETS, SecureServers
 
-SHORT_S = 3.0
+SHORT_S = 5.0
 PIPELINE = Pipeline("demo")
 
 

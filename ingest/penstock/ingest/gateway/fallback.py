@@ -19,7 +19,7 @@ from penstock.ops.lag import PipelineLag
 PIPELINE_HEADER = "x-penstock-pipeline"
 """The header that tells a tenant with a fallback which pipeline answers."""
 OWN_FIELDS = ("texts", "token_ids", "logit_bias", "stop_token_ids")
-"""Fields of requests that endpoints refuse, or that number the tokens of the own model. Log probabilities are others."""
+"""Fields of requests that endpoints refuse, or that number the tokens of the own model; beside log probabilities."""
 
 
 async def choose_pipeline(
