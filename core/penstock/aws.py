@@ -29,13 +29,14 @@ class AwsSigner:
         """
         from botocore.auth import SigV4QueryAuth
         from botocore.awsrequest import AWSRequest
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, ClientError
 
         try:
             credentials = self._session.get_credentials()
             region = region or self._session.get_config_variable("region") or ""
             frozen = credentials.get_frozen_credentials() if credentials else None
-        except BotoCoreError as error:  # its words have no secrets
+        # The second one is a refusal of AWS's token service, where a role is taken on. Their words have no secrets.
+        except (BotoCoreError, ClientError) as error:
             raise AccessRefused(f"AWS gives no credentials now ({error})") from None
         if frozen is None or not frozen.access_key:
             raise AccessRefused("no credentials of AWS: give this process a role, or AWS_ACCESS_KEY_ID and the like")

@@ -145,7 +145,8 @@ def main() -> int:
         is_same = "text" not in case or found[0]["text"] == case["text"]
         return "" if is_same and holds(case["expect"]["result"], found[0]) else f"another result: {found[0]}"
 
-    read_outcomes(lambda: any(check(*case) == MISSING for case in cases.values()), results, letters)
+    sent = [case for name, case in cases.items() if name not in problems]
+    read_outcomes(lambda: any(check(*case) == MISSING for case in sent), results, letters)
     for name, case in cases.items():
         problem = problems.get(name) or check(*case)
         print(json.dumps({"case": name, "ok": not problem} | ({"problem": problem} if problem else {})))

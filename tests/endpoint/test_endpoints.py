@@ -57,7 +57,11 @@ def test_each_endpoint_has_its_key_and_its_name_of_the_model() -> None:
     assert [(one.key, one.model) for one in found] == [("k-a", "m-a"), ("", "m-b"), ("k-c", "m-c")]
     assert [(one.key, one.model) for one in parse_urls(urls, 1, "k", "m")] == [("k", "")] * 3
     assert [one.key for one in parse_urls("http://a", 1, "k,with,commas")] == ["k,with,commas"]
-    for keys, models, told in (("k-a,k-b", "", "KEY has 2 parts for 3"), ("", "m,m,", "MODEL has an empty name")):
+    for keys, models, told in (
+        ("k-a,k-b", "", "KEY has 2 parts for 3"),
+        ("k-a\n", "", "KEY has a line break"),
+        ("", "m,m,", "MODEL has an empty name"),
+    ):
         with pytest.raises(SettingsError, match=told) as refused:
             parse_urls(urls, 1, keys, models)
         assert "k-a" not in str(refused.value)

@@ -323,6 +323,7 @@ AWAY = lag_of(None, is_served=False)
         (AWAY, lag_of(0.0), {"priority_class": "batch"}, False),
         (AWAY, lag_of(0.0), {"token_ids": [1]}, False),
         (AWAY, lag_of(0.0), {"logprobs": 1}, False),
+        (AWAY, lag_of(0.0), {"prompt_logprobs": 0}, False),
         (AWAY, lag_of(0.0), {"logprobs": 1, "messages": []}, True),
     ],
 )

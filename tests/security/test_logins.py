@@ -10,9 +10,11 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import pytest
+from botocore.exceptions import ClientError
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AclBinding,
@@ -40,7 +42,7 @@ from penstock.ops.access import check_access
 from penstock.ops.kafka_access import check_kafka, list_tenant_rights
 from penstock.record import Record
 from penstock.redis.client import redis_client
-from penstock.redis.logins import split_login
+from penstock.redis.logins import LoginUnavailable, split_login
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.checks import Streams
 from tests.record.play import die, end, prefill, say, tokens_of
@@ -319,10 +321,17 @@ def test_elasticache_gets_a_signed_password(aws: str) -> None:
     assert aws not in repr(login)
 
 
+def refuse_role(patch: pytest.MonkeyPatch) -> None:
+    """Credentials come with a role, and AWS's token service does not give it to this process."""
+    refused = ClientError({"Error": {"Code": "AccessDenied", "Message": "not yours"}}, "AssumeRoleWithWebIdentity")
+    patch.setattr("botocore.session.Session.get_credentials", Mock(side_effect=refused))
+
+
 MISSING: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[Exception], str]] = {
     "package": (lambda patch: patch.setitem(sys.modules, "botocore", None), DependencyMissing, r"penstock\[aws\]"),
     "credentials": (lambda patch: patch.delenv("AWS_ACCESS_KEY_ID"), AccessRefused, "AWS_ACCESS_KEY_ID"),
     "region": (lambda patch: patch.delenv("AWS_DEFAULT_REGION"), AccessRefused, "AWS_REGION"),
+    "role": (refuse_role, AccessRefused, "AccessDenied"),
 }
 
 
@@ -337,3 +346,6 @@ def test_what_aws_lacks_is_named(aws: str, what: str, monkeypatch: pytest.Monkey
         )
     if what != "package":
         assert MskTokens("broker:9098")("")[0] == "unavailable"
+        _, login = split_login("redis://me@cache.example/0?login=elasticache:one")
+        with pytest.raises(LoginUnavailable, match=words):
+            login["credential_provider"].get_credentials()

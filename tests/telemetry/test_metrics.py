@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import cast, get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -32,7 +33,7 @@ from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, OPERATION_HEADER, STAGES, WorkerKind
 from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import async_redis_client
-from penstock.telemetry import catalog, otlp
+from penstock.telemetry import catalog, energy, otlp
 from penstock.telemetry.energy import EnergyReader
 from penstock.telemetry.exposition import render_metrics, serve_metrics
 from penstock.telemetry.meters import Meters
@@ -208,19 +209,34 @@ def write_rapl(directory: Path, **microjoules: int) -> None:
     for name, value in microjoules.items():
         zone = directory / f"intel-rapl:{name.removeprefix('p').replace('_', ':')}"
         zone.mkdir(parents=True, exist_ok=True)
+        (zone / "name").write_text("psys\n" if name == "p9" else f"package-{name}\n")
         (zone / "energy_uj").write_text(f"{value}\n")
         (zone / "max_energy_range_uj").write_text("10000000\n")
 
 
 def test_a_machine_tells_its_joules_or_nothing(tmp_path: Path) -> None:
     assert EnergyReader(tmp_path / "none").read_joules() is None
-    write_rapl(tmp_path, p0=9_000_000, p1=0, p0_0=5)
+    write_rapl(tmp_path, p0=9_000_000, p1=0, p0_0=5, p9=0)
     reader = EnergyReader(tmp_path)
     assert reader.read_joules() == 0.0
-    write_rapl(tmp_path, p0=1_000_000, p1=500_000, p0_0=9_000_000)
-    assert reader.read_joules() == pytest.approx(2.5), "one counter began anew at 10 J; parts of a package count in it"
+    write_rapl(tmp_path, p0=1_000_000, p1=500_000, p0_0=9_000_000, p9=9_000_000)
+    told = "one counter began anew at 10 J; parts of a package count in it, and the whole machine counts both"
+    assert reader.read_joules() == pytest.approx(2.5), told
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
     assert reader.read_joules() == pytest.approx(2.5)
+
+
+def test_a_gpu_whose_driver_is_loaded_again_takes_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter((0, 5_000, 1_000, 3_000))
+
+    def tell(_: object, found: Any) -> int:
+        found._obj.value = next(told)
+        return 0
+
+    library = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=tell)
+    monkeypatch.setattr(energy, "_open_nvml", lambda: (library, ["gpu"]))
+    reader = EnergyReader(tmp_path)
+    assert [reader.read_joules() for _ in range(3)] == [5.0, 6.0, 8.0]
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ class RecordSettings(Settings):
     workers of a pipeline."""
     keep_s: float = Field(default=3600.0, ge=1)
     """How long after its end a stream can be read and its id is remembered, plus the time that the request took. A
-    message with the same id that arrives later is a new request, but for `remember_days`."""
+    message with the same id that arrives later is a new request, unless `PENSTOCK_RECORD_REMEMBER_DAYS` is set."""
     remember_days: int = Field(default=0, ge=0, le=7)
     """For how many days the id of a request that has ended is remembered, beyond its stream: a message with the same id
     is settled without another answer. It takes 100 bytes an id at most. The same on all workers and gateways."""

@@ -187,7 +187,7 @@ def parse_urls(text: str, max_requests: int, keys: str = "", models: str = "") -
         raise SettingsError(f"{VARIABLE} names no server: write http://HOST:8000")
     if len({endpoint.url for endpoint in found}) < len(found):
         raise SettingsError(f"{VARIABLE} names a server twice; #WEIGHT at its end gives it more requests")
-    for endpoint, key in zip(found, _split_for_each("PENSTOCK_ENDPOINT_KEY", keys, len(found)), strict=True):
+    for endpoint, key in zip(found, _split_keys(keys, len(found)), strict=True):
         endpoint.key = key
     if "," in models and len(found) > 1:
         names = _split_for_each("PENSTOCK_ENDPOINT_MODEL", models, len(found))
@@ -196,6 +196,13 @@ def parse_urls(text: str, max_requests: int, keys: str = "", models: str = "") -
         for endpoint, name in zip(found, names, strict=True):
             endpoint.model = name
     return found
+
+
+def _split_keys(keys: str, count: int) -> list[str]:
+    # What no header may have would fail each request, by an error of `http.client` with the key in its words.
+    if not (keys.isascii() and keys.isprintable()):
+        raise SettingsError("PENSTOCK_ENDPOINT_KEY has a line break or another character that no header may have")
+    return _split_for_each("PENSTOCK_ENDPOINT_KEY", keys, count)
 
 
 def _split_for_each(variable: str, text: str, count: int) -> list[str]:

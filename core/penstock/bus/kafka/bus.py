@@ -36,10 +36,8 @@ from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.position_lookup import LookupThread
 from penstock.config.settings import BusSettings
-from penstock.config.tokens import describe_token_error
 from penstock.errors import SettingsError, TopicsMissing
 from penstock.names import Pipeline, WorkerKind, add_tenant, find_shared_topic, split_topic
-from penstock.redis.client import log_outage
 from penstock.waiting import wait_until
 
 log = logging.getLogger(__name__)
@@ -290,11 +288,6 @@ def _is_sufficient(name: str, value: str, wanted: str) -> bool:
     return value == wanted
 
 
-def _log_missing_token(error: KafkaError) -> None:
-    if reason := describe_token_error(error.str()):
-        log_outage(log, f"Kafka: {reason}")
-
-
 class KafkaPublisher:
     """Writes messages, each acknowledged by all in-sync replicas."""
 
@@ -307,8 +300,6 @@ class KafkaPublisher:
             "message.timeout.ms": int(ACKNOWLEDGE_TIMEOUT_S * 1000),
             # Else the first lookup of a topic's partitions waits 50 ms for a connection.
             "enable.sparse.connections": False,
-            # Of those that wait for the brokers the reason: a producer knows only that its time is over.
-            "error_cb": _log_missing_token,
         }
         self._producer = Producer(settings)
         self._beats = BeatReader(bus.redis_url, bus.pipeline) if bus.redis_url else None

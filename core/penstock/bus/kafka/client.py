@@ -11,9 +11,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
 from penstock.bus.kafka.offsets import Partition
 from penstock.bus.kafka.partitioner import ANY_PARTITION, Partitioner
+from penstock.config.tokens import describe_token_error
 from penstock.errors import BusUnavailable, MemberFenced, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass
+from penstock.redis.client import log_outage
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,14 @@ def client_settings(bootstrap: str, access: Mapping[str, Any] | None = None) -> 
         "log_level": 0,
         "reconnect.backoff.max.ms": 1000,
         "socket.timeout.ms": int(SOCKET_TIMEOUT_S * 1000),
+        # A client without a token knows by itself only that the brokers do not answer in time.
+        "error_cb": _log_missing_token,
     }
+
+
+def _log_missing_token(error: KafkaError) -> None:
+    if reason := describe_token_error(error.str()):
+        log_outage(log, f"Kafka: {reason}")
 
 
 def producer_settings(clients: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from penstock.ops.lag import PipelineLag
 
 PIPELINE_HEADER = "x-penstock-pipeline"
 """The header that tells a tenant with a fallback which pipeline answers."""
-OWN_FIELDS = ("texts", "token_ids", "logit_bias", "stop_token_ids", "prompt_logprobs")
-"""Fields of requests that endpoints refuse, or that number the tokens of the own model."""
+OWN_FIELDS = ("texts", "token_ids", "logit_bias", "stop_token_ids")
+"""Fields of requests that endpoints refuse, or that number the tokens of the own model; beside log probabilities."""
 
 
 async def choose_pipeline(
@@ -47,7 +47,10 @@ async def choose_pipeline(
 
 def _suits_endpoint(args: SubmitArgs) -> bool:
     """Return whether a request is interactive, and an endpoint takes all of it."""
-    is_own = any(args.get(name) for name in OWN_FIELDS) or (args.get("logprobs") is not None and "messages" not in args)
+    # Log probabilities with the most likely tokens beside them or, where it is 0, alone.
+    wants_logprobs = args.get("logprobs") is not None and "messages" not in args
+    wants_logprobs = wants_logprobs or args.get("prompt_logprobs") is not None
+    is_own = wants_logprobs or any(args.get(name) for name in OWN_FIELDS)
     return not is_own and args.get("priority_class", "interactive") == "interactive"
 
 
