@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock import sealing
 from penstock.bus.contract import Delivery
 from penstock.bus.dead_letters import build_dead_letter
+from penstock.bus.replies import drop_text
 from penstock.client.core import make_request, prepare_message
 from penstock.errors import ContentErased, InvalidRequest, SettingsError, StreamError, TenantKeyMissing
 from penstock.ingest.batch.batches import BatchSpec, FinishedParts
@@ -24,6 +25,7 @@ from penstock.messages import (
     Request,
     Result,
     TokenEvent,
+    Usage,
     compute_body_hash,
     decode_clear_part,
     decode_message,
@@ -150,6 +152,33 @@ def test_settlements_after_a_dropped_key_have_the_error_alone(keys: Path) -> Non
     assert (result.text, job.token_ids, job.job) == ("", [], "j")
 
 
+def test_who_used_how_much_is_told_of_a_sealed_result_whose_key_was_dropped(keys: Path) -> None:
+    result = Result(id="r", tenant="acme", finish_reason="stop", text=MARK, model="m", usage=Usage(completion_tokens=7))
+    sealed = result.encode()
+    (keys / "acme").write_text(os.urandom(32).hex())  # replaced, without a word of what became of the old one
+    told = decode_message(Result, drop_text(sealed))
+    assert (told.id, told.usage.completion_tokens, told.text) == ("r", 7, "")
+    sealed = result.encode()
+    erase(keys)
+    assert decode_message(Result, drop_text(sealed)).usage.completion_tokens == 7
+
+
+def test_a_directory_that_is_not_mounted_stops_no_tenant_that_was_known(keys: Path) -> None:
+    """What is damaged may be the first key of a tenant in clear, and is waited for."""
+    assert MARK.encode() in publish(tenant="other")
+    (keys / "other").write_text("xyz")
+    with pytest.raises(TenantKeyMissing, match="other"):
+        publish(tenant="other")
+    (keys / "other").unlink()
+    publish(tenant="other")
+    publish(tenant="acme")
+    keys.rename(keys.with_name("away"))
+    assert MARK.encode() in publish(tenant="other")
+    assert MARK.encode() not in publish(tenant="acme")
+    with pytest.raises(TenantKeyMissing, match="mount it again"):
+        publish(tenant="third")
+
+
 @pytest.mark.parametrize("content", ["xyz", "00" * 31, ""])
 def test_a_damaged_file_of_keys_is_never_taken_for_none(keys: Path, content: str) -> None:
     (keys / "bad").write_text(content)
@@ -161,6 +190,8 @@ def test_a_name_that_is_no_tenants_reads_no_file(keys: Path) -> None:
     value = publish(tenant="acme").replace(b'"acme"', b'"../keys/acme"')
     with pytest.raises(InvalidRequest, match="names no tenant"):
         decode_message(Request, value)
+    with pytest.raises(InvalidRequest, match=r"must not end in \.erased"):
+        publish(tenant="acme.erased")
     sealing.forget_tenant_keys()
     with pytest.raises(SettingsError, match="not a directory"):
         sealing.use_tenant_keys(str(keys / "acme"))

@@ -7,7 +7,8 @@
 
 A tenant without either file is stored in clear. Content under a key that is in neither file cannot be read *yet*: the
 secret may not be mounted or not be up to date. It waits (`TenantKeyMissing`). With `TENANT.erased` it is
-`ContentErased`, for good. A process whose files vanish or are damaged without that goes on with the keys that it had.
+`ContentErased`, for good. A process whose files vanish or are damaged without that goes on with the keys that it had;
+if the whole directory is gone, also with what it knew of tenants in clear.
 
 A sealed message is JSON that begins with `{"sealed":"<key id>"`, with what has to be in clear beside it, and `data`:
 base64 of a nonce of 12 bytes, the ciphertext and a tag of 16 (AES-256-GCM). Its key is made of the tenant's by one step
@@ -95,6 +96,8 @@ class Keyring:
         """
         if _TENANT.fullmatch(tenant) is None:
             raise InvalidRequest(f"{tenant[:80]!r} names no tenant")
+        if tenant.endswith(ERASED_SUFFIX):
+            raise InvalidRequest(f"{SETTING}: a tenant's name must not end in {ERASED_SUFFIX}, as {tenant!r} does")
         known = self._known.get(tenant)
         now_s = time.monotonic()
         if known is not None and now_s < known[0]:
@@ -102,19 +105,18 @@ class Keyring:
         try:
             found = self._read_keys(tenant, has_had_keys=known is not None and bool(known[1].by_id))
         except TenantKeyMissing as error:
-            if known is None or not known[1].by_id:
+            # A file that is damaged may be the first key of a tenant that was in clear: that is not written in clear.
+            if known is None or (not known[1].by_id and self.directory.is_dir()):
                 raise
-            log.warning("%s; the keys that were there are used until then", error)
+            log.warning("%s; what was there is used until then", error)
             found = known[1]
         if len(self._known) > MAX_KNOWN_TENANTS:
-            self._known = {name: one for name, one in self._known.items() if one[1].by_id}
+            self._known = {name: one for name, one in list(self._known.items()) if one[1].by_id}  # others add to it
         self._known[tenant] = now_s + REFRESH_S, found
         return found
 
     def _read_keys(self, tenant: str, *, has_had_keys: bool) -> TenantKeys:
         path = self.directory / tenant
-        if tenant.endswith(ERASED_SUFFIX):
-            raise TenantKeyMissing(f"{SETTING}: a tenant's name must not end in {ERASED_SUFFIX}, as {tenant!r} does")
         try:
             if not self.directory.is_dir():
                 raise TenantKeyMissing(f"{SETTING}: {self.directory} is gone: mount it again")

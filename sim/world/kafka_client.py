@@ -425,7 +425,7 @@ class WorldAdmin(Client):
         counts = self._ask(lambda: dict(self._broker.topics), request_timeout)
 
         def describe(name: str) -> SimpleNamespace:
-            partitions = [SimpleNamespace(id=number, leader=0) for number in range(counts.get(name, 0))]
+            partitions = [SimpleNamespace(id=number, leader=0, isr=[0]) for number in range(counts.get(name, 0))]
             about = SimpleNamespace(topic_id=name, partitions=partitions, authorized_operations=None)
             return make_result(about)
 

@@ -3,18 +3,19 @@
 import contextlib
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import pytest
 import redis
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from penstock.bus.contract import Bus, Delivery, Outgoing, Settlement, as_text
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Outgoing, Settlement, as_text
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.replies import MAX_HEADER_BYTES, find_reply, pick_reply_headers
 from penstock.bus.streams.client import decode_entry
 from penstock.config.settings import BusSettings
+from penstock.errors import ReplyRefused
 from penstock.messages import Result, decode_message
 from penstock.names import (
     CORRELATION_HEADER,
@@ -176,17 +177,22 @@ def test_partition_size_and_key_of_a_reply_on_kafka(kafka: str, pipeline: Pipeli
     made = make_kafka_requesters(kafka, pipeline)
     three, small = made.create_topic("three", 3), made.create_topic("small", config={"max.message.bytes": "2000"})
     compacted = made.create_topic("compacted", config={"cleanup.policy": "compact"})
+    alone = made.create_topic("alone", config={"min.insync.replicas": "2"})
     spring = {REPLY_TOPIC_HEADER: three, TENANT_HEADER: "shop"}
     asked = {
         "r0": spring | {REPLY_PARTITION_HEADER: as_text((2).to_bytes(4, "big"))},
         "r1": spring | {REPLY_PARTITION_HEADER: as_text((3).to_bytes(4, "big"))},
         "r2": ask(small),
         "r3": ask(compacted),
+        "r4": ask(alone),
     }
     with join_settler(made.bus, pipeline) as settle:
         settle(asked, "x" * 2000)
     outcomes = read_outcomes(made.bus, pipeline)
-    assert {name: sent for name, (sent, _) in outcomes.items()} == {"r0": three, "r1": "", "r2": "", "r3": compacted}
+    assert {name: sent for name, (sent, _) in outcomes.items()} == {
+        "r0": three, "r1": "", "r2": "", "r3": compacted, "r4": ""
+    }  # fmt: skip
+    assert "too few replicas in sync" in outcomes["r4"][1]
     assert "no partition 3" in outcomes["r1"][1]
     assert "max.message.bytes is 2,000" in outcomes["r2"][1]
     with contextlib.closing(made.bus.follow_topic(three, {})) as follower:
@@ -220,6 +226,37 @@ def test_a_reply_that_the_brokers_refuse_stops_none_of_the_others(kafka: str, pi
     outcomes = read_outcomes(bus, pipeline)
     assert (outcomes["r2"], outcomes["r4"]) == ((good, ""), ("", ""))
     assert outcomes["r3"][1].startswith(f"{bad}: ")
+
+
+def test_a_partition_that_the_client_knows_is_none_is_refused_as_a_reply(kafka: str, pipeline: Pipeline) -> None:
+    made = make_kafka_requesters(kafka, pipeline)
+    one = made.create_topic("one")
+    publish_messages(made.bus, [Outgoing(pipeline.job_topic("interactive"), b"job", name) for name in ("r0", "r1")])
+    with made.bus.join_group("decode", "a") as member:
+        first, second = take_deliveries(member, 2)
+        result, reply = make_result(first, pipeline.results_topic), Outgoing(one, b"reply", is_reply=True)
+        member.settle([Settlement(first, [result, replace(reply, partition=0)])])
+        settlement = Settlement(second, [make_result(second, pipeline.results_topic), replace(reply, partition=3)])
+        with pytest.raises(ReplyRefused) as refused:
+            member.settle([settlement])
+        assert refused.value.reasons.keys() == {one}
+        member.settle([replace(settlement, outputs=settlement.outputs[:1])])
+    assert len(read_outcomes(made.bus, pipeline)) == 2
+
+
+def test_a_reply_that_is_too_large_by_its_correlation_id_leaves_the_answer_whole(pipeline: Pipeline) -> None:
+    bus = MemoryBus(pipeline)
+    bus.create_topics()
+    bus.reply_prefixes = {"shop": ("shop.",)}
+    bus.add_reply_topic("shop.good")
+    asked = {"r0": ask("shop.good", **{CORRELATION_HEADER: "x" * MAX_HEADER_BYTES})}
+    size = make_result(
+        Delivery("", "", b"", "r0", asked["r0"], "interactive", 0.0), pipeline.results_topic, ""
+    ).num_bytes
+    with join_settler(bus, pipeline) as settle:
+        settle(asked, "x" * (MAX_MESSAGE_BYTES - size - 100))
+    (result,) = bus.read_all(pipeline.results_topic)
+    assert len(decode_message(Result, result.value).text) == MAX_MESSAGE_BYTES - size - 100
 
 
 def test_headers_of_a_request_that_its_job_has() -> None:

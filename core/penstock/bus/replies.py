@@ -21,9 +21,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.bus.contract import Delivery, Member, Outgoing, Settlement, as_bytes
-from penstock.errors import ReplyRefused
-from penstock.messages import ErrorInfo, Result, decode_message
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement, as_bytes
+from penstock.errors import ContentErased, ReplyRefused, TenantKeyMissing
+from penstock.messages import ErrorInfo, Result, decode_clear_part, decode_message
 from penstock.names import (
     CORRELATION_HEADER,
     REPLY_PARTITION_HEADER,
@@ -140,6 +140,8 @@ class ReplyRouter:
         _, own = split_topic(delivery.topic)
         if own and not (tenant.isascii() and add_tenant("", tenant) == own):
             return "the request came in the topics of another tenant"
+        if reply.num_bytes > MAX_MESSAGE_BYTES:
+            return f"with {CORRELATION_HEADER} it has more than {MAX_MESSAGE_BYTES:,} bytes"
         until_s, reason = self._refused.get(reply.topic, (0.0, ""))
         return reason if time.monotonic() < until_s else ""
 
@@ -155,7 +157,8 @@ class ReplyRouter:
             told = {name: text for name, text in reply.headers.items() if name == CORRELATION_HEADER}
             if refusal:
                 told |= {REPLY_REFUSED_HEADER: f"{reply.topic[:MAX_REASON_CHARS]}: {refusal[:MAX_REASON_CHARS]}"}
-                outputs.append(replace(output, headers={**output.headers, **told}))
+                told_why = replace(output, headers={**output.headers, **told})
+                outputs.append(told_why if told_why.num_bytes <= MAX_MESSAGE_BYTES else output)
             else:
                 told |= {REPLY_TO_HEADER: reply.topic}
                 value = drop_text(output.value)
@@ -164,8 +167,14 @@ class ReplyRouter:
 
 
 def drop_text(value: bytes) -> bytes:
-    """Return a result for meters: who used how much, and how it ended, without the answer and words of its error."""
-    result = decode_message(Result, value)
+    """Return a result for meters: who used how much, and how it ended, without the answer and words of its error.
+
+    Raises `RequestError` for what is no result.
+    """
+    try:
+        result = decode_message(Result, value)
+    except (ContentErased, TenantKeyMissing):  # its key was dropped since it was encrypted
+        result = decode_clear_part(Result, value)
     bare = Result(
         id=result.id,
         tenant=result.tenant,

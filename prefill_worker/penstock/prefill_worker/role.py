@@ -29,7 +29,15 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.text.template_process import TakesTime
 from penstock.engine.vectors import TextRequest
-from penstock.errors import REFUSED_TEXTS, ContentErased, InternalError, InvalidRequest, RequestError, is_failure
+from penstock.errors import (
+    REFUSED_TEXTS,
+    ContentErased,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    TenantKeyMissing,
+    is_failure,
+)
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
@@ -109,6 +117,8 @@ class PrefillRole(ModelRole):
             return self._set_context(task)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
+        except TenantKeyMissing:  # since the worker looked for its key: the message waits
+            raise
         except BaseException as bug:  # this request's, not its neighbours'
             if not is_failure(bug):
                 raise

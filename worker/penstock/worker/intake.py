@@ -16,11 +16,11 @@ and another worker takes the requests over.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.errors import IdConflict, InvalidRequest, RequestError
+from penstock.errors import IdConflict, InvalidRequest, RequestError, TenantKeyMissing
 from penstock.failpoints import stage_failpoint
 from penstock.names import (
     CLASSES,
@@ -141,7 +141,7 @@ class Intake:
                 if self.is_long(delivery):
                     self.reader.submit(delivery, None)
                 else:
-                    tasks += self._accept_task(delivery, self.identify_message(delivery))
+                    tasks += self._accept_task(delivery, partial(self.identify_message, delivery))
         return tasks
 
     def await_key(self, delivery: Delivery) -> None:
@@ -154,7 +154,7 @@ class Intake:
     def accept_identified(self, reading: PendingMessage) -> list[Task]:
         """Return the request of a message that the reader has decoded and that has no claim yet."""
         with self._confine_message(reading.delivery):
-            return self._accept_task(reading.delivery, reading.task.result())
+            return self._accept_task(reading.delivery, reading.task.result)
         return []
 
     def identify_message(self, delivery: Delivery) -> Task | None:
@@ -186,8 +186,15 @@ class Intake:
         """Return what treats a message: that of its topic."""
         return self._job_roles.get(find_shared_topic(delivery.topic), self._role)
 
-    def _accept_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
-        """Return the request of a message. Without one, send the message to the dead letters and return nothing."""
+    def _accept_task(self, delivery: Delivery, identify: Callable[[], Task | None]) -> list[Task]:
+        """Return the request of a message, which `identify` returns. Without one, send the message to the dead letters
+        and return nothing; nor for one whose key has gone since it was looked for: it waits.
+        """
+        try:
+            task = identify()
+        except TenantKeyMissing:
+            self.await_key(delivery)
+            return []
         if task is None:
             self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
         return [] if task is None else [task]
@@ -210,9 +217,10 @@ class Intake:
 
         Any thread may call this.
         """
-        if not has_key_of(delivery.value):
+        try:
+            task = self._find_role(delivery).identify_request(delivery) if has_key_of(delivery.value) else None
+        except TenantKeyMissing:
             return None
-        task = self._find_role(delivery).identify_request(delivery)
         waiting = None if task is None else task.to_claim_request()
         return waiting if waiting is not None and waiting.message else None
 

@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import Outcome, SampledToken
-from penstock.errors import ContentErased, InvalidRequest, RequestError, UnknownModel, is_failure
+from penstock.errors import ContentErased, InvalidRequest, RequestError, TenantKeyMissing, UnknownModel, is_failure
 from penstock.messages import (
     EndEvent,
     Job,
@@ -62,6 +62,8 @@ class WholeRole(Role):
             self.check_request(request)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
+        except TenantKeyMissing:  # since the worker looked for its key: the message waits
+            raise
         except BaseException as bug:  # this request's, not its neighbours'
             if not is_failure(bug):
                 raise

@@ -25,9 +25,8 @@ LOOKUP_TIMEOUT_S = 5.0
 MAX_KNOWN_TOPICS = 10_000
 ROOM_BYTES = 512
 """More than a batch has beside keys, values and headers of one message."""
-LIMIT = "max.message.bytes"
+LIMIT, MIN_IN_SYNC = "max.message.bytes", "min.insync.replicas"
 _TOPIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
-_REFUSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.TOPIC_EXCEPTION)
 
 
 @dataclass
@@ -36,8 +35,10 @@ class _Topic:
 
     until_s: float
     refusal: str = ""
-    led: dict[int, bool] = field(default_factory=dict)
-    """Whether each partition has a leader."""
+    in_sync: dict[int, int] = field(default_factory=dict)
+    """How many replicas of each partition are in sync; 0 where it has no leader."""
+    min_in_sync: int = 1
+    """With fewer of them its brokers acknowledge nothing."""
     max_bytes: int | None = None
     """None where this process may not see it: then a message that is too large is refused when it is written."""
 
@@ -77,13 +78,14 @@ class ReplyTopics:
             try:
                 told = future.result(LOOKUP_TIMEOUT_S)
             except KafkaException as raised:
-                if raised.args[0].code() not in _REFUSING:
+                error: KafkaError = raised.args[0]
+                if error.code() < 0:  # the client's own: no broker has answered
                     raise
-                found[name] = _Topic(missing_until_s, raised.args[0].str())
+                found[name] = _Topic(missing_until_s, error.str())  # whatever it is, it is about this topic alone
                 continue
-            led = {one.id: one.leader is not None for one in told.partitions}
-            found[name] = topic = _Topic(until_s if led else missing_until_s, led=led)
-            if not led:
+            in_sync = {one.id: 0 if one.leader is None else len(one.isr) for one in told.partitions}
+            found[name] = topic = _Topic(until_s if in_sync else missing_until_s, in_sync=in_sync)
+            if not in_sync:
                 topic.refusal = "the brokers know no such topic"
             elif told.authorized_operations is not None and AclOperation.WRITE not in told.authorized_operations:
                 topic.refusal = "the worker's user may not write to it"
@@ -102,16 +104,19 @@ class ReplyTopics:
                 if raised.args[0].retriable():
                     raise BusUnavailable(f"Kafka: {raised.args[0].str()}") from raised
             else:
-                topics[resource.name].max_bytes = int(settings[LIMIT].value)
+                topic, limit, least = topics[resource.name], settings.get(LIMIT), settings.get(MIN_IN_SYNC)
+                topic.max_bytes = int(limit.value) if limit and limit.value else None
+                topic.min_in_sync = int(least.value) if least and least.value else 1
 
 
 def _find_refusal(topic: _Topic, reply: Outgoing) -> str:
     if topic.refusal:
         return topic.refusal
-    if reply.partition is not None and reply.partition not in topic.led:
+    if reply.partition is not None and reply.partition not in topic.in_sync:
         return f"it has no partition {reply.partition}"
-    if not (all(topic.led.values()) if reply.partition is None else topic.led[reply.partition]):
-        return "a partition of it has no leader now"
+    asked = topic.in_sync.values() if reply.partition is None else [topic.in_sync[reply.partition]]
+    if min(asked) < topic.min_in_sync:
+        return "a partition of it has no leader, or too few replicas in sync, now"
     if topic.max_bytes is not None and reply.num_bytes + ROOM_BYTES > topic.max_bytes:
         return f"{reply.num_bytes:,} bytes; its {LIMIT} is {topic.max_bytes:,}"
     return ""

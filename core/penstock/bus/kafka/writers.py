@@ -1,9 +1,11 @@
 """Writes the outputs of settlements, with and without transactions, and commits offsets."""
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
@@ -30,8 +32,12 @@ WRITE_TIMEOUT_S = 20.0
 """How long an output may wait to be acknowledged. It takes less to elect a new leader for a partition."""
 
 
-GIVEN_UP_ERRORS = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)  # noqa: SLF001 - that is their name
-"""Errors of messages that the client gave up itself, as the transaction failed by another one."""
+GIVEN_UP_ERRORS = (
+    KafkaError._PURGE_QUEUE,  # noqa: SLF001 - that is its name
+    KafkaError._PURGE_INFLIGHT,  # noqa: SLF001
+    KafkaError._STATE,  # noqa: SLF001
+)
+"""Errors of messages that the client gave up itself, or did not take, as the transaction failed by another one."""
 
 
 class OutputWriter:
@@ -75,7 +81,8 @@ def write_and_flush(
 
     replies = {output.topic for output in outputs if output.is_reply}
     for number, output in enumerate(outputs):
-        produce_message(producer, output, partitions, lambda error, _, number=number: report(number, error))
+        with _report_known_error(partial(report, number), is_wanted=bool(replies)):
+            produce_message(producer, output, partitions, lambda error, _, number=number: report(number, error))
     num_left = _flush_producer(producer, reply_timeout_s if replies else timeout_s) if outputs else 0
     if num_left and replies:
         if not errors and all(output.is_reply for output in waiting.values()):
@@ -91,6 +98,17 @@ def write_and_flush(
         # With a message that is too large others fail that are fine, so the error is about that one.
         codes = [error for error, _ in errors]
         raise KafkaException(next((one for one in codes if one.code() in TOO_LARGE_ERRORS), codes[0]))
+
+
+@contextlib.contextmanager
+def _report_known_error(report: Callable[[KafkaError], None], *, is_wanted: bool) -> Iterator[None]:
+    """Report an error that the client knows at once, as that a topic has no such partition; else raise it on."""
+    try:
+        yield
+    except KafkaException as raised:
+        if not is_wanted:
+            raise
+        report(raised.args[0])
 
 
 def _raise_refused(errors: Sequence[tuple[KafkaError, Outgoing]], replies: Iterable[str]) -> None:
