@@ -43,6 +43,7 @@ from sim.chaos.two_regions import RegionsRound, run_regions
 from sim.container import Container, ask_penstock_up
 from sim.forked import preload_modules
 from sim.replacing import run_replacement
+from sim.replies import run_replies
 from sim.zones import ZONE_DELAY_S
 
 ROOT = Path(__file__).parents[1]
@@ -290,6 +291,17 @@ def _play_replacement(_: int, directory: Path) -> Played:
     return Played(readers.num_whole + len(readers.broken), 0, told, starts_and_stops=2 * num_replaced)
 
 
+REPLY_REQUESTS = 500
+
+
+def _play_replies(seed: int, directory: Path) -> Played:
+    """Send requests with reply topics, one bad in ten, while workers are killed."""
+    replied = run_replies(directory, seed, REPLY_REQUESTS, 1)
+    story = directory / "replied.json"
+    story.write_text(json.dumps(vars(replied)))
+    return Played(replied.requests, replied.kills, replied.faults, str(story))
+
+
 CONNECTIONS = 50
 PAUSES_S = ("12", "60", "80")
 """How long the clients of a language stop between their questions: longer than many servers keep a connection."""
@@ -366,6 +378,10 @@ SCENES = (
     Scene(
         ADAPTERS, "an answer is that of one version of its adapter, or ends where no worker has that one any more",
         _play_adapters,
+    ),
+    Scene(
+        "kills, reply topics", "each result is once in its producer's topic, or among all with the reason, and in no "
+        "other's", _play_replies,
     ),
     *(_start_and_stop(f", {bus}", bus) for bus in BUSES),
     _start_and_stop(" on slow servers", "kafka", kills=0, starts_and_stops=20, delays_s={"redis": 0.2, "kafka": 0.2}),
