@@ -315,9 +315,9 @@ FLAWS = (
     ),
     Flaw(
         "a claim behind the end binds the request's own message", f"{RECORD}/lua/claim.lua",
-        "if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end\n"
+        "if bound == '' then remember_end(ARGV[13], tonumber(ARGV[14]), id, name, r[5] or '') end\n  end\n"
         "  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1,",
-        "redis.call('HSET', KEYS[1], 'bound', name)\n  return {'claim', epoch, tokens, hash, 1,", "kafka",
+        "end\n  redis.call('HSET', KEYS[1], 'bound', name)\n  return {'claim', epoch, tokens, hash, 1,", "kafka",
         ("pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
     ),
     Flaw(

@@ -321,11 +321,11 @@ def test_what_has_ended_is_no_dead_letter_where_its_pictures_cannot_be_read(
     line.prefill.abandon()
     get, left = PictureStore.get, [3]
 
-    def fail(store: PictureStore, digest: str) -> bytes:
+    def fail(store: PictureStore, digest: str, tenant: str) -> bytes:
         if left[0]:
             left[0] -= 1
             raise BusUnavailable("away")
-        return get(store, digest)
+        return get(store, digest, tenant)
 
     monkeypatch.setattr(PictureStore, "get", fail)
     line.add_prefill("prefill-1")

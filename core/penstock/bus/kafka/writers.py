@@ -87,7 +87,7 @@ def write_and_flush(
     if num_left and replies:
         if not errors and all(output.is_reply for output in waiting.values()):
             late = {output.topic: "no acknowledgement in time" for output in waiting.values()}
-            raise ReplyRefused(late, is_sure=True)
+            raise ReplyRefused(late, is_sure=len(late) == 1)
         num_left = _flush_producer(producer, timeout_s)
     if num_left:
         timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
@@ -121,8 +121,11 @@ def _raise_refused(errors: Sequence[tuple[KafkaError, Outgoing]], replies: Itera
     if not named:
         raise ReplyRefused(dict.fromkeys(replies, "the brokers refused a transaction with this reply"), is_sure=False)
     if all(output.is_reply for _, output in named):
-        is_sure = all(error.code() not in TOO_LARGE_ERRORS for error, _ in named)  # smaller ones fit
-        raise ReplyRefused({output.topic: error.str() for error, output in named}, is_sure=is_sure)
+        reasons = {output.topic: error.str() for error, output in named}
+        # Smaller ones fit; and of several that were late all but one may have waited for that one.
+        late = len(reasons) > 1 and any(error.code() == KafkaError._MSG_TIMED_OUT for error, _ in named)  # noqa: SLF001
+        is_sure = not late and all(error.code() not in TOO_LARGE_ERRORS for error, _ in named)
+        raise ReplyRefused(reasons, is_sure=is_sure)
 
 
 def _flush_producer(producer: Producer, timeout_s: float) -> int:
