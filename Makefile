@@ -69,13 +69,13 @@ demo-kafka: .venv/installed
 test test-all test-clients: export PYTHONHASHSEED := 0
 FORKED := -m pytest -p tests.forking --workers 4
 
-# More processes than `test-all` has: its tests wait for servers more than they compute.
+# More processes than processors: tests wait for servers more than they compute.
 test: .venv/installed-dev
 	$(BIN)/python $(FORKED) --workers 6 -m "proof and not clients"
 
 # What `make test` leaves out.
 test-all: .venv/installed-dev
-	$(BIN)/python $(FORKED) --workers 5 -m "not proof and not clients"
+	$(BIN)/python $(FORKED) --workers 6 -m "not proof and not clients"
 
 # SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own; with NEWEST=1
 # their newest releases, which are looked for each time.

@@ -90,13 +90,13 @@ def test_an_idle_transactional_producer_outlives_its_tokens(
         tokens |= {"kafka_mechanism": "PLAIN", "kafka_token_url": ""}
         more = {"sasl.mechanism": "OAUTHBEARER", "oauth_cb": lambda _: servers.tokens.give_token("penstock-worker")}
     writer = open_bus(tokens, more).create_transactions("penstock.demo.idle")
-    output = Outgoing(PIPELINE.results_topic, b"{}", source)
+    output = Outgoing(PIPELINE.dead_letter_topic, b"{}", source)
     settle(writer, output)
     given = servers.tokens.num_given
     wait_for(lambda: servers.tokens.num_given >= given + 2, "the first token has ended", every_s=0.05)
     settle(writer, output)
     writer.close()
-    written = KafkaBus(PIPELINE, servers.kafka.bootstrap, BusSettings()).read_all(PIPELINE.results_topic)
+    written = KafkaBus(PIPELINE, servers.kafka.bootstrap, BusSettings()).read_all(PIPELINE.dead_letter_topic)
     assert sum(message.key == source for message in written) == 2
 
 
@@ -147,7 +147,7 @@ def test_a_token_server_that_is_away_is_waited_for(
         check_kafka(Addresses(**tokens), PIPELINE, "prefill")
     assert "no token: Failed to connect" in caplog.text
     with closing(open_bus(tokens).create_publisher()) as publisher:
-        (sent,) = publisher.send_messages([Outgoing(PIPELINE.results_topic, b"{}", "waits")])
+        (sent,) = publisher.send_messages([Outgoing(PIPELINE.dead_letter_topic, b"{}", "waits")])
         servers.tokens.start()
         assert sent.result(PATIENCE_S)
     assert not any(secret in caplog.text for secret in SECRETS.values())
