@@ -138,7 +138,7 @@ class Options(Arguments):
     streams: int = 0
     gateways: int = 0
 
-    def choose(self) -> Size:
+    def choose_extent(self) -> Size:
         """Return the size of this run."""
         usual = self.choose_size(Size(10_000, 1, 60.0), Size(1000, 1, 15.0), Size(2 * WARM_STREAMS + 20, 2, 0.3))
         return Size(self.streams or usual.num_streams, self.gateways or usual.num_gateways, usual.idle_s)
@@ -146,13 +146,13 @@ class Options(Arguments):
 
 @dataclass
 class Site:
-    """What is measured: gateways, their stream servers, and the readers of each gateway."""
+    """Gateways, their stream servers, and the readers of each gateway, which are all measured."""
 
     stacks: list[Stack]
     servers: list[ValkeyServer]
     orders: list[Connection]
 
-    def tell(self, what: str, count: int = 0) -> int:
+    def order_readers(self, what: str, count: int = 0) -> int:
         """Have all readers do something, and wait until they have; return how many streams are not whole."""
         for one in self.orders:
             one.send((what, count))
@@ -168,7 +168,7 @@ def measure_streams(site: Site, size: Size, given: Options) -> dict[str, float]:
     each, sides = size.num_streams // size.num_gateways, site.list_pids()
     memory = list[list[int]]()
     for count in (WARM_STREAMS, each - WARM_STREAMS):
-        site.tell("open", count)
+        site.order_readers("open", count)
         Meter(sides[0]).wait_idle()
         memory.append([read_resident_bytes(pids) for pids in sides])
     shares = list[list[float]]()
@@ -190,16 +190,16 @@ def measure_streams(site: Site, size: Size, given: Options) -> dict[str, float]:
         assert stack.gateway is not None
         assert stack.gateway.child is not None
         stack.gateway.child.stop(60.0)
-    site.tell("end")
+    site.order_readers("end")
     for stack in site.stacks:
         stack.restart_dead()
         stack.wait_until_ready(120.0)
-    site.tell("go on")
+    site.order_readers("go on")
     print("all go on at the next gateway")
     addresses = site.stacks[0].addresses
     with open_stack(given.choose_stack(), ENVIRONMENT, pipeline=addresses.pipeline, prefill=0, decode=1,
                     redis=addresses.stream_url):  # fmt: skip
-        num_lost = site.tell("end")
+        num_lost = site.order_readers("end")
     figures = {
         "kib_per_idle_stream": kib[0],
         "gateway_cores_per_1000_idle_streams": cores[0] / num_streams * 1000,
@@ -215,7 +215,7 @@ def measure_streams(site: Site, size: Size, given: Options) -> dict[str, float]:
 
 def run(given: Options) -> dict[str, float]:
     """Measure and print; return the figures."""
-    size, context = given.choose(), multiprocessing.get_context("fork")
+    size, context = given.choose_extent(), multiprocessing.get_context("fork")
     ports = [find_free_port() for _ in range(size.num_gateways)]
     orders, processes = list[Connection](), []
     for number, port in enumerate(ports):  # before this process has threads

@@ -147,7 +147,7 @@ class Producers:
             future.result(PATIENCE_S)
         wait_for(lambda: topics.keys() <= admin.list_topics(timeout=PATIENCE_S).topics.keys(), "topics are there", 0.2)
 
-    def watch(self) -> None:
+    def read_all_topics(self) -> None:
         """Note what comes in the tenants' topics, and among all results, until it is over."""
         settings = {"bootstrap.servers": self.bootstrap, "group.id": "watch", "isolation.level": "read_committed",
                     "enable.auto.commit": False, "auto.offset.reset": "earliest"}  # fmt: skip
@@ -313,7 +313,7 @@ def run_replies(directory: Path, seed: int, num_requests: int, num_rounds: int =
         producers.create_topics({name_topic(one): {} for one in TENANTS}, PARTITIONS)
         small = {"max.message.bytes": str(SMALL_BYTES)}
         producers.create_topics({name_topic(one, "small"): small for one in TENANTS}, 1)
-        watcher = threading.Thread(target=producers.watch)
+        watcher = threading.Thread(target=producers.read_all_topics)
         watcher.start()
         exits.callback(watcher.join)
         exits.callback(producers.is_over.set)

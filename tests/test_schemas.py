@@ -86,7 +86,7 @@ def find_breaks(reader: Json, writer: Json, *, is_reader_newer: bool) -> Iterato
     yield from compare(reader, writer, "", frozenset())
 
 
-def check(schema: Json, message: Json) -> None:
+def validate_message(schema: Json, message: Json) -> None:
     jsonschema.Draft202012Validator(schema).validate(message)
 
 
@@ -105,11 +105,11 @@ def test_each_version_reads_what_the_other_may_write(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_a_message_of_the_last_version_is_read_and_written_as_that_reads_it(name: str, sample: Json) -> None:
-    check(OLD[name], sample)
-    check(NEW[name], sample)
+    validate_message(OLD[name], sample)
+    validate_message(NEW[name], sample)
     again = json.loads(decode_message(MODELS[name], json.dumps(sample).encode()).encode())
-    check(OLD[name], again)
-    check(NEW[name], again)
+    validate_message(OLD[name], again)
+    validate_message(NEW[name], again)
 
 
 def test_what_workers_make_of_a_request_of_the_last_version_is_read_by_it() -> None:
@@ -120,9 +120,9 @@ def test_what_workers_make_of_a_request_of_the_last_version_is_read_by_it() -> N
         results = made.bus.read_all(Pipeline("test").results_topic)
     assert results
     for result in results:
-        check(OLD["Result"], json.loads(result.value))
+        validate_message(OLD["Result"], json.loads(result.value))
     for event in events:
-        check(OLD[type(event).__name__], json.loads(event.encode()))
+        validate_message(OLD[type(event).__name__], json.loads(event.encode()))
     assert [type(event) for event in events[-2:]] == [TokenEvent, EndEvent]
 
 

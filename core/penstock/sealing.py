@@ -64,14 +64,14 @@ class Sealer(NamedTuple):
     tenant: str
     cipher: "AESGCM"
 
-    def encrypt(self, plain: bytes | memoryview, bound: bytes = b"") -> bytes:
+    def encrypt_content(self, plain: bytes | memoryview, bound: bytes = b"") -> bytes:
         """Return nonce, ciphertext and tag. It opens only where the same bytes are `bound` to it."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self.cipher.encrypt(nonce, plain, bound)
 
-    def encode(self, plain: bytes, clear: Mapping[str, Any], bound: bytes = b"") -> bytes:
+    def encode_sealed(self, plain: bytes, clear: Mapping[str, Any], bound: bytes = b"") -> bytes:
         """Return sealed JSON with the members `clear` beside it."""
-        data = base64.b64encode(self.encrypt(plain, bound)).decode()
+        data = base64.b64encode(self.encrypt_content(plain, bound)).decode()
         body = {"sealed": self.key_id, "tenant": self.tenant, **clear, "data": data}
         return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -232,7 +232,7 @@ def seal_message(kind: str, tenant: str, name: str, plain: bytes, clear: Mapping
     Raises `ContentErased` and `TenantKeyMissing`.
     """
     sealer = None if _keyring is None or is_sealed(plain) else find_sealer(kind, tenant, name)
-    return plain if sealer is None else sealer.encode(plain, {"kind": kind, "id": name, **(clear or {})})
+    return plain if sealer is None else sealer.encode_sealed(plain, {"kind": kind, "id": name, **(clear or {})})
 
 
 def open_message(body: Mapping[str, Any], kind: str) -> bytes:
@@ -302,14 +302,14 @@ SEALED_HASH = b"0"
 
 def seal_event(sealer: Sealer, position: int, plain: bytes) -> bytes:
     """Return the entry of a token."""
-    data = base64.b64encode(sealer.encrypt(plain, b"%d" % position))
+    data = base64.b64encode(sealer.encrypt_content(plain, b"%d" % position))
     words = position, SEALED_HASH, sealer.key_id.encode(), sealer.tenant.encode(), data
     return b'{"id":"%d-%b","sealed":"%b","tenant":"%b","data":"%b"}' % words
 
 
 def seal_end(sealer: Sealer, plain: bytes) -> bytes:
     """Return the entry of a log's end."""
-    return sealer.encode(plain, {}, b"end")
+    return sealer.encode_sealed(plain, {}, b"end")
 
 
 def is_sealed_event(payload: object) -> bool:
@@ -354,7 +354,7 @@ BYTES_OVERHEAD = len(_BYTES_START) + KEY_ID_CHARS + NONCE_BYTES + TAG_BYTES
 def seal_bytes(kind: str, tenant: str, name: str, plain: bytes | memoryview, bound: bytes = b"") -> bytes | memoryview:
     """Return bytes sealed; as they are for a tenant without a key. Raises `ContentErased` and `TenantKeyMissing`."""
     sealer = None if _keyring is None else find_sealer(kind, tenant, name)
-    return plain if sealer is None else _BYTES_START + sealer.key_id.encode() + sealer.encrypt(plain, bound)
+    return plain if sealer is None else _BYTES_START + sealer.key_id.encode() + sealer.encrypt_content(plain, bound)
 
 
 def open_bytes(kind: str, tenant: str, name: str, stored: bytes | memoryview, bound: bytes = b"") -> bytes:
@@ -389,9 +389,9 @@ async def seal_file(tenant: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[
     number = 0
     async for chunk in chunks:
         if chunk:
-            yield _frame(sealer.encrypt(chunk, b"%d" % number))
+            yield _frame(sealer.encrypt_content(chunk, b"%d" % number))
             number += 1
-    yield _frame(sealer.encrypt(b"", b"end%d" % number))
+    yield _frame(sealer.encrypt_content(b"", b"end%d" % number))
 
 
 def _frame(sealed: bytes) -> bytes:

@@ -84,10 +84,12 @@ def follow_stream(post: dict) -> tuple[str, str]:
     raise AssertionError(f"the stream {stream_id} has no end")
 
 
-def holds(expected: object, found: object) -> bool:
+def matches_expected(expected: object, found: object) -> bool:
     """Return whether all that is expected is in what was found."""
     if isinstance(expected, dict):
-        return isinstance(found, dict) and all(holds(value, found.get(name)) for name, value in expected.items())
+        return isinstance(found, dict) and all(
+            matches_expected(value, found.get(name)) for name, value in expected.items()
+        )
     return expected == found
 
 
@@ -136,19 +138,19 @@ def main() -> int:
         cases[path.stem] = request_id, case
     results, letters = defaultdict(list), []
 
-    def check(request_id: str, case: dict) -> str:
+    def find_problem(request_id: str, case: dict) -> str:
         if "dead_letter" in case["expect"]:
             return check_dead_letter(case["expect"]["dead_letter"], encode_value(case["produce"]), letters)
         found = results[request_id]
         if len(found) != 1:
             return f"{len(found)} results" if found else MISSING
         is_same = "text" not in case or found[0]["text"] == case["text"]
-        return "" if is_same and holds(case["expect"]["result"], found[0]) else f"another result: {found[0]}"
+        return "" if is_same and matches_expected(case["expect"]["result"], found[0]) else f"another result: {found[0]}"
 
     sent = [case for name, case in cases.items() if name not in problems]
-    read_outcomes(lambda: any(check(*case) == MISSING for case in sent), results, letters)
+    read_outcomes(lambda: any(find_problem(*case) == MISSING for case in sent), results, letters)
     for name, case in cases.items():
-        problem = problems.get(name) or check(*case)
+        problem = problems.get(name) or find_problem(*case)
         print(json.dumps({"case": name, "ok": not problem} | ({"problem": problem} if problem else {})))
         problems[name] = problem
     return int(any(problems.values()))

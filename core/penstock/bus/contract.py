@@ -150,7 +150,7 @@ class Settlement:
 
     def place_outputs(self) -> list[Outgoing]:
         """Return the outputs as they are written: what follows from a message of a tenant's own topic goes to the same
-        tenant's own topics. That holds for results, jobs and dead letters, whoever has made them. Replies go where
+        tenant's own topics. Results, jobs and dead letters do so, whoever has made them. Replies go where
         their requesters want them.
         """
         _, own = split_topic(self.delivery.topic)
@@ -189,9 +189,7 @@ class Member(Protocol):
 
     @property
     def reply_prefixes(self) -> Mapping[str, Sequence[str]]:
-        """What the names of the topics begin with in which a tenant may have replies, by tenant
-        (`BusSettings.find_reply_prefixes`).
-        """
+        """By tenant, the beginnings of names that its reply topics may have (`BusSettings.find_reply_prefixes`)."""
 
     @property
     def current_problem(self) -> str:

@@ -48,7 +48,7 @@ class JoinedMember:
 
     @property
     def reply_prefixes(self) -> Mapping[str, Sequence[str]]:
-        """What the names of reply topics begin with, by tenant."""
+        """By tenant, the beginnings of names that its reply topics may have."""
         return self._requests.reply_prefixes
 
     @property

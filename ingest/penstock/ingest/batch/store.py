@@ -63,7 +63,9 @@ class FileStore:
         """Write a content, step 1; return the new id and the length."""
         file_id = make_id("file-", self._home)
         measured = _MeasuredBytes(max_bytes)
-        await self._objects.write_stream(content_path(tenant, file_id), seal_file(tenant, measured.count(chunks)))
+        await self._objects.write_stream(
+            content_path(tenant, file_id), seal_file(tenant, measured.limit_chunks(chunks))
+        )
         return file_id, measured.num_bytes
 
     async def save_metadata(
@@ -165,7 +167,7 @@ class _MeasuredBytes:
     def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
 
-    async def count(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def limit_chunks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the chunks. Raises `ApiError` 413 where they are too many bytes."""
         async for chunk in chunks:
             self.num_bytes += len(chunk)
